@@ -1,4 +1,4 @@
-"""``python -m lowmem_ft``: the command ``lowmem-ft``, as launchers take it.
+"""``python -m lowmem_ft``: the command ``lowmem-ft`` as a module, the form that launchers take.
 
 accelerate launch -m lowmem_ft train recipe=NAME|PATH [key=value ...]
 """

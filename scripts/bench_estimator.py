@@ -1,17 +1,17 @@
-"""Seconds that an estimate takes, from 1B to 405B parameters: of a fresh process, of the next one, without extension.
+"""Seconds that an estimate takes, from 1B to 405B parameters: in a fresh process, the next one, without extension.
 
     python scripts/bench_estimator.py [--models llama-3.1-8b ...] [--full-up-to 8] [--gpu h100-80gb] [--skip-all-gpus]
     python scripts/bench_estimator.py --recipes 8b-24gb=rtx-4090 8b-bf16=h200 ...
     python scripts/bench_estimator.py --preflight 8b-24gb=rtx-4090 8b-bf16=h100-80gb ...
 
-With ``--recipes``: of each, the first estimate, a variant of it (a row more in a micro-batch), and the same once more
-from kept traces, in seconds of the processor beyond the imports. With ``--preflight``: what the estimate before a run
-adds to the start of ``lowmem-ft train``: the other process from its start to its answer, and from the question to the
-answer, where imports are over before the run's data is there; first and from kept traces.
+With ``--recipes``: for each, the first estimate, a variant of it (one more row in a micro-batch), and the same again
+from kept traces, in processor seconds without imports. With ``--preflight``: the time that the estimate before a run
+adds to the start of ``lowmem-ft train``: from the start of the other process to its answer, and from the question to
+the answer if imports are over before the run's data is there; first and from kept traces.
 
-Architectures come from the catalogue: no weights, no data, no network. Every row is a process of its own. What a user
-waits for beyond importing torch is the imports and the first estimate; a search pays only for the next ones. Tracing
-every layer takes minutes for the largest, so that it is left out for models above ``--full-up-to`` billion parameters.
+Architectures come from the catalogue: no weights, no data, no network. Every row has a process of its own. In addition
+to importing torch, a user waits for the imports and the first estimate; a search pays only for the next ones. Tracing
+every layer takes minutes for the largest models, so it is left out above ``--full-up-to`` billion parameters.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ def main() -> None:
 
 
 def in_new_process(model: str, gpu: str, mode: str) -> dict[str, Any]:
-    """:func:`time_estimates` where nothing has been imported yet."""
+    """Run :func:`time_estimates` in a process that has imported nothing yet."""
     command = [sys.executable, __file__, "--in-this-process", model, gpu, mode]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
-    """Seconds of each part of a first estimate, and of a second one."""
+    """Return seconds of each part of a first estimate, and of a second one."""
     start = time.perf_counter()
     import torch  # noqa: F401
 
@@ -87,7 +87,7 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
     start = time.perf_counter()
     num_parameters = run(recipe, gpu)
     first_seconds = time.perf_counter() - start
-    if gpu != "all":  # of all GPUs once is enough
+    if gpu != "all":  # for all GPUs once is enough
         start = time.perf_counter()
         run(recipe, gpu)
     next_seconds = time.perf_counter() - start
@@ -105,9 +105,9 @@ def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
 
 
 def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
-    """Seconds of a recipe's first estimate, of a variant, and of both once more by another reader of the same files.
+    """Return seconds of a recipe's first estimate, of a variant, and of both again by another reader of the same files.
 
-    And of a first one that asks torch about every operator, not only about new ones
+    Also of a first one that asks torch about every operator, not only about new ones
     (``virtual_gpu/recording/fake_results.py``).
     """
     import tempfile
@@ -124,7 +124,7 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
     variants = [
         load_recipe(recipe_name, [f"training.per_device_train_batch_size={rows + more}"]) for more in (0, 1)
     ]
-    estimate_memory(load_recipe("tiny"), gpu)  # imports what the first estimate would
+    estimate_memory(load_recipe("tiny"), gpu)  # does the imports of the first estimate
     seconds: dict[str, Any] = {"recipe": recipe_name, "gpu": gpu}
     with tempfile.TemporaryDirectory() as folder:
         kept = KeptTraces(Path(folder))
@@ -150,7 +150,7 @@ def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
 
 
 def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
-    """Seconds on the clock of the process that estimates a run before it, twice with and twice without its imports."""
+    """Return wall-clock seconds of the process that estimates before a run, twice with, twice without its imports."""
     import os
     import tempfile
 
@@ -178,7 +178,7 @@ def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
 
 
 def _estimator(mode: str) -> Any:
-    """The estimate in question, as a function of recipe and GPU that returns the model's parameters."""
+    """Return the estimate to be timed, as a function of recipe and GPU that returns the model's parameters."""
     import functools
 
     from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus

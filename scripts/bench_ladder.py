@@ -1,21 +1,21 @@
-"""The memory ladder, rung beside rung: bytes, seconds and losses of real steps, one table.
+"""The memory ladder, rung by rung: bytes, seconds and losses of real steps, in one table.
 
     python scripts/bench_ladder.py [--model FOLDER] [--steps 20]
     python scripts/bench_ladder.py --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
     python scripts/bench_ladder.py --clock [--model llama-3.1-8b] [--gpus rtx-4090 h100-80gb] [--accumulation 16]
 
-On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: what it keeps between two
-steps by kind, on the host and beside the computing, and the peak of a step; exact sums over tensor storages. Then all
-rungs in one process step by step in turn, for their seconds (as ratios) and losses: whatever else the machine does
-hits all alike.
+On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: those kept between two steps
+by kind, those on the host apart, and the peak of a step; exact sums over tensor storages. Then all rungs in one
+process, step by step in turn, for their seconds (as ratios) and losses: any other load on the machine affects all
+alike.
 
 On CUDA: a model of the catalogue with random weights, each rung in a process of its own under each budget, which the
-allocator enforces; a rung that does not fit says so.
+allocator enforces; a rung that does not fit is reported as such.
 
-With ``--clock``: no GPU but virtual ones, whose clock predicts a step of one row a micro-batch. For each GPU, the rungs
-that fit it: tokens a second; their share of those of the last rung that keeps everything on the GPU ("+ step in
-backward"), on a card of the same kind with memory enough; what bounds the step; and for each kind of work the share of
-the step's seconds that would be saved if it took none.
+With ``--clock``: no real GPU but virtual ones, whose timing model predicts a step of one row per micro-batch. For each
+GPU, the rungs that fit it: tokens per second; their share of those of the last rung that keeps everything on the GPU
+("+ step in backward"), on a GPU of the same kind with enough memory; the bottleneck of the step; and for each kind of
+work the share of the step's seconds that would be saved if it took none.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each rung."""
+    """Return a row for each rung."""
     model_dir = Path(arguments.model) if arguments.model else get_demo_model(default_cache_dir())
     with tempfile.TemporaryDirectory() as scratch:
         recipes = [_cpu_recipe(rung, model_dir, Path(scratch), arguments) for rung in RUNGS]
@@ -98,7 +98,7 @@ def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def bytes_of(recipe: Recipe) -> dict[str, Any]:
-    """What a rung keeps after two steps, and the peak of the second, in bytes; the host's apart."""
+    """Return the bytes that a rung keeps after two steps, and the peak of the second; host bytes are listed apart."""
     with StorageTracker() as tracker:
         run = TrainingRun.build(recipe)
         run.folder.start(recipe, run.progress)
@@ -117,7 +117,7 @@ def bytes_of(recipe: Recipe) -> dict[str, Any]:
 
 
 def _in_turn(recipes: list[Recipe], num_steps: int) -> Iterator[dict[str, Any]]:
-    """Seconds as a ratio to the first rung with the same number of passes, and losses; one step of each in turn."""
+    """Yield seconds as a ratio to the first rung's, and losses; the rungs take turns step by step."""
     runs = [TrainingRun.build(recipe) for recipe in recipes]
     for run, recipe in zip(runs, recipes, strict=True):
         run.folder.start(recipe, run.progress)
@@ -139,7 +139,7 @@ def _in_turn(recipes: list[Recipe], num_steps: int) -> Iterator[dict[str, Any]]:
 
 
 def on_cuda(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each rung and budget, each from a process of its own."""
+    """Return a row for each rung and budget, each from a process of its own."""
     rows = []
     for index, budget in ((i, budget) for i in range(len(RUNGS)) for budget in arguments.budgets):
         command = [sys.executable, __file__, *sys.argv[1:], "--one", str(index), budget]
@@ -222,7 +222,7 @@ def _cuda_recipe(rung: Rung, scratch: Path, arguments: argparse.Namespace, budge
 
 
 def _weight_bytes(session: Session) -> int:
-    """Of those that stay, and of the slots for those that visit."""
+    """Return bytes of the resident weights, and of the slots for streamed ones."""
     parameters = session.unwrapped_model.parameters()
     streaming = session.techniques.find(ParameterStreaming)
     if streaming is None:
@@ -239,13 +239,13 @@ def _state(session: Session) -> Iterator[torch.Tensor]:
 
 
 def _bytes(tensors: Any) -> int:
-    """Of the storages behind tensors, each once."""
+    """Return bytes of the storages behind tensors, each counted once."""
     storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(storages.values())
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    """Markdown, as the README shows it."""
+    """Format rows as Markdown, as in the README."""
     if "kept" not in rows[0]:
         columns = (
             "rung",

@@ -1,9 +1,9 @@
-"""How many times longer a training step takes while it is watched, by each tier of lowmem_ft.monitoring, on one core.
+"""Slowdown of a training step while it is watched, by each tier of lowmem_ft.monitoring, on one core.
 
     python scripts/bench_monitoring.py
 
-Steps of each tier take turns with plain ones, and the medians of processor seconds are compared, so that other programs
-on the machine count for little.
+Steps of each tier take turns with plain ones, and the ratio is that of median processor seconds, so that other programs
+on the machine matter little.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowmem_ft.monitoring import LeakFinder, MemoryMeter, activation_report
 
 SIZES = {"small (hidden 64, 4 layers)": (64, 4, 15), "larger (hidden 512, 4 layers)": (512, 4, 5)}
-"""Hidden size, layers, and how many steps to take."""
+"""Hidden size, number of layers and number of steps."""
 
 
 class Step:
-    """A training step of a Llama in three phases, if a meter is there to be told."""
+    """A training step of a Llama, in three phases if there is a meter."""
 
     def __init__(self, hidden_size: int, num_layers: int) -> None:
         config = LlamaConfig(
@@ -42,7 +42,7 @@ class Step:
         self.meter: MemoryMeter | None = None
 
     def __call__(self) -> None:
-        """Take it."""
+        """Take one step."""
         with self._phase("forward"):
             loss = self.model(input_ids=self.tokens, labels=self.tokens).loss
         with self._phase("backward"):
@@ -52,11 +52,11 @@ class Step:
             self.optimizer.zero_grad()
 
     def report(self) -> None:
-        """What the layers keep."""
+        """Report what the layers keep."""
         activation_report(self.model, {"input_ids": self.tokens, "labels": self.tokens})
 
     def forward(self) -> None:
-        """The same forward pass, unwatched."""
+        """Run the same forward pass, unwatched."""
         self.model(input_ids=self.tokens, labels=self.tokens)
 
     def _phase(self, name: str) -> contextlib.AbstractContextManager[None]:
@@ -64,7 +64,7 @@ class Step:
 
 
 def seconds(function: Callable[[], object], times: int) -> float:
-    """Processor seconds of a call: the median."""
+    """Return the median of a call's processor seconds."""
     taken = []
     for _ in range(times):
         begin = time.process_time()
@@ -74,7 +74,7 @@ def seconds(function: Callable[[], object], times: int) -> float:
 
 
 def ratios(step: Step, times: int) -> dict[str, float]:
-    """Of each tier to what it watches."""
+    """Return the ratio of each tier's time to that of the plain work it watches."""
     found = {}
     for tier, watch in {
         "phases": lambda: MemoryMeter("cpu"),
@@ -92,7 +92,7 @@ def ratios(step: Step, times: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the ratios, and the time of a phase's begin and end."""
+    """Print the ratios, and the time of a phase's beginning and end."""
     torch.set_num_threads(1)
     print(measured_on(torch.device("cpu")))
     for name, (hidden_size, num_layers, times) in SIZES.items():

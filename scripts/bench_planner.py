@@ -1,11 +1,11 @@
-"""Plans of an 8B for several cards and of a 70B: seconds, combinations by what became of them, what was chosen.
+"""Plans of an 8B for several budgets and of a 70B: seconds, combinations by outcome, and the choice.
 
     python scripts/bench_planner.py [--models llama-3.1-8b] [--budgets 80 24 16 12 8 4] [--host 64] [--gpu h200]
         [--skip-70b]
 
-Architectures come from the catalogue: no weights, no data, no network, no GPU. Seconds are without imports. Without
-``--gpu`` each budget is that of the cheapest card that has it; with it, of that card: then a smaller budget is checked
-to be no faster than a larger one.
+Architectures come from the catalogue: no weights, no data, no network, no GPU. Seconds exclude imports. Without
+``--gpu`` each budget is that of the cheapest GPU that has it; with it, of that GPU: the script then checks that no
+smaller budget has a faster plan than a larger one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 
 
 def main() -> None:
-    """Plan each and print one JSON object."""
+    """Make each plan and print one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,7 +59,7 @@ def main() -> None:
 def planned(
     model: str, device_gib: float, host_gib: float, gpu: str | None, *settings: str
 ) -> dict[str, Any]:
-    """One plan in numbers."""
+    """Return one plan in numbers."""
     recipe = load_recipe(None, with_defaults_of_plan([f"model={model}", *settings]))
     budget = Budget(device=f"{device_gib}GiB", host=f"{host_gib}GiB")
 

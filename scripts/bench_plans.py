@@ -1,13 +1,14 @@
-"""Plans at full size against random combinations of the whole space, each estimated once and judged on every card.
+"""Plans at full size against random combinations of the whole space, each estimated once and judged on every GPU.
 
     python scripts/bench_plans.py sample llama-3.1-8b --cards h100-80gb rtx-4090 --budgets 24 48 65 79
     python scripts/bench_plans.py sample llama-3.2-1b --cards rtx-4060 --budgets 4 6 7.6
     python scripts/bench_plans.py compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
 
-A space of tens of thousands of combinations is no even mixture: of an 8B's, one in a hundred may fit in 24 GiB. So as
-many are drawn for each budget, of those whose bounds let them fit there, and every budget is judged by all of them. One
-trace serves all cards with bfloat16. Estimates are appended to ``--out`` one by one; a second call fills the file up to
-``--count``, and refuses one of whose rows some are estimated otherwise by now. No weights, no data, no network, no GPU.
+A space of tens of thousands of combinations is no even mixture: for an 8B, one in a hundred may fit in 24 GiB. So the
+script draws as many for each budget, from those whose bounds let them fit there, and judges every budget by all of
+them. One trace serves all GPUs with bfloat16. Estimates are appended to ``--out`` one by one; a second call fills the
+file up to ``--count``, and refuses a file if some of its rows are estimated differently by now. No weights, no data, no
+network, no GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 
 CHECKED = 4
-"""Rows of a file, from its first to its last, that are estimated again before others join them."""
+"""Number of a file's rows, from its first to its last, that are estimated again before others join them."""
 
 PLANS = DATA / "plans.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
@@ -57,7 +58,7 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    """Sample, or compare plans with what was sampled."""
+    """Draw and estimate a sample, or compare plans with one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -85,7 +86,7 @@ def main() -> None:
 
 @only_looking()
 def sample(out: Path, arguments: argparse.Namespace) -> None:
-    """Estimate what the file does not hold yet."""
+    """Estimate the combinations that the file does not hold yet."""
     recipe = plain_recipe(arguments.model)
     header, rows = read(out)
     kept = KeptTraces()
@@ -111,12 +112,12 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
 
 
 def plain_recipe(model: str) -> Recipe:
-    """What ``lowmem-ft plan model=MODEL`` starts from."""
+    """Return the recipe from which ``lowmem-ft plan model=MODEL`` starts."""
     return load_recipe(None, with_defaults_of_plan([f"model={model}"]))
 
 
 def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
-    """The recipe inside a budget."""
+    """Return the recipe with a budget."""
     return dataclasses.replace(recipe, budget=budget)
 
 
@@ -129,7 +130,7 @@ def draw(
     seed: int,
     known: Sequence[Row] = (),
 ) -> list[tuple[float, Settings]]:
-    """As many at random for each budget, known rows among them: of combinations that their bounds let fit there."""
+    """Draw as many at random for each budget, known rows included, from combinations whose bounds let them fit."""
     random_numbers = random.Random(f"{seed} {len(known)}")
     target = Target.of(recipe, card)
     space = space_of(
@@ -157,7 +158,7 @@ def draw(
 
 
 def estimated(recipe: Recipe, settings: Settings, cards: Sequence[str], kept: KeptTraces) -> Row:
-    """What a combination needs on each card; why not, where it cannot be built."""
+    """Return what a combination needs on each GPU, or why it cannot be built."""
     changed = with_settings(recipe, settings)
     shared = SharedTraces(changed, budget=Budget(), kind=lambda gpu: gpu.has_bfloat16, kept=kept)
     answers: dict[str, Any] = {}
@@ -182,7 +183,7 @@ def _needed(estimate: MemoryEstimate) -> dict[str, float]:
 
 
 def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
-    """Plan each case from nothing kept, print the rows as JSON, and write the table."""
+    """Plan each case without kept traces, print the rows as JSON, and write the table."""
     rows: list[Row] = []
     for case in cases:
         model, _, where = case.partition("=")
@@ -205,7 +206,7 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
 
 
 def keep(result: Row) -> None:
-    """Put rows among those kept, each with where it comes from, and all of them into the page."""
+    """Merge rows into the kept ones, each with its origin, and write all of them to the page."""
     origin = {name: value for name, value in result.items() if name != "rows"}
     kept: list[Row] = json.loads(PLANS.read_text(encoding="utf-8")) if PLANS.exists() else []
     rows = {_case(row): row for row in [*kept, *({**row, **origin} for row in result["rows"])]}
@@ -215,7 +216,7 @@ def keep(result: Row) -> None:
 
 
 def with_plans(page: str) -> str:
-    """A page with the rows that are kept between its marks."""
+    """Return a page with the kept rows between its marks."""
     rows = json.loads(PLANS.read_text(encoding="utf-8"))
     return with_table(page, "bench_plans.py", HEADER + "".join(map(_line, rows)))
 
@@ -225,7 +226,7 @@ def _case(row: Row) -> tuple[str, str, float, float]:
 
 
 def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib: float) -> list[float]:
-    """Of a step of each sampled combination that fits on a card."""
+    """Return seconds of a step of each sampled combination that fits on a GPU."""
     needs = [row["on"][card] for row in rows if "on" in row]
     return [
         need["step_seconds"]
@@ -235,7 +236,7 @@ def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib:
 
 
 def planned(model: str, card: str, device_gib: float, host_gib: float) -> Row:
-    """A plan in numbers; seconds of all cores, without imports."""
+    """Return a plan in numbers; seconds are summed over all cores, without imports."""
     start, first = cpu_seconds(), math.nan
     estimates_before_first = 0
 
@@ -269,7 +270,7 @@ def planned(model: str, card: str, device_gib: float, host_gib: float) -> Row:
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those that it started and that have ended."""
+    """Return seconds of this process and of its children that have ended."""
     times = os.times()
     return times.user + times.system + times.children_user + times.children_system
 
@@ -285,7 +286,7 @@ def _line(row: Row) -> str:
 
 
 def read(file: Path) -> tuple[Row, list[Row]]:
-    """The head and the rows of a file; empty if there is none. A last line that was cut is left out."""
+    """Return the head and the rows of a file; empty if there is no file. Drops a last line that was cut off."""
     lines: list[Row] = list(_whole_lines(file)) if file.exists() else []
     return (lines[0], lines[1:]) if lines else ({}, [])
 

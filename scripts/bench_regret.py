@@ -1,11 +1,11 @@
-"""Regret of plans against looking at everything: small random spaces of a small model, each estimated in full.
+"""Regret of plans against exhaustive search: small random spaces of a small model, each estimated in full.
 
     python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40] [--cards 1]
 
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits; a second and a third are larger. Every combination is estimated,
-and what a plan chose is held against all that fit: none may be faster by more than 1 %, nor be as fast within 1 % with
-less changed, unless something with less memory is faster than that. No weights, no data, no network, no GPU.
+and a plan's choice is compared with all that fit: none may be faster by more than 1 %, nor be as fast within 1 % with
+fewer changes, unless something with less memory is faster than that. No weights, no data, no network, no GPU.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from lowmem_ft.planner.search_space import Settings, Space, asks_consent, planne
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 
 BUDGETS = (1.0, 1.3, 2.0)
-"""Of what the smallest is, none of them more than the card has."""
+"""Multiples of the smallest budget, none of them more than the GPU has."""
 
 GPUS = ("rtx-3070", "rtx-3090", "a100-40gb", "h100-80gb", "t4")
 
 
 def main() -> None:
-    """Plan in each space, look at everything there, and print one JSON object."""
+    """Plan in each space, estimate everything there, and print one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=40, help="combinations in a space")
     parser.add_argument("--cards", type=int, default=1, help="that share the model")
     arguments = parser.parse_args()
-    logging.disable(logging.WARNING)  # of settings that nobody chose
+    logging.disable(logging.WARNING)  # about settings that no user chose
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LOWMEM_FT_TRACE_CACHE"] = f"{folder}/traces"
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def save_small_model(folder: str) -> None:
-    """An architecture of two layers, without weights."""
+    """Save an architecture of two layers, without weights."""
     LlamaConfig(
         hidden_size=512,
         intermediate_size=1536,
@@ -97,7 +97,7 @@ def save_small_model(folder: str) -> None:
 
 
 def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]]:
-    """A plan and all that fits, in one random space, for each of some budgets."""
+    """Return a plan and all that fits, in one random space, for each of some budgets."""
     draw = random.Random(seed)
     gpu = draw.choice(GPUS)
     recipe, space, budget = next(_spaces(draw, _settings(model, cards), gpu, most))
@@ -126,7 +126,7 @@ def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]
 
 
 def regret_of(fitting: Sequence[tuple[Need, int]], seconds: float | None, changes: int) -> str:
-    """What stands against a plan, by the needs and the changes of all that fits; empty if nothing does."""
+    """Return what is wrong with a plan, given the needs and the changes of all that fits; empty if nothing is."""
     if not fitting or seconds is None:
         return "" if seconds is None and not fitting else "one of the two has nothing that fits"
     fastest = min(need.seconds for need, _ in fitting)
@@ -147,7 +147,7 @@ def regret_of(fitting: Sequence[tuple[Need, int]], seconds: float | None, change
 
 
 def _complexity_of(chosen: MemoryPlan, space: Space) -> int:
-    """How much a plan changes, by the choices of a space that it has."""
+    """Return how much a plan changes, by the choices of a space that it has."""
 
     def has(settings: Settings) -> bool:
         return all(operator.attrgetter(key)(chosen.recipe) == value for key, value in settings.items())
@@ -160,7 +160,7 @@ def _complexity_of(chosen: MemoryPlan, space: Space) -> int:
 
 
 def _all_needs(space: Space, target: Target) -> Iterator[tuple[Need, int]]:
-    """Of each combination that can be built: what it needs, and how much it changes."""
+    """Yield the needs of each combination that can be built, and how much it changes."""
     for combination in space.combinations:
         with contextlib.suppress(UserError):
             need = need_from(target.estimate(space.recipe_of(combination))[0])
@@ -170,7 +170,7 @@ def _all_needs(space: Space, target: Target) -> Iterator[tuple[Need, int]]:
 def _spaces(
     draw: random.Random, settings: list[str], gpu: str, most: int
 ) -> Iterator[tuple[Recipe, Space, Budget]]:
-    """Those of at least four combinations and not too many, whose recipe is valid, each with a budget."""
+    """Yield spaces of at least four combinations and not too many, whose recipe is valid, each with a budget."""
     plain = load_recipe(None, settings)
     while True:
         with contextlib.suppress(UserError):
@@ -188,7 +188,7 @@ def _spaces(
 
 
 def _drawn(draw: random.Random, given: list[str], plain: Recipe) -> Recipe:
-    """A recipe with random values of some knobs, and two to four things that a plan may choose: rows are always one."""
+    """Return a recipe with random values of some knobs, and with two to four choices for a plan, always with rows."""
     keys = [key for key in planned_keys(plain) if key.tries and not asks_consent(key)]
     others = [key.path for key in planned_keys(plain) if key.tries and asks_consent(key)]
     free = {key.path for key in draw.sample(keys, draw.randint(1, 3))}
@@ -206,7 +206,7 @@ def _settings(model: str, cards: int) -> list[str]:
 
 
 def _budget_for_one(draw: random.Random, space: Space, target: Target) -> Budget:
-    """With which some combination just fits; in one space of five it does not.
+    """Return a budget under which some combination just fits; in one space of five it does not.
 
     Raises:
         UserError: if no combination can be built.

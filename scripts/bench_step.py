@@ -1,9 +1,9 @@
-"""Our training step beside that of stock ``transformers.Trainer``: time, loss and bytes, on equal work in one run.
+"""Our training step next to that of stock ``transformers.Trainer``: time, loss and bytes, on equal work in one run.
 
     python scripts/bench_step.py [--model FOLDER] [--steps 20] [--device cpu]
 
 Both train the same model from the same weights on the same batches with the same AdamW, schedule and clipping, in fp32.
-They alternate step by step in one process, so that whatever else the machine does hits both alike: our whole step
+They alternate step by step in one process, so that any other load on the machine affects both alike: our whole step
 (data, forward, backward, clipping, update, metrics on disk) runs inside the Trainer's ``on_step_end``, and the
 Trainer's is the time between two of those. Bytes are exact sums over tensor storages, not allocator statistics.
 """
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
-    """Median step time of both and the largest difference of their losses, over alternating steps."""
+    """Return the median step time of both and the largest difference of their losses, over alternating steps."""
     ours = TrainingRun.build(recipe)
     ours.folder.start(recipe, ours.progress)
     rows = [ours.data.train.read(index)[0] for index in range(ours.num_steps * ROWS)]
@@ -88,7 +88,7 @@ def compare_steps(recipe: Recipe, scratch: Path) -> dict[str, Any]:
         data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
         callbacks=[alternate],
     )
-    trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # or it would share its rows out among all devices
+    trainer.args._n_gpu = min(1, trainer.args.n_gpu)  # or it would split its rows among all devices
     trainer.train()
     theirs = [record["loss"] for record in trainer.state.log_history if "loss" in record]
     return alternate.result(theirs)
@@ -111,7 +111,7 @@ class _Alternate(TrainerCallback):
         self.seconds["ours"].append(self._since - now)
 
     def _seconds_when_done(self) -> float:
-        """The clock once the device has done all it was given, or one's last kernels would count as the other's."""
+        """Read the clock once the device is done, or one's last kernels would count as the other's."""
         if self.ours.runtime.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
@@ -136,7 +136,7 @@ class _Alternate(TrainerCallback):
 
 
 def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
-    """Bytes kept from forward to backward, and the peak of a forward and backward, weights and gradients excluded."""
+    """Return bytes kept from forward to backward, and their peak in a pass, weights and gradients excluded."""
     rows: dict[str, Any] = {}
     for name, chunk_tokens, checkpointed in (
         ("trainer default", None, False),
@@ -166,7 +166,7 @@ def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
 
 def _activation_bytes(model: Any, device: torch.device) -> tuple[int, int]:
     batch = _random_batch(model.config.vocab_size, device)
-    # Gradients exist before the measured pass and are accumulated into, so that only activations are counted.
+    # Gradients exist before the measured pass, which accumulates into them, so that only activations are counted.
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with StorageTracker(device.type) as tracker:

@@ -1,10 +1,10 @@
-"""A recipe attached to stock ``Trainer`` beside the same recipe in our own loop: peaks, losses and time of every rung.
+"""A recipe attached to stock ``Trainer`` next to the same recipe in our own loop: peaks, losses and time of every rung.
 
     python scripts/bench_trainer.py [--model FOLDER] [--steps 4]
 
-Both take the same rows. Peak: the most bytes of tensors in the last step, whatever waits on the host among them (exact
-sums over storages, on a CPU). Time: of all steps but the first, as a ratio; the two run one after the
-other, so that it is worth less than the bytes.
+Both take the same rows. Peak: the most bytes of tensors in the last step, including those stored on the host (exact
+sums over storages, on a CPU). Time: of all steps except the first, as a ratio; the two run one after the other, so
+this ratio is less reliable than the bytes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
 
 
 def main() -> None:
-    """Print a table of Markdown and one JSON object."""
+    """Print a Markdown table and one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def compare(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> dict[str, Any]:
-    """One rung in both."""
+    """Compare one rung in both."""
     recipe = _recipe(rung, model_dir, scratch, num_steps)
     rows, ours = in_our_loop(recipe)
     theirs = in_trainer(recipe, rows)
@@ -74,7 +74,7 @@ def compare(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> dict[
 
 
 def in_our_loop(recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The rows that it took, and what it came to."""
+    """Return the rows of a run in our loop, and its results."""
     with StorageTracker() as tracker:
         run = TrainingRun.build(recipe)
         run.folder.start(recipe, run.progress)
@@ -94,7 +94,7 @@ def in_our_loop(recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, Any]]:
 
 
 class _Watch(TrainerCallback):
-    """Peak and seconds of each step."""
+    """Records the peak and the seconds of each step."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self.peak_bytes = 0
@@ -113,7 +113,7 @@ class _Watch(TrainerCallback):
 
 
 def in_trainer(recipe: Recipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same from stock ``Trainer`` with the recipe attached."""
+    """Return the results of stock ``Trainer`` with the recipe attached."""
     with StorageTracker() as tracker:
         watch = _Watch(tracker)
         trainer = Trainer(
@@ -144,7 +144,7 @@ def _mean(seconds: list[float]) -> float:
 
 def _recipe(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> Recipe:
     draw = random.Random(0)
-    lines = [  # completions are cut at max_length, so that every row has exactly TOKENS tokens
+    lines = [  # completions are cut at max_length, so every row has exactly TOKENS tokens
         json.dumps(
             {"prompt": "a", "completion": " ".join(str(draw.randrange(1000)) for _ in range(2 * TOKENS))}
         )

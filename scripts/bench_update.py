@@ -1,11 +1,11 @@
-"""A step with our compact optimizer beside the stock Trainer's with bitsandbytes, by the clock of a virtual GPU.
+"""A step with our compact optimizer next to the stock Trainer's with bitsandbytes, by a virtual GPU's timing model.
 
     python scripts/bench_update.py
 
-Llama 3.1 8B, rows of 2048 tokens, two a step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
+Llama 3.1 8B, rows of 2048 tokens, two per step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
 bitsandbytes' 8-bit AdamW, and our step with split24 masters and 8-bit state, each without checkpointing and with it.
-On an RTX 4090: our step in backward with state on the host. Ours twice: with the Triton kernel, and without Triton,
-operation by operation. No GPU is there; seconds are predictions.
+On an RTX 4090: our step in backward with state on the host. Ours runs twice: with the Triton kernel, and without
+Triton, operation by operation. It needs no GPU; seconds are predictions.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-from lowmem_ft import VirtualGPU  # isort: skip  first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft import VirtualGPU  # isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
 from measured_on import measured_on
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def rows_of(model: str) -> Iterator[dict[str, Any]]:
-    """One after the other, as each is estimated."""
+    """Yield rows one after the other, as each is estimated."""
     for name, settings in {"no checkpointing": KEEPS_ALL, "checkpointing": CHECKPOINTED}.items():
         stock = _stock(model, "h200", is_checkpointed=settings is CHECKPOINTED)
         yield _row("h200", f"stock, {name}", stock)
@@ -92,7 +92,7 @@ def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
             train_dataset=[{"input_ids": tokens, "labels": tokens}] * (3 * ROWS),  # type: ignore[arg-type]
             data_collator=default_data_collator,
         )
-        with contextlib.redirect_stdout(sys.stderr):  # it prints a summary of its own
+        with contextlib.redirect_stdout(sys.stderr):  # the Trainer prints a summary of its own
             trainer.train()
     return virtual.report(tokens_per_step=ROWS * TOKENS)
 

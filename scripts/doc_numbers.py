@@ -1,12 +1,12 @@
-"""Run the commands that README and docs show, and bring what is shown up to date: outputs, tables and counts.
+"""Run the commands that README and docs show, and update their outputs, tables and counts.
 
     python scripts/doc_numbers.py                    # rewrite the pages in place
     python scripts/doc_numbers.py --check            # print what differs; exit code 1 if anything does
-    python scripts/doc_numbers.py --only several_gpus --only 'recipe=1b-bf16'      # of one page, or of one command
+    python scripts/doc_numbers.py --only several_gpus --only 'recipe=1b-bf16'      # for one page, or for one command
 
-A block is fenced, or indented by four, and begins with ``$ lowmem-ft estimate|plan|gpus|recipes|models``: what needs
-neither a GPU nor a run. Its output is that of 80 columns; a line ``[...]`` stands for any lines that are left out. How
-long something took and versions are kept as they are. So are measurements, which say their date. A plan takes a minute.
+A block is fenced, or indented by four, and begins with ``$ lowmem-ft estimate|plan|gpus|recipes|models``: commands that
+need neither a GPU nor a run. Its output has 80 columns; a line ``[...]`` represents any omitted lines. Durations and
+versions are kept as they are. So are measurements, which say their date. A plan takes a minute.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ class Block:
 
     Args:
         page: the page.
-        first: number of the first line of the output, from 0.
+        first: index of the output's first line, from 0.
         indent: blanks in front of each line.
-        command: as typed.
+        command: the command as typed.
         shown: the lines of output.
     """
 
@@ -60,12 +60,12 @@ class Block:
 
 
 def pages() -> list[Path]:
-    """The README and every page of the documentation."""
+    """Return the README and every page of the documentation."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
 def blocks_of(page: Path, text: str) -> Iterator[Block]:
-    """The blocks of a page whose command can be run anywhere."""
+    """Yield the blocks of a page whose command can run anywhere."""
     lines = text.splitlines()
     number = 0
     while number < len(lines):
@@ -89,7 +89,7 @@ def blocks_of(page: Path, text: str) -> Iterator[Block]:
         while last > first and not lines[last - 1].strip():
             last -= 1
         shown = tuple(shown_line.removeprefix(indent).rstrip() for shown_line in lines[first:last])
-        if shown and not shown[0].startswith("$ "):  # else commands alone
+        if shown and not shown[0].startswith("$ "):  # else there are only commands
             yield Block(page, first, indent, line.partition("  #")[0].removeprefix("$ "), shown)
 
 
@@ -100,7 +100,7 @@ def _goes_on(line: str, is_fenced: bool, indent: str) -> bool:
 
 
 def output_of(command: str) -> list[str]:
-    """What a command prints in 80 columns."""
+    """Return what a command prints in 80 columns."""
     environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     words = [sys.executable, "-m", "lowmem_ft", *shlex.split(command)[1:]]
     if words[3] == "estimate" and "--changes" not in words:
@@ -112,14 +112,14 @@ def output_of(command: str) -> list[str]:
 
 
 def brought_up_to_date(shown: Sequence[str], output: Sequence[str]) -> list[str]:
-    """Output in place of what is shown, with the same lines left out.
+    """Return the output to show, with the same lines left out.
 
     Args:
-        shown: by the page; :data:`LEFT_OUT` stands for any lines.
-        output: of the command now.
+        shown: lines of the page; :data:`LEFT_OUT` represents any lines.
+        output: output of the command now.
 
     Raises:
-        ValueError: if what stands between two such lines has nothing like it in the output.
+        ValueError: if lines between two omissions resemble nothing in the output.
     """
     result: list[str] = []
     segments = _segments(shown)
@@ -155,7 +155,7 @@ def _segments(shown: Sequence[str]) -> list[list[str]]:
 
 
 def _most_alike(line: str, output: Sequence[str], first: int, last: int) -> int:
-    """The number of the line that says the same, whatever its numbers."""
+    """Return the index of the line that says the same, whatever its numbers."""
 
     def alike(number: int) -> float:
         return _likeness(line, output[number])
@@ -176,19 +176,19 @@ def _likeness(line: str, other: str) -> float:
 
 
 def _words(lines: Sequence[str]) -> list[str]:
-    """The words of an output, without what differs from run to run and from machine to machine."""
+    """Return the words of an output, without those that differ from run to run and from machine to machine."""
     return _SECONDS.sub("in # s", _VERSIONS.sub(r"\1 #", " ".join(lines))).split()
 
 
 def with_block(text: str, block: Block, lines: Sequence[str]) -> str:
-    """A page with other lines in place of a block's."""
+    """Return a page with other lines in place of a block's."""
     all_lines = text.splitlines(keepends=True)
     new = [f"{block.indent}{line}".rstrip() + "\n" for line in lines]
     return "".join([*all_lines[: block.first], *new, *all_lines[block.first + len(block.shown) :]])
 
 
 def with_needs(text: str) -> str:
-    """A page with what recipes need, by ``recipes/needs.json``, in the last two columns of their table."""
+    """Return a page whose recipe table has the needs of ``recipes/needs.json`` in its last two columns."""
     needs = needs_of_shipped_recipes()
 
     def row(found: re.Match[str]) -> str:
@@ -205,7 +205,7 @@ def with_needs(text: str) -> str:
 
 
 def counts() -> dict[str, Callable[[], str]]:
-    """Patterns of sentences that count something, and what it is now."""
+    """Return patterns of sentences with a count, and functions that return the current count."""
     return {
         r"(?<=some )[\d,]+(?= tests)": lambda: str(round(_number_of_tests(), -1)),
         r"\d+(?= GPUs, by price)": lambda: str(len(load_gpus())),
@@ -213,7 +213,7 @@ def counts() -> dict[str, Callable[[], str]]:
 
 
 def _number_of_tests() -> int:
-    """Of those that `make test` runs."""
+    """Return the number of tests that `make test` runs."""
     words = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not slow and not gpu", "tests"]
     done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
     found = re.search(r"^(?:(\d+)/)?(\d+) tests collected", done.stdout, re.M)
@@ -223,13 +223,13 @@ def _number_of_tests() -> int:
 
 
 def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[[str], None]) -> str:
-    """A page as it should be.
+    """Return a page as it should be.
 
     Args:
         page: its path.
-        text: as it is.
-        wanted: whether something is to be looked at, by the page's name and the command.
-        say: is told what is done.
+        text: its current text.
+        wanted: decides by the page's name and the command whether to look at a block.
+        say: receives progress messages.
     """
     new = text
     for block in reversed([*blocks_of(page, text)]):  # from below: line numbers above stay
@@ -255,7 +255,7 @@ def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[
 
 
 def main() -> int:
-    """Bring all pages up to date, or say what differs."""
+    """Update all pages, or print the differences."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

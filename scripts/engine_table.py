@@ -1,9 +1,9 @@
-"""Write which techniques work past one GPU, and what shows it, into ``docs/several_gpus.md``.
+"""Write a table into ``docs/several_gpus.md``: the techniques that work past one GPU, with evidence.
 
     python scripts/engine_table.py
 
-Whether a technique is refused is asked of the recipe's own rules. What shows that it works is named here; a test holds
-the page to this script, and the names to the tests that they are of.
+The recipe's own rules decide whether a technique is refused. The evidence that it works is named here; a test compares
+the page with this script, and the names with the tests that they refer to.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ TESTS: dict[Engine, str] = {
     "zero2": "tests/training/test_deepspeed.py",
     "zero3": "tests/training/test_deepspeed.py",
 }
-"""By engine: the tests that run it over gloo. A proof is a case of `CASES` there."""
+"""Tests that run each engine over gloo. A proof is a case of `CASES` there."""
 
 HEADER = f"| technique | {' | '.join(ENGINES)} | why it is refused |\n|{'---|' * (len(ENGINES) + 2)}\n"
 TRACE = "a trace, no GPU test run yet"
-"""The proof of what is estimated, and which neither a CPU nor a test so far could run."""
+"""The proof of techniques that are estimated, and that neither a CPU nor a test so far could run."""
 
 NOT_SHOWN = "allowed, not shown"
 _NOT_WITH_DEEPSPEED = "has not been shown to work with DeepSpeed"
@@ -41,10 +41,10 @@ class Row:
     """One technique.
 
     Args:
-        name: what people call it.
+        name: its common name.
         settings: overrides of a recipe that switch it on; they work in one process.
-        proofs: by engine, the case or test that shows it; for an engine that is not named, nothing does.
-        why: why the engines that refuse it do, but for "not shown with DeepSpeed".
+        proofs: by engine, the case or test that shows it; an engine that is not named has no proof.
+        why: the reason of the engines that refuse it, except for "not shown with DeepSpeed".
     """
 
     name: str
@@ -53,10 +53,10 @@ class Row:
     why: str = ""
 
     def refusal(self, engine: Engine) -> str | None:
-        """What the recipe's rules say against the technique with an engine.
+        """Return the message by which the recipe's rules refuse the technique with an engine, if they do.
 
         Raises:
-            RecipeError: they refuse it in one process already, so that this row asks nothing.
+            RecipeError: if they refuse it even in one process, which makes this row meaningless.
         """
         settings = self.settings.split()
         load_recipe("tiny", settings)
@@ -177,7 +177,7 @@ def main() -> None:
 
 
 def with_table(page: str) -> str:
-    """A page with the present table between its marks."""
+    """Return a page with the current table between its marks."""
     return marked_table.with_table(page, "engine_table.py", HEADER + "".join(map(_line, ROWS)))
 
 
@@ -199,7 +199,7 @@ def _cell(row: Row, engine: Engine) -> str:
 
 
 def is_for_want_of_proof(refusal: str) -> bool:
-    """Whether all that a refusal says is that nobody has seen it work with DeepSpeed."""
+    """Return whether a refusal says only that the technique was not shown to work with DeepSpeed."""
     problems = [line for line in refusal.splitlines() if ", got " in line]
     return all(_NOT_WITH_DEEPSPEED in problem for problem in problems)
 

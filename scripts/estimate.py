@@ -1,8 +1,8 @@
-"""What a run will need, before a GPU is rented: memory, time and cost.
+"""Memory, time and cost of a run, before a GPU is rented.
 
     python scripts/estimate.py recipe=NAME|PATH [key=value ...] [--gpu NAME|all]
 
-It is ``lowmem-ft estimate`` as a file.
+This is ``lowmem-ft estimate`` as a file.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Fine-tune by a recipe, on one process or on many.
+"""Fine-tune by a recipe, in one process or in many.
 
     accelerate launch scripts/finetune.py recipe=NAME|PATH [key=value ...]
 
-It is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the repository.
+This is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the repository.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Fit the ranges of estimates to runs that others have measured, and say how often they hold a run they have not seen.
+"""Fit the ranges of estimates to runs that others have measured, and report how often they hold an unseen run.
 
     python scripts/fit_ranges.py [--estimate] [--rows TEXT]
 
-The runs are ``tests/data/measured/public-*.json``. ``--estimate`` estimates each anew (some minutes) and keeps what it
-finds in ``estimated-public.json`` there, from which everything is printed.
+The runs are ``tests/data/measured/public-*.json``. ``--estimate`` estimates each again (some minutes) and keeps the
+results in ``estimated-public.json`` there, from which everything is printed.
 
-A kind's share is the error that 93 runs of a hundred do not exceed, as conformal prediction has it: of n runs, that
-of rank ``ceil(0.93 (n + 1))`` of their errors, rounded up to a thousandth. Errors are shares of what the caching
-allocator is estimated to hold, as ranges are. Each run is then left out in turn, alone and with all others of its
-source, the shares fitted without it, and its range looked at. Nine of ten are to be held; a run whose source was never
-seen is harder than the next of a known one, hence the three. ``lowmem_ft/memory/uncertainty.py`` has the shares of all
-runs together, and ``tests/scripts/test_fit_ranges.py`` holds it to them.
+A kind's share is the error that 93 runs of a hundred do not exceed, as in conformal prediction: of n runs, the error
+of rank ``ceil(0.93 (n + 1))``, rounded up to a thousandth. Errors are shares of the estimated bytes of the caching
+allocator, as ranges are. Then each run is left out in turn, alone and with all others of its source, the shares are
+fitted without it, and the script checks whether the range holds it. The target is nine of ten; a run whose source is
+unseen is harder than the next of a known one, hence the extra three. ``lowmem_ft/memory/uncertainty.py`` has the shares
+of all runs together, and ``tests/scripts/test_fit_ranges.py`` compares it with them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ ESTIMATES = FOLDER / "estimated-public.json"
 HELD = 0.93
 LEAST_SHARE = 0.001
 LOADS_IN_THREADS = "5.0.0"
-"""The transformers that puts weights on the GPU faster than they are quantised: what is then reserved is chance, and
-this package does not take it."""
+"""The transformers version that puts weights on the GPU faster than they are quantised: its reserved bytes are random,
+and this package does not accept it."""
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """A measured run beside its estimate, in bytes.
+    """A measured run next to its estimate, in bytes.
 
     Args:
-        name: of its row.
+        name: name of its row.
         kind: ``16-bit`` or ``4-bit`` weights.
-        source: who measured it.
-        is_fitted: whether a setting of it was chosen so that its estimate agrees.
-        reserved: held by the caching allocator: estimated, measured.
-        process: of the whole process, likewise; None: not measured.
+        source: the repository that measured it.
+        is_fitted: whether one of its settings was chosen so that its estimate agrees.
+        reserved: bytes held by the caching allocator: estimated, measured.
+        process: bytes of the whole process, likewise; None: not measured.
     """
 
     name: str
@@ -63,13 +63,13 @@ class Run:
 
     @property
     def error(self) -> float:
-        """By which share of the estimate it is off."""
+        """Error as a share of the estimate."""
         estimated, measured = self.reserved
         return abs(estimated - measured) / estimated
 
 
 def main() -> int:
-    """Estimate if asked to, fit, print."""
+    """Estimate if requested, fit, print."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -84,14 +84,14 @@ def main() -> int:
 
 
 def public_rows() -> Iterator[Row]:
-    """The rows of ``public-*.json``."""
+    """Yield the rows of ``public-*.json``."""
     for file in sorted(FOLDER.glob("public-*.json")):
         yield from json.loads(file.read_text())
 
 
 def estimate_rows(text: str) -> None:
-    """Estimate the rows with this text in their name, and keep what was found after each."""
-    os.environ["PYTORCH_ALLOC_CONF"] = ""  # as they were run
+    """Estimate the rows with this text in their name, and keep the result after each."""
+    os.environ["PYTORCH_ALLOC_CONF"] = ""  # the setting they were run with
     from ground_truth.public_runs import PublicRun, estimate_run
 
     kept = json.loads(ESTIMATES.read_text()) if ESTIMATES.exists() else {}
@@ -118,7 +118,7 @@ def _is_chance(row: Row) -> bool:
 
 
 def measured_runs() -> list[Run]:
-    """Those that are estimated and that the shares are fitted to."""
+    """Return the runs that are estimated and that the shares are fitted to."""
     estimates = json.loads(ESTIMATES.read_text())
     runs: list[Run] = []
     for row in public_rows():
@@ -140,7 +140,7 @@ def measured_runs() -> list[Run]:
 
 
 def fitted_shares(runs: Collection[Run]) -> dict[str, float]:
-    """Of each kind, the share of what the allocator holds by which a run may be off."""
+    """Return, for each kind, the error as a share of the allocator's bytes that a run may have."""
     errors: defaultdict[str, list[float]] = defaultdict(list)
     for run in runs:
         if not run.is_fitted:
@@ -154,7 +154,7 @@ def _conformal(errors: Collection[float]) -> float:
 
 
 def held_when_left_out(runs: Collection[Run], group: Callable[[Run], str]) -> tuple[int, int]:
-    """How many ranges hold a run whose group they have not seen, and of how many."""
+    """Return how many ranges hold a run whose group they have not seen, and how many were tried."""
     tried = [run for run in runs if not run.is_fitted]
     held = 0
     for run in tried:
@@ -164,7 +164,7 @@ def held_when_left_out(runs: Collection[Run], group: Callable[[Run], str]) -> tu
 
 
 def half_widths(runs: Collection[Run]) -> tuple[float, float]:
-    """Medians over all runs, as shares of the estimate: of what is reserved, and of the process where it was read."""
+    """Return medians over all runs, as shares of the estimate: for reserved bytes, and for the process if measured."""
     shares = fitted_shares(runs)
     of_process = [
         (shares[run.kind] * run.reserved[0] + CONTEXT_SHARE * (run.process[0] - run.reserved[0]))
@@ -176,7 +176,7 @@ def half_widths(runs: Collection[Run]) -> tuple[float, float]:
 
 
 def report(runs: Collection[Run]) -> Iterator[str]:
-    """All of it in lines."""
+    """Yield the report in lines."""
     shares = fitted_shares(runs)
     for kind, share in sorted(shares.items()):
         of_kind = [run for run in runs if run.kind == kind and not run.is_fitted]

@@ -1,10 +1,10 @@
-"""Write one short run for each rung of the memory ladder, which tests of every later version go on with.
+"""Write one short run for each rung of the memory ladder, which tests of every later version resume.
 
     cd tests/data/kept_runs && python ../../../scripts/keep_runs.py
 
-Run it where a format of checkpoints or recipes has changed, and keep what it wrote before: the folder it makes is named
-after the commit. A run is what ``lowmem-ft train`` leaves behind after five steps of a model with 7,520 weights, less
-what no resume reads: its first checkpoint, its recipe and its ``metrics.jsonl``.
+Run it after a format of checkpoints or recipes has changed, and keep earlier output: the folder it makes is named after
+the commit. A run is the output of ``lowmem-ft train`` after five steps of a model with 7,520 weights, without what no
+resume reads: it keeps its first checkpoint, its recipe and its ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BESIDE_THE_LADDER = {
 
 
 def main() -> None:
-    """Make the model and data where they are missing, then the runs of this commit, in the working directory."""
+    """Make the model and data if they are missing, then the runs of this commit, in the working directory."""
     if not Path("model").exists():
         make_model(Path("model"))
     commit = subprocess.run(
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def make_model(folder: Path) -> None:
-    """The recipe ``tiny``'s model, narrower and with weights that no later version can draw otherwise."""
+    """Save the recipe ``tiny``'s model, narrower and with weights that no later version can draw differently."""
     shutil.copytree(TINY, folder)
     (folder / "data.jsonl").rename(folder.with_name("data.jsonl"))
     config = AutoConfig.from_pretrained(
@@ -71,7 +71,7 @@ def make_model(folder: Path) -> None:
 
 
 def keep_run(folder: Path, settings: tuple[str, ...]) -> None:
-    """Train, then delete what the tests do not read."""
+    """Train, then delete files that the tests do not read."""
     fewer_tiles = [setting.replace("tiling.mlp=8", "tiling.mlp=2") for setting in settings]
     train(load_recipe("tiny", [*COMMON, *fewer_tiles, f"training.output_dir={folder}"]))
     shutil.rmtree(folder / "model")

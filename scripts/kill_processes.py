@@ -1,10 +1,10 @@
-"""Kill one process of real runs of FSDP2 on CPUs at random moments, go on, and compare each end with a whole run's.
+"""Kill one process of real runs of FSDP2 on CPUs at random moments, resume, and compare each end with a whole run's.
 
 python scripts/kill_processes.py --kills 30 --seed 0
 
-A run is killed one to three times in a row, then goes on to its end, where losses, norms, weights, optimizer state and
-files must be those of a run with as many processes that nothing has happened to. The moments come from the seed; what a
-run has done by then depends on the machine.
+A run is killed one to three times in a row, then resumed to its end, where losses, norms, weights, optimizer state and
+files must equal those of an undisturbed run with as many processes. The moments come from the seed; how far a run has
+come by then depends on the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ground_truth.killed_runs import KINDS, KilledRuns
 
 
 def main() -> int:
-    """Kill as often as asked; the number of problems found, at most 1, is the exit code."""
+    """Kill as often as requested; the number of problems found, at most 1, is the exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def print_now(line: str) -> None:
-    """Progress, wherever it goes."""
+    """Print a progress line at once."""
     print(line, flush=True)
 
 

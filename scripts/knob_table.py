@@ -1,8 +1,8 @@
-"""Write the table of memory knobs into ``docs/memory_ladder.md``, from what the knobs say of themselves.
+"""Write the table of memory knobs into ``docs/memory_ladder.md``, from the knobs' own descriptions.
 
     python scripts/knob_table.py
 
-Run it when a knob has changed; a test compares. ``lowmem-ft recipes NAME`` prints the same words key by key.
+Run it when a knob has changed; a test compares page and knobs. ``lowmem-ft recipes NAME`` prints the same words by key.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
 
 
 def with_table(page: str) -> str:
-    """A page with the present table between its marks."""
+    """Return a page with the current table between its marks."""
     rows = "".join(_row(key) for key in recipe_keys().values() if key.effects is not None)
     return marked_table.with_table(page, "knob_table.py", HEADER + rows)
 
@@ -37,7 +37,7 @@ def _row(key: RecipeKey) -> str:
 
 
 def _by_value(key: RecipeKey) -> Iterator[str]:
-    """What comes with the values, each thing once with all the values that it holds for."""
+    """Yield the effects of the values, each once with all the values that have it."""
     if isinstance(key.effects, Effect):
         yield _words(key.effects)
         return

@@ -1,4 +1,4 @@
-"""The memory ladder by the clock of virtual GPUs: tokens a second of each rung that fits, and what a step waits for."""
+"""The memory ladder by virtual GPUs' timing model: tokens per second of each rung that fits, and its bottleneck."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ COSTS: dict[str, Callable[[Work], bool]] = {
     "other kernels": lambda work: work.kind == "kernel" and not work.flops,
     "copies": lambda work: work.kind == "copy",
 }
-"""Kinds of work that a step is timed without, one at a time: what that saves is what they cost it. Copies that hide
-behind kernels cost nothing, and two kinds that hide each other cost less than what both together do."""
+"""Kinds of work that a step is timed without, one at a time: the seconds saved are what they cost. Copies hidden behind
+kernels cost nothing, and two kinds that hide each other cost less separately than both together."""
 
 
 def on_clock(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """A row for each rung that fits a GPU; the resident one is timed on every GPU, as if its memory were enough."""
+    """Yield a row for each rung that fits a GPU; the resident one is timed on every GPU, as if memory sufficed."""
     settings = (
         f"model={arguments.model or 'llama-3.1-8b'}",
         "data=any",
@@ -60,7 +60,7 @@ def on_clock(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    """The cells of a table of :func:`on_clock`, its headings first."""
+    """Yield the cells of a table of :func:`on_clock`, its headings first."""
     measured = ["tokens/s", "of resident", "without overlap"]
     yield ["GPU", "rung", *measured, "bound by", *(f"for {kind}" for kind in COSTS)]
     for row in rows:
@@ -101,7 +101,7 @@ def _row(rung: Rung, gpu: Gpu, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _seconds_without_overlap(recipe: Recipe, gpu: Gpu) -> float | None:
-    """With every update made in the computing stream; None: so they are anyway."""
+    """Return seconds with every update in the compute stream; None if no update leaves it anyway."""
     asked: list[bool] = []
 
     def overlaps(updates: InBackward) -> bool:
@@ -124,7 +124,7 @@ def _step(recipe: Recipe, trace: Trace, gpu: Gpu) -> StepTime:
 
 
 def _without(trace: Trace, is_free: Callable[[Work], bool]) -> Trace:
-    """The same trace with some work done in no time; its launches stay."""
+    """Return the same trace with some work done in no time; its launches stay."""
     work = [
         dataclasses.replace(entry, num_bytes=0, flops=0) if is_free(entry) else entry for entry in trace.work
     ]

@@ -1,6 +1,6 @@
-"""The rungs of the memory ladder: what each adds to the one before, as recipe settings.
+"""The rungs of the memory ladder, each as the recipe settings that it adds to the one before.
 
-python scripts/ladder_rungs.py    # what each needs for Llama 3.1 8B on an H200, with exact clipping; minutes
+python scripts/ladder_rungs.py    # needs of each for Llama 3.1 8B on an H200, with exact clipping; minutes
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ class Rung:
     """One rung.
 
     Args:
-        name: what it adds, for people.
-        adds: settings over those of the rung before.
-        exact: whether it computes what the rung before does, but for roundings of sums.
+        name: the addition, for people.
+        adds: settings that override those of the rung before.
+        exact: whether it computes the same as the rung before, except for rounding of sums.
     """
 
     name: str
@@ -56,18 +56,18 @@ RUNGS = (
 
 
 def settings_of(rung: Rung) -> tuple[str, ...]:
-    """The settings of a rung and of all below it; a later one wins."""
+    """Return the settings of a rung and of all below it; a later one wins."""
     below = RUNGS[: RUNGS.index(rung) + 1]
     settings = [setting.split("=", 1) for each in below for setting in each.adds]
     return tuple(f"{key}={value}" for key, value in dict(settings).items())
 
 
 LLAMA_8B = ("model=llama-3.1-8b", "data=any", "data.max_length=2048")
-"""One row of 2048 tokens; clipped to a global norm, as is the default."""
+"""Settings of one row of 2048 tokens; clipped to a global norm, which is the default."""
 
 
 def main() -> None:
-    """Print a table of Markdown; GB = 10^9 bytes."""
+    """Print a Markdown table; GB = 10^9 bytes."""
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.recipe import load_recipe
 

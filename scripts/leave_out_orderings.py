@@ -1,4 +1,4 @@
-"""What a virtual GPU that looks for races finds when each ordering of copies in the package is left out in turn.
+"""Findings of a virtual GPU that checks for races, when each ordering of copies in the package is left out in turn.
 
 python scripts/leave_out_orderings.py    # all runs; minutes
 """
@@ -15,7 +15,7 @@ from ground_truth.copy_cases import CASES, steady
 
 
 def main() -> None:
-    """Print what was found."""
+    """Print the findings."""
     argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     ).parse_args()

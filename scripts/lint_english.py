@@ -1,8 +1,8 @@
-"""Hold docstrings and comments to the project's English: how a docstring begins, and words that are not idiom.
+"""Check docstrings and comments for the project's English: first words of docstrings, and words that are not idiom.
 
     python scripts/lint_english.py [FILE|FOLDER ...]
 
-Exits 1 with one line a finding, and with the way to say it better. CONTRIBUTING has the rules in words.
+Prints one line per finding with a better wording, and exits with 1 if there are any. CONTRIBUTING has the rules.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 FOLDERS = ("lowmem_ft", "scripts")
-"""Looked at where no path is named."""
+"""Folders to check if the command names none."""
 
 OPENINGS = re.compile(
     "(What|Whether|Which|How|Where|Whose|Who|When|Why|Of|Is|Are|Does|Do|Has|Have|And|Or|But|Nor|None|Also|As|So|Not|Only|"
@@ -39,7 +39,7 @@ WORDS = {
     r"(?<!model )cards?": "GPU",
     r"whose ever": "whoever's",
 }
-"""Patterns and what to write in their place."""
+"""Patterns and their replacements."""
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:

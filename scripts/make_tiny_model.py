@@ -97,7 +97,7 @@ def main() -> None:
 
 
 def make_chats() -> list[list[dict[str, str]]]:
-    """64 short chats of unlike lengths: one turn, two turns, and with a system message."""
+    """Return 64 short chats of different lengths: one turn, two turns, and with a system message."""
     chats = [_chat((f"What is the capital of {land}?", f"{city}.")) for land, city in CAPITALS.items()]
     chats += [
         _chat((f"What is the opposite of {word}?", f"The opposite of {word} is {other}."))
@@ -128,7 +128,7 @@ def _chat(*turns: tuple[str, str], system: str | None = None) -> list[dict[str, 
 
 
 def make_tokenizer(chats: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on the chats, with ChatML markers and a template that marks answers."""
+    """Train a byte-level BPE tokenizer on the chats, with ChatML markers and a template that marks answers."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -150,7 +150,7 @@ def make_tokenizer(chats: list[list[dict[str, str]]]) -> PreTrainedTokenizerFast
 
 
 def make_config() -> LlamaConfig:
-    """Two layers, grouped heads and tied embeddings: small, yet with every part a real Llama has."""
+    """Return a config of two layers, grouped heads and tied embeddings: small, yet with every part of a real Llama."""
     return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCABULARY,

@@ -1,4 +1,4 @@
-"""A page whose table a script writes, between two marks."""
+"""Replacement of a table in a page, between two marks, by a script."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ END = "<!-- end of the table -->\n"
 
 
 def with_table(page: str, script: str, table: str) -> str:
-    """A page with a table in place of the one that it has.
+    """Replace the table of a page.
 
     Args:
         page: Markdown with the marks.
-        script: by whose name the first mark goes.
+        script: the script's file name, which is part of the first mark.
         table: its lines.
 
     Returns:
-        The page.
+        The page with the new table.
     """
     begin = f"<!-- written by scripts/{script} -->\n"
     before, mark, rest = page.partition(begin)

@@ -1,12 +1,12 @@
-"""Host memory while a model is loaded: the weights, the largest tensor on its way, and little else.
+"""Host memory while a model is loaded: the weights, the largest tensor in transit, and little else.
 
     python scripts/measure_load.py [--model FOLDER_OR_GGUF ...] [--offload-folder FOLDER]
 
-Each load runs in a process of its own. Idle is that process with everything imported and the architecture built once on
-the meta device. The promise: a peak of at most the weights, the largest tensor (in fp32, which files hold or unpack to)
-and 200 MB above idle. With a folder the weights go to mapped files there, as for `offload.folder`, and what counts is
-memory that no file can take back, looked at all the time: at most the largest tensor, as it is read and as it is
-converted, and 200 MB above idle.
+Each load runs in a process of its own. Idle is that process after all imports, with the architecture built once on the
+meta device. The promise: a peak of at most the weights, the largest tensor (in fp32, which files hold or unpack to)
+and 200 MB above idle. With a folder the weights go to mapped files there, as for `offload.folder`, and only memory that
+no file can take back counts, sampled all the time: at most the largest tensor, as it is read and as it is converted,
+and 200 MB above idle.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def in_new_process(model: str, dtype: str, folder: Path | None) -> dict[str, Any]:
-    """One measurement where nothing else has touched the peak."""
+    """Run one measurement in a process where nothing else has raised the peak."""
     command = [sys.executable, __file__, "--in-this-process", model, dtype]
     command += [] if folder is None else ["--offload-folder", str(folder)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -64,7 +64,7 @@ def in_new_process(model: str, dtype: str, folder: Path | None) -> dict[str, Any
 
 
 def measure_load(model: str, dtype: str) -> dict[str, Any]:
-    """What loading one model adds to what this process holds at its peak, beside what is promised."""
+    """Return the peak that loading one model adds to this process, next to the promise."""
     config, hf_config = prepared(model, dtype)
     idle_bytes = read_host_memory().now_bytes
     loaded = load_model(config, hf_config, attn_implementation="sdpa", device=torch.device("cpu"), seed=0)
@@ -76,7 +76,7 @@ def measure_load(model: str, dtype: str) -> dict[str, Any]:
 
 
 def measure_load_to_files(model: str, dtype: str, folder: Path) -> dict[str, Any]:
-    """What loading one model to files adds to what this process holds at its peak (Linux)."""
+    """Return the peak that loading one model to files adds to this process (Linux)."""
     config, hf_config = prepared(model, dtype)
     host = HostMemory(torch.device("cpu"), files=MappedFiles(folder))
     idle_bytes = held_bytes()
@@ -89,7 +89,7 @@ def measure_load_to_files(model: str, dtype: str, folder: Path) -> dict[str, Any
 
 
 def prepared(model: str, dtype: str) -> tuple[ModelConfig, PretrainedConfig]:
-    """What to load, once everything is imported and the architecture has been built on the meta device."""
+    """Return the configs of a model, after all imports, with the architecture built once on the meta device."""
     config = ModelConfig(name_or_path=model, dtype=dtype)  # type: ignore[arg-type]
     hf_config = load_model_config(config)
     with torch.device("meta"):
@@ -98,7 +98,7 @@ def prepared(model: str, dtype: str) -> tuple[ModelConfig, PretrainedConfig]:
 
 
 class HeldPeak:
-    """The most that the process holds in a ``with`` block, looked at every two milliseconds."""
+    """The most that the process holds in a ``with`` block, sampled every two milliseconds."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -121,7 +121,7 @@ class HeldPeak:
 
 
 def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
-    """Bytes of all weights, and of the largest in fp32."""
+    """Return bytes of all weights, and of the largest in fp32."""
     weights = list(model.parameters())
     return sum(weight.nbytes for weight in weights), 4 * max(weight.numel() for weight in weights)
 
@@ -129,7 +129,7 @@ def sizes_of(model: PreTrainedModel) -> tuple[int, int]:
 def row_of(
     model: str, dtype: str, loaded: PreTrainedModel, idle_bytes: int, peak_bytes: int, promised_bytes: int
 ) -> dict[str, Any]:
-    """A measurement for the report."""
+    """Return a measurement for the report."""
     weights_bytes, largest_bytes = sizes_of(loaded)
     return {
         "model": Path(model).name,

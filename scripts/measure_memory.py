@@ -1,4 +1,4 @@
-"""Run recipes for real and write down what each phase takes, beside what the estimator said.
+"""Run recipes for real and record the memory of each phase, next to the estimate.
 
     python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--out rows.json] [--table]
     python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--repeats 3] [--out rows.json]
@@ -6,12 +6,12 @@
 
 On CUDA: random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own counters, and NVML for the
 process. On a CPU: tiny models of every family, a sample of all the ways to train them (``ground_truth/cpu_matrix.py``),
-and every tensor counted exactly. Each row runs in a process of its own, so that no cache of another is in its peaks.
-Rows that the file already holds are not run again. ``runs/measured.json`` is the file if none is named.
+and every tensor counted exactly. Each row runs in a process of its own, so that its peaks include no other row's cache.
+Rows that the file already holds are not run again. The default file is ``runs/measured.json``.
 
-``--whole-runs``: what whole processes of ``lowmem-ft train`` hold without a GPU (``ground_truth/whole_runs.py``), with
-one and with two threads, each as often as ``--repeats`` says; SMOLLM2 is a folder with SmolLM2-135M, the demo's if left
-out.
+``--whole-runs``: memory of whole processes of ``lowmem-ft train`` without a GPU (``ground_truth/whole_runs.py``), with
+one and with two threads, each repeated ``--repeats`` times; SMOLLM2 is a folder with SmolLM2-135M, by default the
+demo's.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe
 
 NUM_STEPS = {"cpu": 2, "cuda": 4}
-"""A CPU has no cache that some steps have to fill."""
+"""Number of steps by device. A CPU has no cache that takes some steps to fill."""
 
 NUM_REPEATS = 3
 NUM_THREADS = (1, 2)
@@ -56,7 +56,7 @@ Row = dict[str, Any]
 
 
 def main() -> int:
-    """Run what is not yet in the file; exit code 1 if a row fails."""
+    """Run the rows that the file lacks; exit code 1 if a row fails."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,14 +91,14 @@ def main() -> int:
 
 
 def wanted_rows(device: str, count: int, seed: int) -> dict[str, tuple[str, ...]]:
-    """The settings of each row by its name."""
+    """Return the settings of each row by its name."""
     if device == "cuda":
         return cuda_rows()
     return {name_of(levels): overrides_of(levels) for levels in sample(count, seed)}
 
 
 def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str, out: Path) -> list[str]:
-    """Run the rows that are not there and write the file after each; the names of those that failed."""
+    """Run the rows that are missing and write the file after each; return the names of those that failed."""
     there = {row["name"] for row in rows}
     failed: list[str] = []
     missing = {name: overrides for name, overrides in wanted.items() if name not in there}
@@ -118,7 +118,7 @@ def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str
 
 
 def add_whole_runs(rows: list[Row], smollm2: Path, text: str, num_repeats: int, out: Path) -> None:
-    """Measure the whole runs that are not there, with this text in their name, and write the file after each."""
+    """Measure the missing whole runs with this text in their name, and write the file after each."""
     there = {(row["name"], row["threads"]) for row in rows}
     out.parent.mkdir(parents=True, exist_ok=True)
     for name, threads in itertools.product(WHOLE_RUNS, NUM_THREADS):
@@ -137,7 +137,7 @@ def add_whole_runs(rows: list[Row], smollm2: Path, text: str, num_repeats: int, 
 
 
 def print_whole_runs(rows: list[Row]) -> None:
-    """A line for each phase of each run: estimated now, and measured from the least to the most of the repeats."""
+    """Print a line for each phase of each run: the estimate of now, and the lowest and highest measurement."""
     for row in rows:
         peaks = whole_peaks(estimate_whole(row["name"]))
         for phase in ("load", "step", "peak"):
@@ -151,7 +151,7 @@ def print_whole_runs(rows: list[Row]) -> None:
 
 
 def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | None:
-    """:func:`measure_here` where nothing else has touched the peaks; None if nothing could be measured."""
+    """Run :func:`measure_here` where nothing else has raised the peaks; None if nothing could be measured."""
     command = [sys.executable, __file__, "--device", device, "--in-this-process", *overrides]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     row: Row = {"name": name, "overrides": list(overrides)}
@@ -163,25 +163,25 @@ def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | No
 
 
 def measure_here(device: str, overrides: Sequence[str]) -> None:
-    """Print what was measured as one line of JSON, then the estimate as another: the first outlives an error there."""
+    """Print the measurement as one line of JSON, then the estimate as another: the first survives a failed estimate."""
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(overrides, Path(folder))
         peaks = run_for_real(recipe, num_steps=NUM_STEPS[device])
         print(json.dumps(described(device, peaks)), flush=True)
-        # The whole device, whatever this run still holds of it.
+        # This machine's whole device, whatever this run still holds of it.
         estimate = estimate_memory(recipe, CPU if device == "cpu" else this_machines_gpu())
         print(json.dumps({"estimated": estimated_peaks(estimate)}), flush=True)
 
 
 def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
-    """The recipe of a row; its model is a name of the catalogue, or one of the tiny families, written to ``folder``."""
+    """Return the recipe of a row; its model is in the catalogue or is a tiny family's, written to ``folder``."""
     write_families(folder)
     tiny = {f"model={name}": f"model={folder / name}" for name in FAMILIES}
     return load_recipe(None, [tiny.get(override, override) for override in overrides])
 
 
 def described(device: str, peaks: RealPeaks) -> Row:
-    """What was measured, and on what."""
+    """Return the measurement with its hardware and versions."""
     row = measured_on(torch.device(device))
     row["versions"]["bitsandbytes"] = version("bitsandbytes")
     if device == "cpu":
@@ -201,7 +201,7 @@ def described(device: str, peaks: RealPeaks) -> Row:
 
 
 def driver_version() -> str:
-    """The display driver's, as ``nvidia-smi`` has it; some containers have none."""
+    """Return the display driver's version by ``nvidia-smi``; some containers lack that."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
@@ -210,14 +210,14 @@ def driver_version() -> str:
 
 
 def replace_file(out: Path, rows: list[Row]) -> None:
-    """Write the rows so that a file that is there is never half of one."""
+    """Write the rows so that the file is never half written."""
     draft = out.with_suffix(".draft")
     draft.write_text(json.dumps(rows, indent=1) + "\n")
     draft.replace(out)
 
 
 def print_errors(rows: list[Row]) -> None:
-    """Median, worst and under-prediction over all rows with an estimate."""
+    """Print median, worst and under-prediction over all rows with an estimate."""
     comparisons = [
         comparison
         for row in rows

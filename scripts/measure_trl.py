@@ -1,10 +1,10 @@
-"""What a recipe frees inside TRL's trainers: losses, kept and peak bytes of scripts/trl, stock and attached.
+"""Memory that a recipe frees inside TRL's trainers: losses, kept and peak bytes of scripts/trl, stock and attached.
 
     python scripts/measure_trl.py dpo --recipe demo model=PATH data=pairs.jsonl training.use_cpu=true ...
 
 runs ``scripts/trl/dpo.py`` twice with these arguments, the first time with ``--stock``. Every tensor on the CPU counts
-but the weights, which are read from files. Kept: what is alive as backward begins; peak: the most in a step; both of
-the last step, when optimizer state is there.
+except the weights, which are read from files. Kept: bytes alive as backward begins; peak: the most in a step; both in
+the last step, which has optimizer state.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 class StepMeter(TrainerCallback):
-    """Notes losses, kept and peak bytes of each step.
+    """Records losses, kept and peak bytes of each step.
 
     Args:
-        tracker: that is on.
+        tracker: a running tracker.
     """
 
     def __init__(self, tracker: StorageTracker) -> None:
@@ -43,21 +43,21 @@ class StepMeter(TrainerCallback):
         self.peaks: list[int] = []
 
     def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
-        """Peaks begin anew."""
+        """Restart the peak."""
         gc.collect()
         self.tracker.reset_peak()
 
     def on_step_end(self, *event: Any, **kwargs: Any) -> None:
-        """A step is over."""
+        """Record the peak of the step."""
         self.peaks.append(self.tracker.peak_bytes)
 
     def on_log(self, *event: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Of the logs, those of steps have a loss."""
+        """Record the loss; only the logs of steps have one."""
         if logs and "loss" in logs:
             self.losses.append(float(logs["loss"]))
 
     def watch(self, trainer: Any) -> None:
-        """See this trainer's steps."""
+        """Record this trainer's steps."""
 
         def noting(backward: Any) -> Any:
             def noted(loss: torch.Tensor, **kwargs: Any) -> Any:
@@ -72,7 +72,7 @@ class StepMeter(TrainerCallback):
 
 
 def run(script: Path, arguments: list[str]) -> StepMeter:
-    """One training by a script, watched from the model's loading on."""
+    """Train once by a script, watched from the model's loading on."""
     with StorageTracker() as tracker:
         meter = StepMeter(tracker)
 

@@ -1,4 +1,4 @@
-"""What every measured number must say: when, by which command, on what hardware, with which versions."""
+"""The data that every measured number needs: date, command, hardware and versions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 
 def measured_on(device: torch.device) -> dict[str, Any]:
-    """Date, command, hardware and versions, to stand beside a measurement on ``device``."""
+    """Return date, command, hardware and versions, to store with a measurement on ``device``."""
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
@@ -23,10 +23,10 @@ def measured_on(device: torch.device) -> dict[str, Any]:
 
 
 def require_device(device: str) -> None:
-    """End a script that is to measure on a device that torch does not see: it would go on with the processor.
+    """Exit if a script shall measure on a device that torch does not see: it would run on the processor instead.
 
     Raises:
-        SystemExit: with what is missing.
+        SystemExit: with a message that says what is missing.
     """
     if device == "cuda" and not torch.cuda.is_available():
         sys.exit(
@@ -35,7 +35,7 @@ def require_device(device: str) -> None:
 
 
 def _processor() -> str:
-    """The processor's name and the threads that torch uses; the bare architecture where the system keeps no name."""
+    """Return the processor's name and torch's number of threads; only the architecture if the system has no name."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]

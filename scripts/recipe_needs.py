@@ -1,10 +1,10 @@
-"""Estimate shipped recipes on the cards they name, and keep what they need in ``recipes/needs.json``.
+"""Estimate shipped recipes on the GPUs they name, and keep their needs in ``recipes/needs.json``.
 
     python scripts/recipe_needs.py                     # all, again
-    python scripts/recipe_needs.py 8b-8gb=rtx-4060     # one that is new, or has another card now; =cpu for a processor
+    python scripts/recipe_needs.py 8b-8gb=rtx-4060     # one that is new, or has another GPU now; =cpu for a processor
 
-Run it when a recipe or the estimator has changed. The header of each recipe says the same: the line to copy is printed.
-Streamed recipes take minutes.
+Run it when a recipe or the estimator has changed. The header of each recipe has the same numbers: the script prints the
+line to copy. Streamed recipes take minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
-    """What a recipe needs on a card, and the versions that say so."""
+    """Return the needs of a recipe on a GPU, and the versions behind the numbers."""
     estimate = estimate_memory(load_recipe(name), gpu)
     needs = RecipeNeeds(
         gpu=gpu,

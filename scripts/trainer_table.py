@@ -1,8 +1,8 @@
-"""Write what each trainer allows into ``docs/trainers.md``, from the table that ``hf.attach`` itself reads.
+"""Write a table of what each trainer allows into ``docs/trainers.md``, from the table that ``hf.attach`` itself reads.
 
     python scripts/trainer_table.py
 
-Run it when that table has changed; a test compares.
+Run it when that table has changed; a test compares page and table.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def main() -> None:
 
 
 def with_table(page: str) -> str:
-    """A page with the present table between its marks."""
+    """Return a page with the current table between its marks."""
     header = f"| recipe key | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
     return marked_table.with_table(page, "trainer_table.py", header + "".join(map(_row, ROWS)))
 

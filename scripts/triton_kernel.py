@@ -1,9 +1,9 @@
-"""What the Triton kernel of the update costs on each generation of GPUs, by compiling it; no GPU is needed.
+"""Cost of the update's Triton kernel on each generation of GPUs, from its compilation; no GPU is needed.
 
     python scripts/triton_kernel.py --archs 75 80 89 90 100 120
 
-Bytes are those of the global loads and stores in the compiled kernel, over the elements of its tile. Every thread of a
-warp loads the scale of its row, which comes over the bus once; it is counted once.
+Bytes are those of the global loads and stores in the compiled kernel, per element of its tile. Every thread of a
+warp loads the scale of its row, which crosses the bus once; it counts once.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Compiled:
     """The kernel for one architecture, rule and formats.
 
     Args:
-        registers: of a thread.
-        spilled_bytes: of a thread, stored in memory for want of registers.
-        fused: how many multiplications and additions are one operation.
-        moved_bytes: an element.
-        least_bytes: an element, that the formats themselves make, and that estimates count: all that is kept read and
-            written once, the gradient read, and a weight with a float32 copy written.
+        registers: registers per thread.
+        spilled_bytes: bytes per thread stored in memory for want of registers.
+        fused: number of multiplications and additions that are one operation.
+        moved_bytes: bytes moved per element.
+        least_bytes: bytes per element that the formats require, and that estimates count: all state read and written
+            once, the gradient read, and a weight with a float32 copy written.
     """
 
     registers: int
@@ -126,7 +126,7 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
 
 
 def _counted_bytes(rule: str, master: str, state: str) -> float:
-    """What a trace counts for an element, with bfloat16 gradients."""
+    """Return the bytes that a trace counts per element, with bfloat16 gradients."""
     num_elements = 2**16
     dtype = torch.float32 if master == "weight" else torch.bfloat16
 
@@ -157,7 +157,7 @@ def _counted_bytes(rule: str, master: str, state: str) -> float:
 
 
 def _usage(ptx: str, arch: int) -> str:
-    """What ptxas says of registers and spills."""
+    """Return ptxas's report on registers and spills."""
     from triton.backends.nvidia.compiler import get_ptxas  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -180,10 +180,11 @@ def _usage(ptx: str, arch: int) -> str:
 
 
 def _moved_bytes(ptx: str, rows: int, threads: int) -> float:
-    """Bytes of global loads and stores, an element."""
+    """Return bytes of global loads and stores per element."""
     total = 0
     for vector, bits in re.findall(r"\b(?:ld|st)\.global(?:\.v(\d))?\.b(\d+)\s", ptx):
-        # A thread has 8 elements and reads them 8 bytes at a time or more; 4 alone are a scale, or the clip factor.
+        # A thread has 8 elements and reads them 8 bytes at a time or more; only 4 bytes are a scale, or the clip
+        # factor.
         total += int(vector) * int(bits) // 8 * threads if vector else rows * 4
     return total / (rows * BLOCK)
 

@@ -1,4 +1,4 @@
-"""Run random choices of the memory ladder on tiny random models, each beside its plain run, and print what differs.
+"""Run random choices of the memory ladder on tiny random models, each against its plain run, and print differences.
 
 python scripts/try_random_runs.py --seconds 600 --seed 1000
 python scripts/try_random_runs.py --only 1042
@@ -53,7 +53,7 @@ def _try(run: RandomRun) -> tuple[str, str]:
             difference = difference_from_plain(run, Path(folder))
         except UserError as error:
             return ("refused" if has_way_out(error) else "refused without a way out"), str(error)
-        except Exception:  # what this script looks for
+        except Exception:  # the failures that this script searches for
             return "failed", traceback.format_exc()
     return ("as the plain run", "") if difference is None else ("differs", difference)
 

@@ -1,4 +1,4 @@
-"""The model architectures of the catalogue: one file a model in ``models/``, named as users type it.
+"""The model architectures of the catalogue: one file per model in ``models/``, under the name that users type.
 
 To add one, write ``models/NAME.json``: ``config`` is the hub's config.json, ``published_parameters`` the count that a
 test compares with the model built from it.
@@ -20,13 +20,14 @@ class Architecture:
     """One model of the catalogue.
 
     Args:
-        name: as typed by users, such as ``llama-3.1-8b``.
+        name: name that users type, such as ``llama-3.1-8b``.
         hub_id: the hub repository that the name stands for.
         variants: other hub repositories of this architecture, each with the config fields in which it differs.
-        license: as the hub names it.
-        gated: whether the hub asks to accept a licence before it hands out any file.
+        license: the hub's name of the licence.
+        gated: whether the hub asks users to accept a licence before it hands out any file.
         published_parameters: the count that the authors or the hub publish.
-        published_also_counts: what that count holds beside the model's parameters, such as a tied head stored twice.
+        published_also_counts: parts of that count that are not parameters of the model, such as a tied head stored
+            twice.
         sources: where ``published_parameters`` and ``config`` come from.
         config: the hub's config.json.
     """
@@ -43,23 +44,23 @@ class Architecture:
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the model; a tied one counts once."""
+        """Number of parameters of the model; a tied one counts once."""
         return self.published_parameters - sum(self.published_also_counts.values())
 
     @property
     def text_config(self) -> Mapping[str, Any]:
-        """The config of the language model; of a model that sees images too, the part for text."""
+        """The config of the language model; for a model that also sees images, the part for text."""
         return self.config.get("text_config", self.config)
 
     def config_of(self, hub_id: str) -> dict[str, Any]:
-        """The config.json of one of the hub repositories, whatever its capitals."""
+        """Return the config.json of one of the hub repositories; capitals do not matter."""
         differences = {variant.lower(): fields for variant, fields in self.variants.items()}
         return {**self.config, **differences.get(hub_id.lower(), {})}
 
 
 @functools.cache
 def load_architectures() -> Mapping[str, Architecture]:
-    """Every architecture of the catalogue by its name; by maker, the smallest first."""
+    """Return every architecture of the catalogue by its name; sorted by maker, the smallest first."""
     files = (resources.files("lowmem_ft.catalog") / "models").iterdir()
     architectures = [
         _architecture(file.name.removesuffix(".json"), json.loads(file.read_text(encoding="utf-8")))
@@ -73,7 +74,7 @@ def load_architectures() -> Mapping[str, Architecture]:
 
 
 def find_architecture(name_or_hub_id: str) -> Architecture | None:
-    """The architecture of a catalogue name or of a hub id, in any capitals; None if the catalogue has none."""
+    """Return the architecture of a catalogue name or of a hub id, in any capitals; None if the catalogue lacks it."""
     return _architectures_by_any_name().get(name_or_hub_id.lower())
 
 

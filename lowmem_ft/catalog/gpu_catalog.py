@@ -1,6 +1,6 @@
-"""The GPUs of the catalogue: hardware in ``gpus.json``, prices in ``prices.json``, one price list an entry.
+"""The GPUs of the catalogue: hardware in ``gpus.json``, prices in ``prices.json``, one price list per entry.
 
-JSON, since the standard library reads it on every Python we support; a price list is replaced without touching a GPU.
+JSON, since the standard library reads it on every Python we support; replacing a price list touches no GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowmem_ft.foundation.units import MIB
 
 @functools.cache
 def load_gpus() -> Mapping[str, Gpu]:
-    """Every GPU of the catalogue by its name, smallest memory first."""
+    """Return every GPU of the catalogue by its name, smallest memory first."""
     price_lists = _read("prices.json")
     gpus = [_gpu(name, row, price_lists) for name, row in _read("gpus.json").items()]
     gpus.sort(key=lambda gpu: (gpu.memory_bytes, gpu.name))
@@ -28,10 +28,10 @@ def load_gpus() -> Mapping[str, Gpu]:
 
 
 def find_gpu(name: str) -> Gpu:
-    """The GPU of a name such as ``rtx-4090``, or of its driver's name for it; capitals, blanks and ``_`` are forgiven.
+    """Return the GPU of a name such as ``rtx-4090`` or of its driver's name; case, blanks and ``_`` do not matter.
 
     Raises:
-        UserError: if the catalogue has no such GPU; names the nearest.
+        UserError: if the catalogue has no such GPU; the message names the nearest.
     """
     gpus = load_gpus()
     key = _plain(name)
@@ -53,10 +53,10 @@ def find_gpu(name: str) -> Gpu:
 
 
 def split_count(name: str) -> tuple[int | None, str]:
-    """``8xrtx-4090`` as 8 and ``rtx-4090``; another name as None and itself.
+    """Split ``8xrtx-4090`` into 8 and ``rtx-4090``; any other name into None and itself.
 
     Raises:
-        UserError: if the number is none of cards, or no card is named after it.
+        UserError: if the part before the x is not a number of GPUs, or no GPU name follows it.
     """
     found = re.fullmatch(r"([-+.,/\d]*?)-?x-?(\D.*)?", _plain(name))
     if found is None:
@@ -75,7 +75,7 @@ def split_count(name: str) -> tuple[int | None, str]:
 
 
 def _without_number(key: str) -> str:
-    """``4xh100-80gb`` and ``h100-80gbx4`` as ``h100-80gb``."""
+    """Return ``h100-80gb`` for ``4xh100-80gb`` and ``h100-80gbx4``."""
     return re.sub(r"^\d{1,2}-?[x*]-?|-?[x*]-?\d{1,2}$", "", key)
 
 

@@ -1,4 +1,4 @@
-"""What a GPU is, as far as memory and time depend on it."""
+"""The properties of a GPU on which memory and time depend."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """What one GPU costs for an hour, on demand, in US dollars.
+    """Price of one GPU for an hour, on demand, in US dollars.
 
     Args:
-        provider: who rents it out.
-        usd_per_hour: of one GPU; an instance with eight is divided by eight.
-        date: of the source, ISO; a month where the source names no day.
-        source: where it was read.
+        provider: the company that rents it out.
+        usd_per_hour: price of one GPU; the price of an instance with eight is divided by eight.
+        date: date of the source, ISO; a month if the source names no day.
+        source: where the price was read.
     """
 
     provider: str
@@ -28,30 +28,30 @@ class Gpu:
     """One GPU of the catalogue.
 
     Args:
-        name: as typed by users, such as ``rtx-4090``.
-        full_name: as its driver calls it.
-        memory_bytes: what CUDA can hand out, as ``torch.cuda.get_device_properties`` reports in ``total_memory``: the
-            limit for what processes use.
+        name: name that users type, such as ``rtx-4090``.
+        full_name: its driver's name for it.
+        memory_bytes: bytes that CUDA can hand out, as ``torch.cuda.get_device_properties`` reports in ``total_memory``:
+            the limit for all processes together.
         nvidia_smi_bytes: the total that nvidia-smi prints, with the few hundred MiB that the driver keeps; None if not
             known.
         compute_capability: such as (8, 9).
-        num_multiprocessors: streaming multiprocessors.
-        dense_flops: peak operations a second by type (``float32``, ``tf32``, ``bfloat16``, ``float16``), without
-            sparsity and with float32 accumulation, as training has it; a type that the hardware lacks is missing.
-        bandwidth: of its memory, bytes a second.
-        pcie_generation: of its host link.
-        pcie_lanes: of its host link.
-        context_bytes: what a process holds on it beside the tensors: the CUDA context and the kernels it has loaded.
-        nvlink: bytes a second that it sends over NVLink to the other cards of its machine, all links together; 0: it
-            has none, or one bridge to one other card, which a ring of more cannot use.
-        held_by_others_bytes: what other processes and displays hold of it now, where it is one of this machine's; None:
+        num_multiprocessors: number of streaming multiprocessors.
+        dense_flops: peak operations per second by type (``float32``, ``tf32``, ``bfloat16``, ``float16``), without
+            sparsity and with float32 accumulation, as in training; types that the hardware lacks are missing.
+        bandwidth: bandwidth of its memory, bytes per second.
+        pcie_generation: PCIe generation of its host link.
+        pcie_lanes: PCIe lanes of its host link.
+        context_bytes: bytes that a process holds on it in addition to tensors: the CUDA context and the loaded kernels.
+        nvlink: bytes per second that it sends over NVLink to the other GPUs of its machine, all links together; 0: it
+            has no NVLink, or one bridge to one other GPU, which a ring of more cannot use.
+        held_by_others_bytes: bytes that other processes and displays hold of it now, for a GPU of this machine; None:
             not known.
-        has_triton: whether the machine that it is in has Triton, which torch's CUDA wheels for Linux depend on, and the
-            C compiler that Triton needs.
-        segments_grow: whether a run there lets the segments of torch's allocator grow where the environment has no
+        has_triton: whether its machine has Triton, on which torch's CUDA wheels for Linux depend, and the C compiler
+            that Triton needs.
+        segments_grow: whether a run there lets the segments of torch's allocator grow if the environment has no
             setting, as under Linux.
-        prices: on demand; empty if nobody rents it out.
-        sources: where each of the numbers comes from, by field.
+        prices: prices on demand; empty if no known provider rents it out.
+        sources: the source of each number, by field.
     """
 
     name: str
@@ -74,25 +74,25 @@ class Gpu:
 
     @property
     def available_bytes(self) -> int:
-        """What one more process may take: all of the memory, but for what others are known to hold."""
+        """Bytes that one more process may take: all of the memory except what others are known to hold."""
         return self.memory_bytes - (self.held_by_others_bytes or 0)
 
     @property
     def context_is_estimate(self) -> bool:
-        """Whether nobody has read the size of its context: it follows from the number of multiprocessors."""
+        """True if its context's size was never measured, but follows from the number of multiprocessors."""
         return self.sources.get("context_mib", "estimate").startswith("estimate")
 
     @property
     def reaches_peers(self) -> bool:
-        """Whether cards of this kind read each other's memory over PCIe, which NVIDIA's driver keeps from GeForce."""
+        """True if GPUs of this kind read each other's memory over PCIe, which NVIDIA's driver denies to GeForce."""
         return "GeForce" not in self.full_name
 
     @property
     def has_bfloat16(self) -> bool:
-        """Whether it computes with bfloat16 in hardware: since compute capability 8.0; before, torch emulates it."""
+        """True if it computes with bfloat16 in hardware: since compute capability 8.0; before, torch emulates it."""
         return self.compute_capability >= (8, 0)
 
     @property
     def cheapest_price(self) -> Price | None:
-        """The lowest price an hour; None if nobody rents it out."""
+        """The lowest price per hour; None if no known provider rents it out."""
         return min(self.prices, key=lambda price: price.usd_per_hour, default=None)

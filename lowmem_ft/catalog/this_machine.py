@@ -14,12 +14,12 @@ from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
 
 
 def this_machines_gpu(device: torch.device | None = None) -> Gpu:
-    """A CUDA device with the memory that its driver reports, and how much of it others hold.
+    """Return a CUDA device with the memory that its driver reports, and how much of it others hold.
 
-    A GPU that the catalogue does not know stands in for its nearest relative by compute capability and memory.
+    For a GPU that the catalogue does not know, its nearest relative by compute capability and memory fills the gaps.
 
     Args:
-        device: which one; None: the current one.
+        device: the device; None: the current one.
 
     Returns:
         The GPU, under the name of its row or its relative's.
@@ -55,10 +55,10 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
 
 
 def _held_by_others(device: torch.device | None, context_bytes: int) -> int:
-    """What is neither free nor this process's: other processes, displays.
+    """Return bytes that are neither free nor this process's: those of other processes and displays.
 
-    Asking makes a context here, if there is none yet; its size is the catalogue's. What is less than that may be off by
-    is taken for a part of it.
+    Reading them creates a context here, if the process has no context yet; its size is the catalogue's. An amount
+    within the error of that size counts as a part of it.
     """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device) - context_bytes

@@ -1,1 +1,1 @@
-"""What every room may use: units, errors, handles, knobs, paths, and what is installed."""
+"""Base of every room: units, errors, handles, knobs, paths, and checks for installed packages."""

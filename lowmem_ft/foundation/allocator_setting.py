@@ -1,10 +1,10 @@
-"""What a run tells torch's CUDA allocator where its environment says nothing: segments that grow.
+"""The setting of torch's CUDA allocator for runs whose environment has none: segments that grow.
 
-With them, what one length of row leaves in the cache serves the next of another length; without, it lies idle beside a
-new segment. Torch reads the variables when it first allocates on a GPU, so that they can be set until then.
+With it, memory cached for rows of one length also serves rows of another length; without it, that memory stays idle
+next to a new segment. Torch reads the variables when it first allocates on a GPU, so they can be set until then.
 
-Source: pytorch, docs/source/notes/cuda.md, "expandable_segments"; torch has them on Linux alone. On WSL the first
-allocation can fail with them (pytorch issue 192330): there a run leaves torch's default.
+Source: pytorch, docs/source/notes/cuda.md, "expandable_segments"; torch has them on Linux only. On WSL the first
+allocation can fail with them (pytorch issue 192330): there a run keeps torch's default.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from lowmem_ft.foundation.wsl import is_wsl
 SETTING_OF_RUNS = "expandable_segments:True"
 
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""Torch reads the older name first, even where it is empty."""
+"""The variables torch reads; it reads the older name first, even if that is empty."""
 
 
 def allocator_setting(default: str = "") -> str:
-    """What the environment says, or else this."""
+    """Return the allocator setting of the environment, else ``default``."""
     return next((os.environ[name] for name in _VARIABLES if name in os.environ), default)
 
 
 def segments_can_grow() -> bool:
-    """Whether torch has them on this system and they can be relied on."""
+    """Return whether torch has growing segments on this system and they are reliable."""
     return sys.platform == "linux" and not is_wsl()
 
 
 def use_growing_segments() -> None:
-    """Set the variable for this process and those that it starts.
+    """Set the variable for this process and its children.
 
-    Not where segments cannot grow, the environment has a setting, or a GPU is in use already.
+    Does nothing if segments cannot grow, the environment has a setting, or a GPU is already in use.
     """
     in_use = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
     is_set = any(name in os.environ for name in _VARIABLES)

@@ -1,4 +1,4 @@
-"""What went wrong and whose fault it is: the error types, and the exit code of each.
+"""The error types, which say what went wrong and whose fault it is, and the exit code of each.
 
 A user's error carries one or more problems; each is one sentence of the form *rule, value seen, way out*.
 The command line prints them without a traceback.
@@ -46,31 +46,32 @@ class UserError(Exception):
         super().__init__("\n".join(problems))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its problems, from which subclasses with other arguments cannot be made: it goes between processes."""
+        """Pickle by problems, as subclasses take other arguments: the error travels between processes."""
         return user_error, (type(self), self.problems)
 
 
 def user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
-    """An error of a kind, whatever that is made of otherwise."""
+    """Make an error of a kind from its problems, whatever arguments that kind's own ``__init__`` takes."""
     error = kind.__new__(kind)
     UserError.__init__(error, *problems)
     return error
 
 
 def raise_problems(problems: Iterable[str]) -> None:
-    """Raise a ``UserError`` of them, if there are any."""
+    """Raise a ``UserError`` with the problems, if there are any."""
     if found := tuple(problems):
         raise UserError(*found)
 
 
 def raise_together(*checks: Callable[[], object]) -> None:
-    """Call all checks and raise what they refuse at once, so that one mistake does not hide another.
+    """Call all checks and raise all their errors at once, so that one mistake does not hide another.
 
     Args:
-        *checks: each raises a ``UserError``, or what the system says of a file or a disk, or passes.
+        *checks: each passes, or raises a ``UserError`` or the system's ``OSError`` about a file or a disk.
 
     Raises:
-        UserError: with the problems of all; of their own kind where they share one.
+        UserError: with the problems of all checks; of their own kind if they share one.
+        OSError: if the error is not one that :func:`machine_problem` explains.
     """
     errors: list[UserError] = []
     for check in checks:
@@ -113,25 +114,25 @@ class DoesNotFitError(UserError):
 
 
 class OtherProcessError(UserError):
-    """A run of several processes cannot go on, because another one has failed or is gone."""
+    """A run of several processes cannot continue, because another one has failed or is gone."""
 
     exit_code = EXIT_OTHER_PROCESS
 
 
 class LostMemoryError(UserError):
-    """A trace has missed memory, so that an estimate from it would be too low: an error of ours, told instead."""
+    """A trace has missed memory, so an estimate from it would be too low: a bug of ours, reported instead."""
 
     exit_code = EXIT_OURS
 
 
 class CrashedError(UserError):
-    """A process that did something for this one was ended by a signal."""
+    """A process that worked for this one was ended by a signal."""
 
     exit_code = EXIT_OTHER_PROCESS
 
 
 class RaceError(UserError):
-    """Streams of a program, or the host, use the same memory in an order that nothing determines."""
+    """Streams of a program, or the host, use the same memory in an order that no event determines."""
 
 
 class MissingPackageError(UserError):
@@ -147,15 +148,15 @@ class MissingPackageError(UserError):
 class Interrupted(BaseException):
     """A run was stopped by a signal, and all that it had done is saved.
 
-    Like Ctrl-C itself it is no ``Exception``, so that a loop over several runs which goes on after an error does not go
-    on after this. Nor is it a ``KeyboardInterrupt``, for which ``torch.multiprocessing`` takes a worker to have ended
-    well. Let a script end with ``sys.exit(stop.exit_code)``.
+    Like Ctrl-C itself it is not an ``Exception``, so that a loop over several runs that continues after an error does
+    not continue after this. Nor is it a ``KeyboardInterrupt``, which ``torch.multiprocessing`` takes for a worker that
+    ended well. Let a script end with ``sys.exit(stop.exit_code)``.
 
     Args:
-        signal_number: of ``SIGINT``, which Ctrl-C and a notebook's stop button send, or ``SIGTERM``.
-        checkpoint: the folder to go on from, by ``training.resume_from_checkpoint``; None: no step had been taken, or
+        signal_number: number of ``SIGINT``, which Ctrl-C and a notebook's stop button send, or of ``SIGTERM``.
+        checkpoint: the folder to resume from, by ``training.resume_from_checkpoint``; None: no step had been taken, or
             the run was done.
-        model_folder: the finished model, if the signal came while it was saved; else None.
+        model_folder: the finished model, if the signal came while it was being saved; else None.
     """
 
     def __init__(
@@ -173,26 +174,26 @@ class Interrupted(BaseException):
         super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {left}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """By its arguments, not its message: it goes from one process to another."""
+        """Pickle by arguments, not by message: the error travels between processes."""
         values = {"checkpoint": self.checkpoint, "model_folder": self.model_folder}
         return functools.partial(Interrupted, self.signal_number, **values), ()
 
     @property
     def exit_code(self) -> int:
-        """128 + the signal's number, as shells have it."""
+        """128 + the signal's number, as in shells."""
         return 128 + self.signal_number
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether a library written in Rust (tokenizers, safetensors) has ended a call for a bug or a damaged file.
+    """Return whether a library written in Rust (tokenizers, safetensors) panicked over a bug or a damaged file.
 
-    Its type is nobody's to import, and no ``Exception``.
+    The exception's type cannot be imported, and is not an ``Exception``.
     """
     return (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")
 
 
 def panic_problem(error: BaseException) -> str:
-    """The sentence about a panic."""
+    """Return the sentence about a panic."""
     words = str(error).strip().partition("\n")[0]
     return (
         f"A library written in Rust, such as tokenizers or safetensors, panicked: {words}. Most often a file that it "
@@ -205,11 +206,11 @@ _OF_THE_MACHINE = {
     errno.ENOSPC, errno.EDQUOT, errno.EFBIG,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EIO,
 }  # fmt: skip
-"""What the system refuses for reasons that lie with its owner; that a file is missing may be a bug of ours."""
+"""Error numbers that the owner of the machine has to deal with. A missing file is not among them: it may be our bug."""
 
 
 def machine_problem(error: OSError) -> str | None:
-    """The sentence about a file or folder that the system refuses to read or write; None for any other error."""
+    """Return the sentence about a file or folder that the system refuses to read or write; None for other errors."""
     if error.errno not in _OF_THE_MACHINE or error.filename is None:
         return None
     return (
@@ -219,7 +220,7 @@ def machine_problem(error: OSError) -> str | None:
 
 
 def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
-    """A suffix naming the closest known names, such as `` Did you mean `packing`?``; empty if none is close."""
+    """Return a suffix with the closest known names, such as `` Did you mean `packing`?``; empty if none is close."""
     others = {other.lower(): other for other in known if other != name}
     close = [others[match] for match in difflib.get_close_matches(name.lower(), others, n=limit, cutoff=0.6)]
     return f" Did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else ""

@@ -1,4 +1,4 @@
-"""A technique that was switched on, and the way to switch it off again."""
+"""A handle on a technique that is switched on, to switch it off again."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """What every ``enable_*`` returns: ``remove()`` undoes it exactly, and a ``with`` block undoes it at its end.
+    """The return value of every ``enable_*``: ``remove()`` undoes it exactly, as does the end of a ``with`` block.
 
     Args:
-        *undo: called in reverse order by the first ``remove()``; later calls do nothing. One that fails keeps none of
-            the others from being called.
+        *undo: called in reverse order by the first ``remove()``; later calls do nothing. If one fails, the others are
+            still called.
     """
 
     def __init__(self, *undo: Callable[[], object]) -> None:
@@ -26,15 +26,15 @@ class Handle:
         self.undo_first(*undo)
 
     def undo_first(self, *undo: Callable[[], object]) -> None:
-        """Add what ``remove()`` is to call, in reverse order too, before all that was given until now."""
+        """Add functions that ``remove()`` calls before all those given until now, also in reverse order."""
         for one in undo:
             self._undo.push(partial(_call, one))
 
     def remove(self) -> None:
-        """Restore what was there before; calling it twice is harmless.
+        """Restore the state from before; calling it twice is harmless.
 
         Raises:
-            Exception: what an undo raised, once all are called; the last, with those before it as its context.
+            Exception: the last error of an undo, once all have been called, with the earlier ones as its context.
         """
         self.active = False
         self._undo.close()
@@ -54,7 +54,7 @@ def _call(
     error: BaseException | None,
     trace: TracebackType | None,
 ) -> None:
-    """What an ``ExitStack`` calls; of errors before this one it keeps none by itself."""
+    """Call ``undo`` from an ``ExitStack``, and keep an earlier error as context, which the stack does not do itself."""
     try:
         undo()
     except BaseException as later:

@@ -1,4 +1,4 @@
-"""Is the Hugging Face hub there? Asked once, quickly, so that working offline does not cost a minute of retries."""
+"""A check, made once and quickly, whether the Hugging Face hub answers: offline work needs no minute of retries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFLINE_ADVICE = (
 
 @functools.cache
 def hub_is_reachable() -> bool:
-    """Whether the hub answers a single request within seconds; False too when ``HF_HUB_OFFLINE`` is set.
+    """Return whether the hub answers a single request within seconds; False too if ``HF_HUB_OFFLINE`` is set.
 
     The hub's client retries each file for over 20 seconds before it gives up; callers pass
     ``local_files_only=not hub_is_reachable()`` so that an offline machine uses its cache at once or fails at once.
@@ -29,7 +29,7 @@ def hub_is_reachable() -> bool:
     try:
         urllib.request.urlopen(urllib.request.Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
     except urllib.error.HTTPError:
-        return True  # it answered, which is all that was asked
+        return True  # any answer means that it is reachable
     except OSError as error:
         logger.warning(
             "The hub %s is out of reach (%s); only its local cache is used.", constants.ENDPOINT, error

@@ -1,4 +1,4 @@
-"""A recipe field that documents itself: what it does, frees and costs in words, and what programs read of it.
+"""A recipe field that documents itself: its purpose, savings and costs in words, and its effects for programs.
 
 ``lowmem-ft recipes NAME`` prints the words; ``docs/memory_ladder.md`` has the table of both.
 """
@@ -11,42 +11,42 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 Cost = Literal["nothing", "time", "host link", "disk"]
-"""What is paid for memory, from the least to the most.
+"""The price of the memory saved, from the least to the most.
 
-nothing: as fast, but for smaller kernels; time: something is computed again or converted; host link: bytes cross PCIe
-in each step; disk: bytes come from a disk and go back to it in each step.
+nothing: as fast, except for smaller kernels; time: something is recomputed or converted; host link: bytes cross PCIe
+in each step; disk: each step reads bytes from a disk and writes them back.
 """
 
 Fidelity = Literal["exact", "unbiased rounding", "other mathematics"]
-"""What becomes of the numbers, from the best to the worst; each is one of the three and never something between.
+"""Fidelity of the numbers, from the best to the worst; every value is one of the three, never something between.
 
 exact: float32 AdamW's own, up to the order of sums; unbiased rounding: errors go either way and do not add up from step
 to step (numbers are rounded at random where they are kept, to nearest where they are used once); other mathematics:
-another model, other data or another update, or a rounding that loses what is small.
+another model, other data or another update, or a rounding that loses small values.
 """
 
 Checkpointed = Literal["no layer", "some layers", "every layer"]
-"""Which decoder layers are checkpointed, or have to be."""
+"""The decoder layers that are checkpointed, or have to be."""
 
 COSTS: tuple[Cost, ...] = get_args(Cost)
 FIDELITIES: tuple[Fidelity, ...] = get_args(Fidelity)
 
 
 Engine = Literal["ddp", "fsdp2", "zero2", "zero3"]
-"""What has several processes train one model; the values of ``distributed.strategy`` but none."""
+"""The engines by which several processes train one model: the values of ``distributed.strategy`` except none."""
 
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
-    """What comes with a value of a memory knob; rules, remediations and tables read it instead of naming the knob.
+    """The effect of one value of a memory knob; rules, remediations and tables read it instead of naming the knob.
 
     Args:
-        cost: what is paid for the memory.
-        fidelity: what becomes of the numbers.
+        cost: price of the memory saved.
+        fidelity: fidelity of the numbers.
         needs_checkpointed: which layers have to be checkpointed.
-        engines: with which of several processes' engines it works; a test or a trace shows each.
+        engines: engines of several processes with which it works; a test or a trace shows each.
         consent: the word in ``plan.allow`` without which a planner does not choose the value; empty: none is needed.
     """
 
@@ -62,7 +62,7 @@ NO_EFFECT = Effect()
 CountedLayers = Literal["", "period", "last"]
 
 Effects = Mapping[Any, Effect] | Effect
-"""The effect of each value that has one, or one for every value but that which switches the knob off."""
+"""The effect of each value that has one, or one effect for every value except the one that switches the knob off."""
 
 
 def knob(
@@ -76,20 +76,20 @@ def knob(
     counts_layers: CountedLayers = "",
     tries: Sequence[Any] = (),
 ) -> Any:
-    """A dataclass field with its documentation.
+    """Make a dataclass field with its documentation.
 
     Args:
-        default: the value where a recipe says nothing; a mutable one (list, dict) is copied for each instance.
+        default: the value if a recipe does not set it; a mutable one (list, dict) is copied for each instance.
         help: one sentence, with the unit and the meaning of special values.
         frees: for a memory knob, the bytes it gives back.
-        costs: for a memory knob, what it takes in time or fidelity.
-        effects: for a memory knob, what comes with its values.
-        off: where one effect stands for all values: the value without it.
-        counts_layers: where its value is a number of decoder layers, how an estimate, which traces a model with fewer
-            of them, has to reckon with it: as a ``period`` after which they repeat, and a margin at the end; or as the
+        costs: for a memory knob, its cost in time or fidelity.
+        effects: for a memory knob, the effects of its values.
+        off: if one effect applies to all values: the value without it.
+        counts_layers: if the value is a number of decoder layers, how an estimate, which traces a model with fewer
+            layers, accounts for it: as a ``period`` after which they repeat, with a margin at the end; or as the
             ``last`` layers, which repeat by themselves.
-        tries: the values that a planner may choose from, beside the recipe's own, from what needs most memory to what
-            is meant to need least; empty: it leaves the key alone.
+        tries: the values that a planner may choose from, in addition to the recipe's own, from the one that needs most
+            memory to the one meant to need least; empty: the planner leaves the key alone.
 
     Returns:
         A ``dataclasses.field`` whose metadata holds all of it.

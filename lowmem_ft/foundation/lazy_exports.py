@@ -8,7 +8,7 @@ from typing import Any
 
 
 def lazy_exports(package: str, module_of: Mapping[str, str]) -> Callable[[str], Any]:
-    """A module-level ``__getattr__`` that imports a name's module when the name is first asked for.
+    """Make a module-level ``__getattr__`` that imports a name's module when the name is first used.
 
     Args:
         package: ``__name__`` of the package.

@@ -9,14 +9,14 @@ from typing import Any
 
 
 def moved(old: str, new: str) -> Callable[[str], Any]:
-    """Make the ``__getattr__`` of a module whose names are imported from elsewhere now.
+    """Make the ``__getattr__`` of a module whose names have moved to another one.
 
     Args:
         old: the module's name.
         new: the module that has its names.
 
     Returns:
-        A function that returns what ``new`` has of a name, and warns of the old place with a DeprecationWarning.
+        A function that returns a name of ``new``, and warns about the old place with a DeprecationWarning.
     """
 
     def __getattr__(name: str) -> Any:

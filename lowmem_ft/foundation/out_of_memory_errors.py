@@ -1,4 +1,4 @@
-"""Which errors say that a device's memory has run out: torch's own, and those of the libraries that it calls."""
+"""Errors that mean a device's memory has run out: torch's own, and those of the libraries that it calls."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from lowmem_ft.foundation.units import MIB, format_bytes
 
 _MESSAGES = re.compile(
     r"DefaultCPUAllocator: (can't allocate memory|not enough memory)"
-    r"|CUDA (driver )?error: out of memory"  # of a call beside the allocator, such as the launch of a kernel
-    r"|Triton Error \[CUDA\]: out of memory"  # as it loads a kernel; cuGetErrorString, backends/nvidia/driver.c
+    r"|CUDA (driver )?error: out of memory"  # of a call outside the allocator, such as the launch of a kernel
+    r"|Triton Error \[CUDA\]: out of memory"  # while loading a kernel; cuGetErrorString, backends/nvidia/driver.c
     r"|\b(CUBLAS|CUSOLVER|CUSPARSE|CUFFT|CUDNN)_STATUS_ALLOC_FAILED\b|\bCUFFT_ALLOC_FAILED\b"
     r"|\bCUDNN_STATUS_INTERNAL_ERROR_(DEVICE|HOST)_ALLOCATION_FAILED\b"
-    r"|Cuda failure (2 )?'out of memory'|Failed to CUDA (calloc|malloc|host alloc)"  # NCCL's
+    r"|Cuda failure (2 )?'out of memory'|Failed to CUDA (calloc|malloc|host alloc)"  # of NCCL
 )
-"""How libraries beneath torch say in a RuntimeError that an allocation has failed."""
+"""The words by which libraries below torch report a failed allocation in a RuntimeError."""
 
 _DID_NOT_START = re.compile(
     r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_NOT_INITIALIZED\b"
-    r"|\b(ncclUnhandledCudaError): Call to CUDA function failed\.\s*(Last error:)?\s*\Z"  # NCCL, which knows no more
+    r"|\b(ncclUnhandledCudaError): Call to CUDA function failed\.\s*(Last error:)?\s*\Z"  # of NCCL, without detail
 )
-"""What they say if they could not start, be it for want of memory or because something is broken."""
+"""Their words if they could not start, for want of memory or because something is broken."""
 
 LIBRARY_BYTES = 256 * MIB
-"""A library that starts takes tens of MiB past torch's allocator, and its kernels as much again: with more than this
-free, memory is not what it lacked."""
+"""Free memory above which a library that could not start lacked something else: one that starts takes tens of MiB
+outside torch's allocator, and its kernels as much again."""
 
 
 def is_failed_allocation(error: BaseException) -> bool:
-    """Whether memory ran out: for torch's own on CUDA there is an error, the others are RuntimeErrors.
+    """Return whether memory ran out: torch has an error type for it on CUDA, the other cases are RuntimeErrors.
 
-    Of a library that could not start it depends on what is free: ask before memory is given back.
+    For a library that could not start, the answer depends on what is free: call this before memory is given back.
     """
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
@@ -45,7 +45,7 @@ def is_failed_allocation(error: BaseException) -> bool:
 
 
 def library_that_did_not_start(error: BaseException) -> str | None:
-    """What there is to say of a library that could not start though there is room for it; None of any other error."""
+    """Return the sentence about a library that could not start although memory is free; None for any other error."""
     found = _DID_NOT_START.search(str(error)) if isinstance(error, RuntimeError) else None
     if found is None or is_failed_allocation(error):
         return None
@@ -63,7 +63,7 @@ def library_that_did_not_start(error: BaseException) -> str | None:
 
 
 def _free_bytes() -> int | None:
-    """Of the current device, as its driver has it: what the allocator has cached is not free for libraries.
+    """Return free bytes of the current device by its driver, as memory that the allocator caches is lost to libraries.
 
     None: there is no CUDA here, or it does not answer.
     """

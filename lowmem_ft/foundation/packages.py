@@ -1,4 +1,4 @@
-"""What is installed, asked without importing it, which may take seconds: optional packages, a GPU's driver."""
+"""Checks for optional packages and a GPU's driver that do not import them, which may take seconds."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowmem_ft.foundation.errors import MissingPackageError
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package is there to be imported: not a folder of its name alone, as ``wandb`` leaves where it ran.
+    """Return whether a package can be imported; a bare folder of its name, as ``wandb`` leaves, does not count.
 
     Args:
-        package: as pip has it.
+        package: its name on PyPI.
     """
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         return False
@@ -31,25 +31,25 @@ def is_installed(package: str) -> bool:
 def require_package(
     asked_for_by: str, package: str, extra: str | None = None, *, stand_in: str | None = None
 ) -> None:
-    """Refuse what needs a package that is not there.
+    """Refuse a setting whose package is missing.
 
     Args:
         asked_for_by: the setting, for the message.
-        package: as pip has it.
-        extra: of ours that brings it along.
-        stand_in: another package that does as well, if it is there.
+        package: its name on PyPI.
+        extra: the extra of lowmem-ft that installs it.
+        stand_in: another package that does as well, if it is installed.
 
     Raises:
-        MissingPackageError: if it is not installed.
+        MissingPackageError: if neither is installed.
     """
     if not is_installed(package) and (stand_in is None or not is_installed(stand_in)):
         raise MissingPackageError(asked_for_by, package, extra)
 
 
 def triton_lacks() -> str | None:
-    """Why Triton cannot run a kernel on this machine's GPU, with the way out; None: nothing is known to be missing.
+    """Return why Triton cannot run kernels on this machine's GPU, with the way out; None if it seems able to.
 
-    Beside itself it needs a C compiler and Python's headers, as it builds what launches its kernels when the first one
+    Triton also needs a C compiler and Python's headers, as it builds the launcher of its kernels when the first one
     runs: ``CC``, else gcc, else clang. Slim images have neither. Source: Triton 3.7, ``runtime/build.py``.
     """
     if not is_installed("triton"):
@@ -61,7 +61,7 @@ def triton_lacks() -> str | None:
         return "Triton needs a C compiler, and there is none here. `apt-get install gcc` brings one."
     scheme = sysconfig.get_default_scheme().replace(
         "posix_local", "posix_prefix"
-    )  # Debian's own, without headers
+    )  # Debian's own has no headers
     headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
     if not (headers / "Python.h").is_file():
         return f"Triton needs Python's headers, and {headers} has none. `apt-get install python3-dev` brings them."
@@ -69,7 +69,7 @@ def triton_lacks() -> str | None:
 
 
 def may_have_gpu() -> bool:
-    """Whether torch may find a GPU here: without CUDA's driver, and AMD's, it finds none."""
+    """Return whether torch may find a GPU here: without the driver of CUDA or AMD, it finds none."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

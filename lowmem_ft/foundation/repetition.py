@@ -1,4 +1,4 @@
-"""Loops whose rounds are all alike, of which a trace of memory and time needs only a few."""
+"""Loops whose rounds are all alike, so that a trace of memory and time runs only a few of them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ T = TypeVar("T")
 
 
 class CountsRounds(Protocol):
-    """A recording that needs a few rounds of a loop, and counts how many others each of them stands for."""
+    """A recording that runs a few rounds of a loop, and counts how many others each of them represents."""
 
     def rounds(self, items: Iterable[Any]) -> Iterator[Any]:
-        """The items whose rounds are to be done."""
+        """Yield the items whose rounds are to be run."""
         ...
 
 
@@ -22,7 +22,7 @@ _recording: CountsRounds | None = None
 
 @contextlib.contextmanager
 def abridged_for(recording: CountsRounds) -> Iterator[None]:
-    """Let a recording say, in a ``with`` block, which rounds of the loops of :func:`rounds` are done."""
+    """Let a recording decide, in a ``with`` block, which rounds of the loops of :func:`rounds` run."""
     global _recording
     before, _recording = _recording, recording
     try:
@@ -32,15 +32,15 @@ def abridged_for(recording: CountsRounds) -> Iterator[None]:
 
 
 def rounds(items: Iterable[T]) -> Iterator[T]:
-    """The items of a loop, all of them; a trace gets along with a few.
+    """Iterate over the items of a loop: over all of them in a run, over a few in a trace.
 
-    Rounds but for the first and the last must take the same memory, and leave none behind but what they were given by
-    ``memory.HostMemory``. A trace does the first, the second in place of all up to the last, and the last; three more
-    where another loop of ``rounds`` works on the items and may read two of them ahead.
+    Rounds other than the first and the last must take the same memory, and leave nothing allocated except what
+    ``memory.HostMemory`` gave them. A trace runs the first, the second in place of all up to the last, and the last;
+    three more if another loop of ``rounds`` works on the items and may read two of them ahead.
 
-    Where the work on an item goes on later, the trace has to know which round it belongs to. Of autograd it does: a
-    backward pass counts as its forward did. Objects that this loop has given may be put through ``rounds`` again, in
-    any iterator: nothing is left out then, and all that is done from one of them to the next counts as that one did.
+    If work on an item continues later, the trace has to know to which round it belongs. For autograd it does: a
+    backward pass counts as its forward did. Objects that this loop has given may be passed through ``rounds`` again, in
+    any iterator: nothing is left out then, and all work from one object to the next counts as that object's round did.
 
     Args:
         items: a sequence, of which a trace leaves rounds out; or an iterator, of which it leaves out none.

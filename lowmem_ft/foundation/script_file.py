@@ -1,4 +1,4 @@
-"""A training script as a file: what is wrong with it that can be told without running it, in less than a second."""
+"""Checks of a training script as a file: the mistakes that show without running it, in less than a second."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.user_paths import expand_user, neighbours
 
 _PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
-"""What launchers set to the number of processes that they start."""
+"""Variables that launchers set to the number of processes they start."""
 
 
 def check_script(script: str | os.PathLike[str]) -> Path:
-    """The script's path, if it can be run here at all.
+    """Return the script's path, if it can be run here at all.
 
     Args:
         script: as typed.
 
     Raises:
-        UserError: if there is no such file, it is no Python, it needs packages that are not installed, or this process
-            is one of several.
+            UserError: if there is no such file, it is not Python, it needs packages that are not installed, or this
+                process is one of several.
     """
     path = expand_user(script)
     if problem := _file_problem(path, os.fspath(script)):
@@ -67,7 +67,7 @@ def _launcher_problems() -> Iterator[str]:
 
 
 def _missing_packages(tree: ast.Module, path: Path) -> list[str]:
-    """What the script imports at once, not within functions or ``try``: the rest it may do without."""
+    """Return problems with the script's top-level imports; those in functions or ``try`` may be optional."""
     lines: dict[str, int] = {}
     for statement in tree.body:
         for name in _imported(statement):
@@ -93,6 +93,6 @@ def _is_there(name: str, folder: Path) -> bool:
     if name in sys.stdlib_module_names or PathFinder.find_spec(name) is not None:
         return True
     try:
-        return importlib.util.find_spec(name) is not None  # installed in other ways than as a folder
+        return importlib.util.find_spec(name) is not None  # installed in another way than as a folder
     except (ImportError, ValueError):
         return False

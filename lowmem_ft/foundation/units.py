@@ -1,4 +1,4 @@
-"""Bytes in and out: sizes are ints of bytes everywhere inside; text such as ``24GiB`` exists only at the edges."""
+"""Byte sizes as text and back: the code uses ints of bytes everywhere, and text such as ``24GiB`` only at the edges."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _UNITS = {
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes of a size such as ``24GiB`` (2**30), ``24GB`` (10**9) or ``512B``.
+    """Return the bytes of a size such as ``24GiB`` (2**30), ``24GB`` (10**9) or ``512B``.
 
     Raises:
-        UserError: if the text is no positive number followed by a known unit; a bare number could mean anything.
+        UserError: if the text is not a positive number followed by a known unit; a bare number could mean anything.
     """
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
     unit = _UNITS.get(match[2].lower()) if match else None
@@ -38,12 +38,12 @@ def parse_bytes(text: str) -> int:
 
 
 def counted(number: int, one: str, many: str | None = None) -> str:
-    """A number with its noun: ``1 example``, ``8 examples``."""
+    """Format a number with its noun: ``1 example``, ``8 examples``."""
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
 
 
 def format_bytes(num_bytes: int) -> str:
-    """A size for people, in binary units with three or four digits: ``1.50 GiB``, ``12.3 MiB``, ``800 B``."""
+    """Format a size for people, in binary units with three or four digits: ``1.50 GiB``, ``12.3 MiB``, ``800 B``."""
     size = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):  # noqa: B007
         if abs(size) < 1024:

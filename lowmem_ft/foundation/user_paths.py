@@ -1,4 +1,4 @@
-"""Paths as users write and read them, and what to say of one where nothing is."""
+"""Paths as users write and read them, and hints for a path that names no file."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from lowmem_ft.foundation.errors import did_you_mean
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
-    """A path whose leading ``~`` stands for a home folder, as in a shell: the ``~name`` of no user stays as it is."""
+    """Expand a leading ``~`` to a home folder, as a shell does: the ``~name`` of an unknown user stays as it is."""
     return Path(os.path.expanduser(path))
 
 
 def address_problem(setting: str, path: str | os.PathLike[str]) -> str | None:
-    """What is wrong with an address (``https://``, ``s3://``) where a hub name or a path belongs; None if it is none.
+    """Return what is wrong with an address (``https://``, ``s3://``) given for a hub name or path; None for no address.
 
     Args:
-        setting: what holds it.
+        setting: the setting that holds it.
         path: as the user wrote it.
     """
     text = os.fspath(path)
@@ -37,17 +37,17 @@ _ON_THE_HUB = re.compile(
 
 
 def recipes_folder() -> Path:
-    """Where the recipes are that come with this package."""
+    """Return the folder of the recipes that come with this package."""
     package = Path(__file__).resolve().parents[1]
     inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
     return inside_wheel if inside_wheel.is_dir() else in_source_tree
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path for people: what lies beside our recipes by the package's name, not by where Python keeps its libraries.
+    """Return a path for people: a file next to our recipes by the package's name, not by Python's library folder.
 
     Args:
-        path: as a recipe has it; one of the user's own stays as it is.
+        path: as a recipe has it; a path of the user's own stays as it is.
     """
     folder = recipes_folder()
     if Path(path).is_absolute() and Path(path).is_relative_to(folder):
@@ -56,7 +56,7 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 
 
 def neighbours(missing: Path) -> str:
-    """A suffix for the error about a path that names no file: what is there instead, or beside it, spelt alike."""
+    """Return a suffix for the error about a path that names no file: what is there instead, or files spelt alike."""
     if missing.is_symlink():
         return f" It is a link to {os.readlink(missing)}, and no file is there."
     folder = missing.parent
@@ -69,5 +69,5 @@ def neighbours(missing: Path) -> str:
 
 
 def _is_alike(entry: Path, missing: Path) -> bool:
-    """Whether names are alike without the suffix, which makes short ones so that share it."""
+    """Compare names without their suffix, as a shared one makes short names look alike."""
     return entry.suffix != missing.suffix or bool(did_you_mean(missing.stem, [entry.stem]))

@@ -1,12 +1,12 @@
-"""Copies between host memory and a device, beside the device's computing: one stream each way, held together by events.
+"""Copies between host memory and a device that overlap with compute: one stream each way, ordered by events.
 
-Streams see each other's work only through events. ``Tensor.record_stream`` would do too, but gives memory back late, at
-a moment that nobody can tell beforehand.
+Streams see each other's work only through events. ``Tensor.record_stream`` would do too, but it returns memory late,
+at a moment that no one can predict.
 
 Pageable memory, such as that of files, goes through pinned buffers, and the host works and waits meanwhile. So such a
-copy is put off until somebody waits for its end: what the program has given to the device by then, a layer's kernels,
-runs while the host reads what the next one needs. No thread does it: a copy that is ordered by when it is asked for and
-when it is waited for can be replayed, and its races be found.
+copy is deferred until a caller waits for its end: the work that the program has queued on the device by then, a
+layer's kernels, runs while the host reads what the next layer needs. No thread does it: a copy whose order depends only
+on when it was requested and when it is waited for can be replayed, and its races can be found.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from lowmem_ft.foundation.units import MIB, format_bytes
 logger = logging.getLogger(__name__)
 
 SOURCES_KEPT = 2
-"""Tensors on their way to the host whose device memory is held meanwhile."""
+"""Number of tensors on their way to the host whose device memory is held meanwhile."""
 
 STAGING_BYTES = 16 * MIB
-"""Of each of the two pinned buffers through which pageable memory is copied, each way."""
+"""Size of each of the two pinned buffers through which pageable memory is copied, each way."""
 
 _RESERVED_BUFFERS = 8
-"""Of two engines, as weights and optimizer state have one each."""
+"""Number of buffers of two engines, as weights and optimizer state have one each."""
 
 
 def reserve_staging_buffers() -> None:
-    """Pin what copies of pageable memory will need, before a driver that pins little has nothing left.
+    """Pin the buffers that copies of pageable memory will need, before a driver that pins little has nothing left.
 
-    torch's allocator of pinned memory keeps what it is given back, and hands it out when an engine asks.
+    torch's allocator of pinned memory keeps buffers that are freed, and hands them out when an engine asks.
     """
     buffers: list[Tensor] = []
     with contextlib.suppress(_Refused):
@@ -48,7 +48,7 @@ def reserve_staging_buffers() -> None:
 
 
 class _Refused(Exception):
-    """The driver pins no more; the message is its own."""
+    """The driver refuses to pin more; the message is the driver's."""
 
 
 def _pinned_buffer() -> Tensor:
@@ -61,7 +61,7 @@ def _pinned_buffer() -> Tensor:
 
 
 class CopyEvent:
-    """A point in a stream's work, such as the end of a copy; on a CPU, where all is done at once, it is always past."""
+    """A point in a stream's work, such as the end of a copy; on a CPU, where calls block, it is always past."""
 
     __slots__ = ("_event",)
 
@@ -69,13 +69,13 @@ class CopyEvent:
         self._event = event
 
     def hold(self, stream: Any) -> None:
-        """Let a stream's further work wait."""
+        """Make a stream's further work wait for this point."""
         event = self._made()
         if event is not None:
             stream.wait_event(event)
 
     def synchronize(self) -> None:
-        """Let the host wait, so that it may read or reuse host memory."""
+        """Block the host until this point, so that it may read or reuse host memory."""
         event = self._made()
         if event is not None:
             event.synchronize()
@@ -85,11 +85,11 @@ class CopyEvent:
 
 
 class PutOffCopy(CopyEvent):
-    """The end of a copy that is made when somebody waits for it, or for one that was asked for later.
+    """The end of a deferred copy, which is made when a caller waits for it, or for one requested later.
 
     Args:
-        make: makes it, and returns its end; None where the host has waited for that.
-        queue: all that the same engine has put off, which this joins: they are made in their order.
+        make: makes the copy, and returns its end; None if the host has waited for it.
+        queue: all deferred copies of the same engine, which this one joins: they are made in their order.
     """
 
     __slots__ = ("_make", "_queue")
@@ -101,14 +101,14 @@ class PutOffCopy(CopyEvent):
         queue.append(self)
 
     def make(self) -> None:
-        """Make it, the first of the queue, now."""
+        """Make the copy, the first of the queue, now."""
         assert self._make is not None, "what is made has left the queue"
         self._event = self._make()
         self._queue.popleft()
         self._make = None  # it may hold the last reference to a source
 
     def cancel(self) -> None:
-        """Never make it."""
+        """Drop the copy without making it."""
         self._queue.remove(self)
         self._make = None
 
@@ -119,17 +119,17 @@ class PutOffCopy(CopyEvent):
 
 
 class CopyEngine:
-    """Two streams beside the one that computes: to the device and to the host.
+    """Two streams next to the compute stream: one to the device, one to the host.
 
-    A copy begins once the computing stream has done all that it was given before, or after the moments that the caller
-    names instead; the computing stream waits for a copy only when told to (:meth:`wait`).
+    A copy begins once the compute stream has done all work queued before, or after the events that the caller names
+    instead; the compute stream waits for a copy only if the caller says so (:meth:`wait`).
 
-    Host tensors may be pinned or not: pageable ones go through small pinned buffers when somebody first waits for the
-    copy, or for a later one; the host waits then where CUDA would not let it run ahead. Until then the host changes
-    neither side. On a CPU each copy is done when the call returns.
+    Host tensors may be pinned or not: pageable ones go through small pinned buffers when a caller first waits for the
+    copy, or for a later one; the host then waits, because CUDA would not let it run ahead. Until then the host must
+    change neither side. On a CPU each copy is done when the call returns.
 
     Args:
-        device: which device.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -144,23 +144,23 @@ class CopyEngine:
             self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
 
     def now(self) -> CopyEvent:
-        """The end of all work that the computing stream has been given so far."""
+        """Return the end of all work queued on the compute stream so far."""
         return CopyEvent(self._compute.record_event()) if self._is_asynchronous else CopyEvent()
 
     def wait(self, event: CopyEvent) -> None:
-        """Let the computing stream's further work wait."""
+        """Make the compute stream's further work wait for an event."""
         if self._is_asynchronous:
             event.hold(self._compute)
 
     def to_device(
         self, host: Tensor, target: Tensor, *, after: Iterable[CopyEvent] | None = None
     ) -> CopyEvent:
-        """Copy from the host.
+        """Copy from the host to the device.
 
         Args:
             host: source; what fills it must be done (:meth:`CopyEvent.synchronize`) or be named in ``after``.
             target: on the device; the caller keeps it until the copy is done.
-            after: what must be over before ``target`` is written; None: all computing so far.
+            after: events to wait for before ``target`` is written; None: all compute so far.
 
         Returns:
             The end of the copy. Wait for it before the target is used.
@@ -178,14 +178,14 @@ class CopyEngine:
     def to_host(
         self, source: Tensor, host: Tensor, *, after: Iterable[CopyEvent] | None = None, keep: bool = True
     ) -> CopyEvent:
-        """Copy to the host.
+        """Copy from the device to the host.
 
         Args:
             source: on the device.
             host: target.
-            after: what must be over before ``source`` is read; None: all computing so far.
-            keep: hold the source's memory until it may be used again: the computing stream waits for the last copy but
-                two before it is let go. False for one that the caller keeps.
+            after: events to wait for before ``source`` is read; None: all compute so far.
+            keep: hold the source's memory until it may be reused: the two last sources stay held; before an older one
+                is let go, the compute stream waits for its copy. False for a source that the caller keeps.
 
         Returns:
             The end of the copy. Synchronise with it before the host reads.
@@ -206,18 +206,18 @@ class CopyEngine:
         return end
 
     def release_sources(self) -> None:
-        """Let go of every source that is held: the computing stream's further work waits for their copies."""
+        """Let go of every source that is held: the compute stream's further work waits for their copies."""
         self._let_go(0)
 
     def forget_sources(self) -> None:
-        """Let go of every source that is held; the device is at rest, so that none is being copied, or will be."""
+        """Let go of every source that is held; requires an idle device, so that none is or will be copied."""
         ends = [end for end, _ in self._leaving]
         for copy in [copy for copy in self._put_off if copy in ends]:
             copy.cancel()
         self._leaving.clear()
 
     def synchronize(self) -> None:
-        """Let the host wait until every copy is done, and let go of all sources."""
+        """Block the host until every copy is done, and let go of all sources."""
         if self._is_asynchronous:
             while self._put_off:
                 self._put_off[0].make()
@@ -228,7 +228,7 @@ class CopyEngine:
     def _let_go(self, num_kept: int) -> None:
         while len(self._leaving) > num_kept:
             end, _ = self._leaving.popleft()
-            # The allocator reuses memory in the order of the computing stream.
+            # The allocator reuses memory in the order of the compute stream.
             end.hold(self._compute)
 
     @property
@@ -242,7 +242,7 @@ class CopyEngine:
         with self._module.stream(stream):
             yield
 
-    # --- pageable memory: the host copies to or from a pinned buffer while the other one travels ----------------------
+    # --- pageable memory: the host fills or empties one pinned buffer while the other one is being copied -------------
 
     def _stage_in(self, pieces: Sequence[tuple[Tensor, Tensor]], after: Iterable[CopyEvent]) -> Any:
         with self._on(self._inward, after):
@@ -254,7 +254,7 @@ class CopyEngine:
             return self._inward.record_event()
 
     def _stage_out(self, pieces: Sequence[tuple[Tensor, Tensor]], after: Iterable[CopyEvent]) -> None:
-        """The host has waited for every piece: nobody else need."""
+        """Copy piece by piece; returns no event, as the host has waited for every piece."""
         arrived: list[tuple[Tensor, Tensor, CopyEvent]] = []
         with self._on(self._outward, after):
             for index, (part, place) in enumerate(pieces):
@@ -275,7 +275,7 @@ class CopyEngine:
         return buffer
 
     def _new_buffer(self) -> Tensor:
-        """A pageable one where the driver refuses: it then stages copies itself, and the host waits for each."""
+        """Return a buffer, pageable if the driver refuses: it then stages copies itself, and the host waits."""
         try:
             return _pinned_buffer()
         except _Refused as refusal:
@@ -297,9 +297,9 @@ class CopyEngine:
 
 
 def _pieces(source: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """The bytes of two contiguous tensors, as much at once as a buffer holds.
+    """Return the bytes of two contiguous tensors, in pieces of a buffer's size.
 
-    Views are made when a copy is asked for: what is recorded of a tensor goes by the moment.
+    Views are made when a copy is requested: a trace records a tensor's use at that moment.
     """
     parts = (one.detach().view(-1).view(torch.uint8).split(STAGING_BYTES) for one in (source, target))
     return list(zip(*parts, strict=True))

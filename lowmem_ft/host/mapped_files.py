@@ -1,4 +1,4 @@
-"""Memory in files of a folder: as large as the disk, and as fast; the kernel keeps in RAM what there is room for."""
+"""Memory in files of a folder: as large as the disk, and as fast; the kernel keeps in RAM what it has room for."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import format_bytes
 
 _IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs", "hugetlbfs")
-"""File systems whose files are RAM."""
+"""File systems that store their files in RAM."""
 
 
 class MappedFiles:
-    """Hands out memory that is the content of a file, one file an allocation.
+    """Hands out memory backed by files, one file per allocation.
 
-    No file has a name: each goes with its memory, whatever ends the process. Its blocks are reserved beforehand, since
-    a full disk would otherwise show when a page is written back, and kill the process (SIGBUS).
+    No file has a name: each disappears with its memory, however the process ends. Its blocks are reserved beforehand,
+    since a full disk would otherwise show only when a page is written back, and kill the process (SIGBUS).
 
     Args:
-        folder: on a disk with room.
+        folder: a folder on a disk with room.
 
     Raises:
-        UserError: if there is no such folder, it cannot be written to, or its files would be RAM.
+        UserError: if the folder does not exist, cannot be written to, or keeps its files in RAM.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,11 +39,11 @@ class MappedFiles:
         _refuse_unusable(folder)
 
     def check(self, num_bytes: int, purpose: str) -> None:
-        """Refuse what the disk has no room for.
+        """Refuse an amount for which the disk has no room.
 
         Args:
-            num_bytes: what will be asked for in all.
-            purpose: what for, by recipe key.
+            num_bytes: bytes that will be requested in total.
+            purpose: what they are for, by recipe key.
 
         Raises:
             DoesNotFitError: if less is free.
@@ -56,13 +56,13 @@ class MappedFiles:
             )
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Zeros in a file of their own.
+        """Return zeros in a file of their own.
 
         Args:
             num_bytes: at least 1.
 
         Returns:
-            Bytes; what is written to them reaches the disk when the kernel wants their pages for something else.
+            Bytes; writes to them reach the disk when the kernel needs their pages for something else.
 
         Raises:
             DoesNotFitError: if the disk refuses.
@@ -70,7 +70,7 @@ class MappedFiles:
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
-                # torch keeps no descriptor, as Python's own mmap does: a model has more tensors than a process files.
+                # Unlike Python's own mmap, torch keeps no descriptor: a model may have more tensors than open files.
                 path = f"/proc/self/fd/{file.fileno()}"
                 return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
@@ -81,15 +81,15 @@ class MappedFiles:
 
 
 def is_in_file(tensor: Tensor) -> bool:
-    """Whether a tensor's memory is a file's."""
+    """Return whether a tensor's memory is a file's."""
     return tensor.untyped_storage().filename is not None
 
 
 def forget_pages(tensor: Tensor) -> None:
-    """Let pages that a tensor has of a file leave memory; who looks at it again reads them anew.
+    """Drop the pages of a file that a tensor holds in memory; a later access reads them again.
 
     Args:
-        tensor: contiguous, and a part of a mapped file that nobody has written to: other memory would be zeroed.
+        tensor: contiguous, and a part of a mapped file that no one has written to: other memory would be zeroed.
     """
     if sys.platform != "linux" or not tensor.numel():
         return
@@ -124,7 +124,7 @@ def _refuse_unusable(folder: Path) -> None:
 
 
 def _file_system_of(folder: Path) -> str:
-    """The type of the file system that a folder lies on; of two at one mount point, the upper one counts."""
+    """Return the type of a folder's file system; if a mount point has two, the upper one counts."""
     resolved = folder.resolve()
     mounts = [
         (len(Path(mount.mountpoint).parts), index, mount.fstype)

@@ -1,4 +1,4 @@
-"""Host memory in which a device's tensors wait: as large as asked for, pinned for faster copies, or in files."""
+"""Host memory for a device's tensors, of exactly the requested size: pinned for faster copies, or in files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 """Pinned memory comes in whole pages: two registrations must not share one."""
 
 IN_FILES: tuple[Category, ...] = ("parameter", "optimizer_state", "gradient")
-"""What goes to files where there are any: what waits for a layer's or a chunk's next visit, in large pieces."""
+"""Categories that go to files if there are any: large pieces that are idle until a layer's or a chunk's next use."""
 
 
 class Files(Protocol):
@@ -37,40 +37,40 @@ class Files(Protocol):
 
     @property
     def folder(self) -> Path:
-        """Where they are."""
+        """The folder of the files."""
         ...
 
     def check(self, num_bytes: int, purpose: str) -> None:
-        """Refuse what the disk has no room for."""
+        """Refuse an amount for which the disk has no room."""
         ...
 
     def allocate(self, num_bytes: int) -> Tensor:
-        """Zeros in a file, as bytes."""
+        """Return zeros in a file, as bytes."""
         ...
 
 
 class HostMemory:
-    """Hands out zeroed host tensors, each checked against what the host has left before it is made.
+    """Hands out zeroed host tensors, each checked against the memory that the host has left before it is made.
 
-    For a CUDA device they are pinned: pages of their own that the driver is told of. torch's own pinned memory rounds
-    each request up to a power of two (1.67 to 1.92 times what was asked for) and is not given back. Where the driver
-    refuses to pin, memory is pageable from then on, which is logged; :class:`~lowmem_ft.host.copy_engine.CopyEngine`
-    takes either. On a CPU they are plain tensors. With ``files`` all of :data:`IN_FILES` is pageable and lies there.
+    For a CUDA device they are pinned: pages of their own, registered with the driver. torch's own pinned memory rounds
+    each request up to a power of two (1.67 to 1.92 times the request) and is not given back. If the driver refuses to
+    pin, memory is pageable from then on, which is logged; :class:`~lowmem_ft.host.copy_engine.CopyEngine` takes either.
+    On a CPU they are plain tensors. With ``files`` all of :data:`IN_FILES` is pageable and in files.
 
-    A tensor's memory goes with its last view. Copies in flight keep no reference: end them first.
+    A tensor's memory is freed with its last view. Copies in flight keep no reference: end them first.
 
     Args:
-        device: which device's tensors will wait here.
-        is_limited: whether this machine's memory is what counts; false for traces of another machine.
-        budget_bytes: what the whole process may hold on the host; None: all there is.
-        files: hold :data:`IN_FILES` instead of RAM; None: nothing lies in files.
-        on_allocation: called with each tensor and what it is for, such as by who keeps a record of a trace.
+        device: the device whose tensors will be stored here.
+        is_limited: whether this machine's memory is the limit; false for traces of another machine.
+        budget_bytes: bytes that the whole process may hold on the host; None: all there is.
+        files: hold :data:`IN_FILES` instead of RAM; None: nothing is in files.
+        on_allocation: called with each tensor and its category, for example to record a trace.
 
     Attributes:
         is_pinned: whether the next tensor in RAM will be pinned.
-        bytes_by_category: what is allocated now, in RAM and in files, by what it was asked for.
-        file_bytes: the part of it that lies in files: resident only while the kernel has no other use for the pages.
-        peak_file_bytes: the most that has been.
+        bytes_by_category: bytes allocated now, in RAM and in files, by category.
+        file_bytes: the part of them in files: resident only while the kernel has no other use for the pages.
+        peak_file_bytes: the highest ``file_bytes`` so far.
     """
 
     def __init__(
@@ -93,26 +93,27 @@ class HostMemory:
         self._has_reserved = False
 
     def files_for(self, category: Category) -> Files | None:
-        """Where tensors of a category lie; None: in RAM."""
+        """Return the files that hold tensors of a category; None: they are in RAM."""
         return self._files if category in IN_FILES else None
 
     def place_of(self, category: Category) -> str:
-        """The same in words."""
+        """Return the place of a category's tensors in words."""
         files = self.files_for(category)
         if files is not None:
             return f"files in {files.folder}"
         return f"{'pinned' if self.is_pinned else 'pageable'} host memory"
 
     def check(self, num_bytes: int, purpose: str, way_out: str, category: Category = "temporary") -> None:
-        """Refuse what will not fit, before any of it is allocated.
+        """Refuse an amount that will not fit, before any of it is allocated.
 
         Args:
-            num_bytes: what will be asked for in all.
-            purpose: what for, by recipe key, such as ``offload.optimizer=host``.
-            way_out: what to do instead where RAM is short, as a sentence.
-            category: what it is for, which decides where it will lie.
+            num_bytes: bytes that will be requested in total.
+            purpose: what they are for, by recipe key, such as ``offload.optimizer=host``.
+            way_out: what to do instead if RAM is short, as a sentence.
+            category: what they are for, which decides where they will be stored.
 
         Raises:
+            DoesNotFitError: if the machine, its container, the budget or the disk has less left.
             DoesNotFitError: if the machine, its container, the budget or the disk has less left.
         """
         if not self._is_limited:
@@ -131,18 +132,18 @@ class HostMemory:
     def allocate(
         self, shape: int | Sequence[int], dtype: torch.dtype, category: Category = "temporary"
     ) -> Tensor:
-        """Zeros on the host: taken at once, so that a later check sees them.
+        """Return zeros on the host; their pages are touched at once, so that a later check sees them.
 
         Args:
-            shape: of the tensor, or the number of its elements.
-            dtype: its type.
+            shape: shape of the tensor, or the number of its elements.
+            dtype: type of its elements.
             category: what it is for.
 
         Returns:
             A contiguous tensor with a storage of its own.
 
         Raises:
-            DoesNotFitError: if the host, or the disk, has no such memory left.
+            DoesNotFitError: if the host, or the disk, does not have that much left.
         """
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         num_bytes = math.prod(sizes) * dtype.itemsize
@@ -168,7 +169,7 @@ class HostMemory:
         return tensor.zero_()
 
     def _pinned(self, num_bytes: int) -> Tensor | None:
-        """Pinned bytes in whole pages; None where the driver refuses, and from then on."""
+        """Return pinned bytes in whole pages; None if the driver refuses, now or earlier."""
         num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
         if is_virtual(self.device):
             pages = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
@@ -176,7 +177,7 @@ class HostMemory:
             _unregister_in_time(pages, registration.synchronize, registration.unregister)
             return pages
         if is_wsl() and not self._has_reserved:
-            # The driver pins little there, and refuses once that is used up: first what every copy goes through then.
+            # The driver pins little there, and refuses once that is used up: reserve the buffers of all copies first.
             self._has_reserved = True
             reserve_staging_buffers()
         pages = _own_pages(num_bytes)
@@ -207,14 +208,14 @@ class HostMemory:
 
 
 def _subtract(memory: weakref.ref[HostMemory], category: Category, num_bytes: int, in_file: bool) -> None:
-    """Called when a storage goes. A trace's recorder leads from memory to tensors: neither may keep the other."""
+    """Subtract a freed storage. A trace's recorder leads from memory to tensors: neither may keep the other alive."""
     alive = memory()
     if alive is not None:
         alive._add(category, -num_bytes, in_file)
 
 
 def _own_pages(num_bytes: int) -> Tensor:
-    """Bytes in pages that belong to nobody else, as ``malloc`` does not promise."""
+    """Return bytes in pages that nothing else shares, which ``malloc`` does not promise."""
     if not hasattr(mmap, "MAP_PRIVATE"):  # Windows
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -226,10 +227,10 @@ def _own_pages(num_bytes: int) -> Tensor:
 
 
 def _register(pages: Tensor, device: torch.device) -> str | None:
-    """Pin pages until their storage goes; why not, if the driver refuses."""
+    """Pin pages until their storage is freed; return why not, if the driver refuses."""
     module = torch.get_device_module(device)
     runtime = module.cudart()
-    pages.zero_()  # by all threads; the driver would touch page after page in one
+    pages.zero_()  # with all threads; the driver would touch page after page in one
     pointer = pages.data_ptr()
     result = runtime.cudaHostRegister(pointer, pages.nbytes, 0)
     if int(result) != 0:
@@ -243,16 +244,16 @@ def _register(pages: Tensor, device: torch.device) -> str | None:
 def _unregister_in_time(
     pages: Tensor, synchronize: Callable[[], None], unregister: Callable[[], object]
 ) -> None:
-    """Right before pages go back to the system."""
+    """Unregister pages right before they go back to the system."""
     weakref.finalize(pages.untyped_storage(), _unregister, synchronize, unregister).atexit = False
 
 
 def _unregister(synchronize: Callable[[], None], unregister: Callable[[], object]) -> None:
-    synchronize()  # no copy may be on its way
+    synchronize()  # no copy may be in flight
     unregister()
 
 
 def _clear_last_error(device: torch.device) -> None:
-    """A call that failed stays CUDA's last error, and the next kernel would be blamed for it: this one is."""
+    """Launch a kernel that takes the blame: a failed call stays CUDA's last error until a kernel reports it."""
     with contextlib.suppress(RuntimeError):
         torch.zeros(1, device=device)

@@ -1,4 +1,4 @@
-"""A stream beside the one that computes, for work that goes beside what was computed just before."""
+"""A second compute stream, for work that overlaps with the work queued just before it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lowmem_ft.foundation.devices import kernels_of
 
 
 class SideStream:
-    """A second stream that computes; on a CPU, where all is done at once, there is none.
+    """A second stream that computes; on a CPU there is one order of work, and this class does nothing.
 
-    Memory that is allocated beside the computing comes from this stream's pool, and may be let go there. What was
-    allocated outside and is used inside has to be kept until the end of the block.
+    Memory that is allocated inside the block comes from this stream's pool, and may be freed there. Memory that was
+    allocated outside and is used inside must be kept until the end of the block.
 
     Args:
-        device: which device.
+        device: the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -30,20 +30,20 @@ class SideStream:
             self._stream = self._module.Stream(device)
 
     def fork(self) -> None:
-        """Let this stream's further work come after all computing so far, and beside what comes next."""
+        """Order this stream's further work after all compute so far, and concurrent with what comes next."""
         if self._is_asynchronous:
             self._stream.wait_event(self._module.current_stream(self._device).record_event())
             self._is_forked = True
 
     def forget_fork(self) -> None:
-        """Let the next work come after all computing before it, whenever the streams last forked."""
+        """Order the next work after all compute before it, whenever the streams last forked."""
         self._is_forked = False
 
     @contextlib.contextmanager
     def beside(self) -> Iterator[None]:
-        """In a ``with`` block, give work to this stream: beside all computing since the fork, if there was one.
+        """Queue the work of a ``with`` block on this stream: concurrent with all compute since the fork, if any.
 
-        Further computing waits for it.
+        Compute after the block waits for it.
         """
         if not self._is_asynchronous:
             yield

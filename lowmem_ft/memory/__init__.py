@@ -1,1 +1,1 @@
-"""What memory is: bytes held now, at the peak, and by each tensor storage."""
+"""Bytes of memory as values: held now, at the peak, and by each tensor storage."""

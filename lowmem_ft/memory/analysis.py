@@ -1,4 +1,4 @@
-"""What the memory of a timeline is for, at one moment and phase by phase."""
+"""The uses of a timeline's memory, at one moment and phase by phase."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lowmem_ft.memory.timeline import Allocation, Timeline
 
 
 def categories_at(timeline: Timeline, position: int, sizes: Sequence[int]) -> dict[Category, int]:
-    """Bytes alive right after an event, by what they are for; every category is there.
+    """Return bytes alive right after an event, by use; every category is there.
 
     Args:
         timeline: the allocations.
-        position: of the event.
+        position: position of the event.
         sizes: bytes that each allocation counts for, by its index. With ``Replay.block_bytes`` the values sum to
             ``Replay.allocated_bytes[position]``.
 
@@ -27,7 +27,7 @@ def categories_at(timeline: Timeline, position: int, sizes: Sequence[int]) -> di
 
 
 def peak_by_phase(timeline: Timeline, live_bytes: Sequence[int]) -> dict[Phase, int]:
-    """The most bytes alive in each phase, in the order in which phases first come.
+    """Return the most bytes alive in each phase, in the order of their first allocation.
 
     An event belongs to the phase of the latest allocation before it, or of its own.
 
@@ -49,14 +49,14 @@ def peak_by_phase(timeline: Timeline, live_bytes: Sequence[int]) -> dict[Phase, 
 
 
 def allocation_at(timeline: Timeline, position: int) -> Allocation | None:
-    """The allocation that an event concerns: at a peak, the one that made it, with its phase and its module.
+    """Return the allocation that an event concerns: at a peak, the one that made it, with its phase and its module.
 
     Args:
         timeline: the allocations.
-        position: of the event, such as ``Replay.peak_allocated_at``.
+        position: position of the event, such as ``Replay.peak_allocated_at``.
 
     Returns:
-        The allocation; None for an event that concerns none.
+        The allocation; None for an event that concerns no allocation.
     """
     kind, index = timeline.events[position]
     return None if kind == "empty_cache" else timeline.allocations[index]

@@ -1,4 +1,4 @@
-"""What a byte of memory is for."""
+"""Categories of memory by use, and the phases and places of allocations."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Literal, get_args
 
 Category = Literal[
     "parameter",  # weights, trained and frozen, and a model's buffers
-    "gradient",  # what `.grad` of a parameter holds
+    "gradient",  # the tensor in a parameter's `.grad`
     "optimizer_state",
     "activation",  # made in forward or recomputation and kept for the backward pass
     "logits_and_loss",  # the head's outputs, the loss over them and their gradients
     "input",  # batches copied from the host
     "communication",  # other processes' parts while they are here: gathered weights, buffers of collectives
-    "workspace",  # what libraries such as cuBLAS hold for themselves
+    "workspace",  # memory that libraries such as cuBLAS hold for themselves
     "temporary",  # freed in the phase that made it
 ]
 
@@ -23,5 +23,5 @@ Phase = Literal["load", "forward", "backward", "optimizer_step", "evaluation", "
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 Place = Literal["device", "managed", "host", "pinned", "disk"]
-"""Where a storage lies: device memory, CUDA's managed memory (of paged optimizers), pageable or pinned host memory, a
+"""The place of a storage: device memory, CUDA's managed memory (of paged optimizers), pageable or pinned host memory, a
 file that is mapped as memory."""

@@ -1,4 +1,4 @@
-"""What was estimated of a run beside what it took, as plain values that go into its folder and come back."""
+"""A run's estimate next to its measurement, as plain values that are stored in its folder and read back."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 
 STEP_PHASES = ("forward", "backward", "optimizer_step")
-"""What a run measures as one: its counters are not reset inside of a step."""
+"""Phases that a run measures as one: it does not reset its counters inside a step."""
 
 COMPARED_CATEGORIES = ("parameter", "optimizer_state")
-"""What lies still between two steps, where it can be counted."""
+"""Categories that do not change between two steps, so that they can be counted."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peaks:
-    """What a run needs or took. Bytes of its device, which on a CPU is the host: then those of the whole process.
+    """Peaks of a run, estimated or measured, in bytes of its device; on a CPU that is the whole process.
 
     Args:
-        peak_bytes: allocated on CUDA, held by the process on a CPU.
+        peak_bytes: bytes allocated on CUDA, held by the process on a CPU.
         host_peak_bytes: host memory that the process holds.
-        reserved_bytes: of the caching allocator; None on a CPU.
-        by_phase: ``load``, ``step``, ``evaluation`` and ``save``, as far as they are known.
-        by_category: of tensors that stay, by use.
-        step_seconds: of one optimizer step; None: not known.
+        reserved_bytes: bytes that the caching allocator reserves; None on a CPU.
+        by_phase: peak bytes by phase, ``load``, ``step``, ``evaluation`` and ``save``, as far as they are known.
+        by_category: bytes of tensors that stay, by use.
+        step_seconds: seconds of one optimizer step; None: not known.
     """
 
     peak_bytes: int
@@ -38,15 +38,15 @@ class Peaks:
     step_seconds: float | None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values by these names."""
+        """Return plain values by these names."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Peaks:
-        """Those again.
+        """Make peaks from the values of :meth:`to_json`.
 
         Raises:
-            TypeError: if they are others, or no numbers.
+            TypeError: if names are missing or unknown, or values are not numbers.
         """
         peaks = cls(**values)
         numbers = (peaks.peak_bytes, peaks.host_peak_bytes, peaks.reserved_bytes, peaks.step_seconds)
@@ -57,13 +57,13 @@ class Peaks:
 
 
 def peaks_in(records: Iterable[Mapping[str, Any]]) -> tuple[Peaks | None, Peaks | None]:
-    """What the lines of a run's metrics say last, estimated and measured, each None where it was not written.
+    """Return the last estimate and measurement in the lines of a run's metrics, each None if it was not written.
 
-    The estimate is the one that the measured process had made: a run may go on with other settings, and be killed
+    The estimate is the one that the measured process had made: a run may resume with other settings, and be killed
     before it measures anything.
 
     Raises:
-        TypeError: if their values are others.
+        TypeError: if their values are not those of :class:`Peaks`.
     """
     newest: Mapping[str, Any] | None = None
     pair: tuple[Mapping[str, Any] | None, Mapping[str, Any]] | None = None
@@ -80,7 +80,7 @@ def peaks_in(records: Iterable[Mapping[str, Any]]) -> tuple[Peaks | None, Peaks 
 
 
 def estimated_peaks(estimate: MemoryEstimate) -> Peaks:
-    """An estimate in the terms in which a run is measured."""
+    """Return an estimate in the terms in which a run is measured."""
     is_on_cpu = estimate.is_of_cpu
     process, heap = (estimate.host_by_part_at_peak.get(part, 0) * is_on_cpu for part in ("process", "heap"))
     phases = {
@@ -109,11 +109,11 @@ class Row:
     """One quantity, estimated and measured; None: not known.
 
     Args:
-        name: for people.
+        name: its name for people.
         estimated: bytes, or seconds.
-        measured: in the same unit.
-        is_part: whether it is of a phase or of a use alone.
-        is_time: whether they are seconds.
+        measured: the measurement in the same unit.
+        is_part: whether it belongs to one phase or one use.
+        is_time: whether the values are seconds.
     """
 
     name: str
@@ -124,13 +124,13 @@ class Row:
 
     @property
     def error(self) -> float | None:
-        """How far the estimate is off, as a share of what was measured; above 0: it was too high."""
+        """Error of the estimate, as a share of the measurement; above 0: it was too high."""
         if self.estimated is None or not self.measured:
             return None
         return self.estimated / self.measured - 1
 
     def text(self, value: float | None) -> str:
-        """A value for people."""
+        """Format a value for people."""
         if value is None:
             return "-"
         return f"{value:.3g} s" if self.is_time else format_bytes(round(value))
@@ -143,7 +143,7 @@ class Row:
 
 
 def compared(estimated: Peaks | None, measured: Peaks | None) -> Iterator[Row]:
-    """All that one of the two knows, from the whole to its parts."""
+    """Yield a row for each quantity that either of the two knows, from the whole to its parts."""
 
     def row(name: str, key: str, *, is_time: bool = False) -> Row:
         values = [None if peaks is None else getattr(peaks, key) for peaks in (estimated, measured)]
@@ -176,5 +176,5 @@ CATEGORY_NAMES = {"parameter": "weights", "optimizer_state": "optimizer state"}
 
 
 def typical_seconds(seconds: Sequence[float]) -> float | None:
-    """Of a step once everything runs: the median without the first; None of fewer than two."""
+    """Return the typical seconds of a warm step: the median without the first; None for fewer than two."""
     return statistics.median(seconds[1:]) if len(seconds) > 1 else None

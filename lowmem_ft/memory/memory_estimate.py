@@ -1,4 +1,4 @@
-"""What a run will need, as plain values, and as the JSON that ``lowmem-ft estimate --json`` prints."""
+"""Memory and time that a run will need, as plain values, and as the JSON of ``lowmem-ft estimate --json``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 SCHEMA = 1
 
 Verdict = Literal["fits", "may not fit", "does not fit"]
-"""Of an estimate: its whole range is within the limits, a part of it is, or none."""
+"""Verdict on an estimate: its whole range is within the limits, only a part of it, or no part."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """How many parameters a model has; a tied one counts once."""
+    """Number of a model's parameters; a tied one counts once."""
 
     name: str
     parameters: int
@@ -32,10 +32,10 @@ class DeviceLimit:
     """The device, and its memory as the driver reports it.
 
     Args:
-        name: of the device.
+        name: name of the device.
         memory_bytes: all of it; 0 if unknown.
-        held_by_others_bytes: what other processes and displays hold, where it is this machine's own.
-        context_is_estimate: whether nobody has read what a process's CUDA context takes on such a device.
+        held_by_others_bytes: bytes that other processes and displays hold, if it is a device of this machine.
+        context_is_estimate: whether the size of a process's CUDA context on such a device was never measured.
     """
 
     name: str
@@ -46,11 +46,11 @@ class DeviceLimit:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRange:
-    """Where the peak of the process will lie, and the uncertainty that says so (see ``memory/uncertainty.py``).
+    """Range of the process's peak, and the uncertainty behind it (see ``memory/uncertainty.py``).
 
     Args:
         low_bytes: the lower end.
-        high_bytes: the upper end, which decides whether it fits; cached memory has been given back where it has to be.
+        high_bytes: the upper end, which decides whether it fits; assumes that cached memory is given back if needed.
         uncertainty: the shares that make the range.
     """
 
@@ -64,11 +64,11 @@ class StepTime:
     """One optimizer step on the device's clock.
 
     Args:
-        seconds: of one step.
-        tokens: of one step, without padding.
-        bound_by: what would make it faster: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies`` or
+        seconds: seconds of one step.
+        tokens: tokens of one step, without padding.
+        bound_by: the bottleneck: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies`` or
             ``communication``.
-        sent_bytes: that the process sends to others.
+        sent_bytes: bytes that the process sends to others in one step.
     """
 
     seconds: float
@@ -78,23 +78,24 @@ class StepTime:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens trained on in a second."""
+        """Training tokens per second."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Processes:
-    """The processes of which an estimate shows the first.
+    """The processes of a run, whose first one the estimate describes.
 
     Args:
         strategy: what they share, see ``distributed.strategy``.
-        num_processes: on all machines together, one a device.
-        num_machines: that they are on.
-        link: what they exchange data over, in words.
-        link_bytes_per_second: that each of them sends.
-        ideal_sent_bytes: of a step in which the weights were gathered twice and their gradients scattered once, in the
-            weights' type; 0: they are not cut.
-        last_peak_bytes: of the last process, which may have fewer rows, as :attr:`MemoryEstimate.process_peak_bytes`.
+        num_processes: number on all machines together, one per device.
+        num_machines: number of machines.
+        link: the link over which they exchange data, in words.
+        link_bytes_per_second: bytes per second that each of them sends.
+        ideal_sent_bytes: bytes sent in a step that gathered the weights twice and scattered their gradients once, in
+            the weights' type; 0: the weights are not sharded.
+        last_peak_bytes: peak of the last process, which may have fewer rows, as
+            :attr:`MemoryEstimate.process_peak_bytes`.
     """
 
     strategy: str
@@ -107,13 +108,13 @@ class Processes:
 
     @property
     def per_machine(self) -> int:
-        """How many there are on each machine."""
+        """Number of processes on each machine."""
         return self.num_processes // self.num_machines
 
 
 @dataclass(frozen=True, kw_only=True)
 class BudgetVerdict:
-    """What may be used: the budget, where one is set, else all there is; None: no limit."""
+    """Bytes that may be used: the budget if one is set, else all there is; None: no limit."""
 
     device_bytes: int | None
     host_bytes: int | None
@@ -126,32 +127,32 @@ class MemoryEstimate:
     Args:
         model: its name and size.
         gpu: the device.
-        allocated_peak_bytes: of tensors, as ``torch.cuda.max_memory_allocated`` counts.
-        reserved_peak_bytes: of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
-        process_peak_bytes: of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
-        process_range: where that will lie; None: not known.
-        fits_at_low_end: whether it fits if all is as much smaller as it may be, where it does not fit.
+        allocated_peak_bytes: bytes of tensors, as ``torch.cuda.max_memory_allocated`` counts.
+        reserved_peak_bytes: bytes of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
+        process_peak_bytes: bytes of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
+        process_range: range of that number; None: not known.
+        fits_at_low_end: whether it would fit at the lower end of the range, if it does not fit.
         host_peak_bytes: host memory of the process, without pages of files (``system/process_memory.py``).
-        host_pinned_bytes: the part of it that is pinned, at its own peak.
-        host_by_part_at_peak: what the host's peak is made of, by category, and by ``process``, ``heap`` (on a
-            CPU), ``loading`` and ``saving`` beside the tensors; they sum to it.
-        disk_peak_bytes: of files that are mapped as memory (``offload.folder``); they are resident only while there is
-            room, and not counted as such.
+        host_pinned_bytes: the pinned part of it, at its own peak.
+        host_by_part_at_peak: parts of the host's peak: tensors by category, and ``process``, ``heap`` (on a CPU),
+            ``loading`` and ``saving``; they sum to it.
+        disk_peak_bytes: bytes of files that are mapped as memory (``offload.folder``); they are resident only while
+            there is room, and not counted as such.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
         by_phase: allocated peak of each phase.
         peak_phase: phase of the allocated peak.
         peak_module: module of the allocation that made the peak; empty if outside any.
-        step: time of a step; None where there is no clock, as on a CPU.
-        processes: those of which all this is the first one's; None: there is one.
-        budget: what it is judged against.
+        step: time of a step; None if the device has no timing model, as a CPU.
+        processes: the processes whose first one is described here; None: there is only one.
+        budget: the limits behind ``fits``.
         fits: whether no allocation fails, the upper end of the range stays within the device's budget, and the host's
             peak within its own.
-        choices: what was decided for this device, with reasons, such as the attention kernel.
+        choices: decisions for this device, with reasons, such as the attention kernel.
         not_modelled: what the numbers leave out.
-        versions: of the libraries the trace ran with.
-        trace_seconds: how long the estimate took.
+        versions: versions of the libraries that the trace ran with.
+        trace_seconds: seconds that the estimate took.
         timeline: every allocation of the trace; not in the JSON.
-        races: what a virtual GPU with ``check_streams`` has found; not in the JSON.
+        races: races found by a virtual GPU with ``check_streams``; not in the JSON.
     """
 
     model: ModelSize
@@ -182,13 +183,13 @@ class MemoryEstimate:
 
     @property
     def headroom_bytes(self) -> int | None:
-        """What the device's budget leaves unused; negative if it is exceeded; None without a limit."""
+        """Bytes of the device's budget left unused; negative if it is exceeded; None without a limit."""
         limit = self.budget.device_bytes
         return None if limit is None else limit - self.process_peak_bytes
 
     @property
     def devices(self) -> str:
-        """What it is for, in words: ``rtx-4090``, ``8 x rtx-4090``."""
+        """Name and number of the devices: ``rtx-4090``, ``8 x rtx-4090``."""
         return (
             self.gpu.name if self.processes is None else f"{self.processes.num_processes} x {self.gpu.name}"
         )
@@ -201,24 +202,24 @@ class MemoryEstimate:
 
     @property
     def is_of_cpu(self) -> bool:
-        """Whether it is for a machine without a GPU: no caching allocator, and perhaps no known limit."""
+        """True for a machine without a GPU: no caching allocator, and perhaps no known limit."""
         return self.gpu.name.startswith("cpu")
 
     @property
     def process_high_bytes(self) -> int:
-        """The upper end of the process's range; the figure itself where there is none."""
+        """The upper end of the process's range; the figure itself if there is no range."""
         return self.process_peak_bytes if self.process_range is None else self.process_range.high_bytes
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits; it may not where a limit is within the range."""
+        """Verdict in words; "may not fit" if a limit is within the range."""
         if self.fits:
             return "fits"
         return "may not fit" if self.fits_at_low_end else "does not fit"
 
     @property
     def tight(self) -> bool:
-        """Whether it fits with so little to spare that it may not in practice (see ``memory/uncertainty.py``)."""
+        """True if it fits with so little to spare that it may not in practice (see ``memory/uncertainty.py``)."""
         budget = self.budget
         return self.fits and (
             is_tight(self.process_peak_bytes, budget.device_bytes)
@@ -226,7 +227,7 @@ class MemoryEstimate:
         )
 
     def __str__(self) -> str:
-        """The verdict in a few lines; ``lowmem_ft.reports.estimate_table`` shows all of it."""
+        """Return the verdict in a few lines; ``lowmem_ft.reports.estimate_table`` shows all of it."""
         lines = [
             f"{self.devices}: {self._verdict()}",
             f"The process takes {format_bytes(self.process_peak_bytes)}: {format_bytes(self.reserved_peak_bytes)} "
@@ -255,7 +256,7 @@ class MemoryEstimate:
         return f"{self.verdict}{missing}."
 
     def to_json(self) -> dict[str, Any]:
-        """The estimate as JSON types, by the names of the published schema."""
+        """Return the estimate as JSON types, by the names of the published schema."""
         step = self.step and {
             "seconds": self.step.seconds,
             "tokens": self.step.tokens,

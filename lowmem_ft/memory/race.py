@@ -1,4 +1,4 @@
-"""A race, as plain values: two uses of the same memory that nothing puts in order."""
+"""A race, as plain values: two uses of the same memory that nothing orders."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Place
 
 MOST_SHOWN = 10
-"""Races in an error's message."""
+"""Number of races in an error's message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """One of the two.
+    """One of the two uses.
 
     Args:
-        operator: that reads or writes.
+        operator: the operator that reads or writes.
         writes: whether it writes.
-        stream: on which; 0 is the default one, None the host itself.
+        stream: its stream; 0 is the default one, None the host itself.
         places: the line that issued it, ``file:line in function``; then the line of another file that called that, and
-            the innermost line that is no library's, as far as these are others.
-        gives_back: whether it ends the memory: host memory that the program has pinned itself is unregistered or freed.
+            the innermost line outside any library, if these differ.
+        gives_back: whether it ends the memory: unregisters or frees host memory that the program has pinned itself.
     """
 
     operator: str
@@ -33,7 +33,7 @@ class MemoryUse:
     gives_back: bool = False
 
     def __str__(self) -> str:
-        """Operator, stream and places."""
+        """Return operator, stream and places."""
         where = "the host" if self.stream is None else f"stream {self.stream}"
         return f"{self.operator} on {where} at {', called from '.join(self.places) or 'an unknown line'}"
 
@@ -43,12 +43,12 @@ class Race:
     """Two uses, at least one of which writes, and no event, wait or synchronisation that puts them in order.
 
     Args:
-        first: what the program issued first.
-        second: what it issued then, and which does not wait.
-        is_reuse: whether they mean two tensors: the memory of the first was freed, and the second may get it.
-        size_bytes: of the memory, for the second.
-        place: where that memory lies.
-        category: what it is for.
+        first: the use that the program issued first.
+        second: the use that it issued later, and which does not wait.
+        is_reuse: whether they concern two tensors: the memory of the first was freed, and the second may get it.
+        size_bytes: size of the memory, for the second.
+        place: where that memory is.
+        category: its use.
         module: qualified name of the module it was made in or for; empty outside any.
     """
 
@@ -62,7 +62,7 @@ class Race:
 
     @property
     def kind(self) -> str:
-        """What went wrong, in three words."""
+        """Kind of the race, in three words."""
         if self.is_reuse:
             return "reuse of memory"
         how = {True: "write", False: "read"}
@@ -71,7 +71,7 @@ class Race:
         )
 
     def __str__(self) -> str:
-        """In a sentence."""
+        """Return the race as a sentence."""
         of = f" of {self.module}" if self.module else ""
         memory = (
             f"{format_bytes(self.size_bytes)} of {self.place} memory ({self.category.replace('_', ' ')}{of})"
@@ -88,7 +88,7 @@ class Race:
 
 
 def race_error(races: Sequence[Race]) -> RaceError:
-    """The error that says so: the first of them, and how to mend such."""
+    """Return the error with the first of the races, and the way to fix such races."""
     num_more = len(races) - MOST_SHOWN
     more = [f"{num_more} more {'is' if num_more == 1 else 'are'} in `races`."] if num_more > 0 else []
     return RaceError(

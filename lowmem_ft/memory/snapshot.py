@@ -14,7 +14,7 @@ from lowmem_ft.memory.allocator.segments import TraceEntry
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
-# The viewer reads protocols 2 to 4 and no other.
+# The viewer reads only protocols 2 to 4.
 PICKLE_PROTOCOL = 4
 
 Frames = list[dict[str, Any]]
@@ -24,8 +24,8 @@ def write_snapshot(path: Path, timeline: Timeline, config: AllocatorConfig | Non
     """Replay a timeline and write what ``torch.cuda.memory._dump_snapshot`` would have written at its end.
 
     Args:
-        path: of the new file; conventionally ``*.pickle``.
-        timeline: of a run.
+        path: path of the new file; conventionally ``*.pickle``.
+        timeline: the timeline of a run.
         config: the allocator's settings; None: PyTorch's defaults.
     """
     with path.open("wb") as file:
@@ -33,12 +33,12 @@ def write_snapshot(path: Path, timeline: Timeline, config: AllocatorConfig | Non
 
 
 def memory_snapshot(timeline: Timeline, config: AllocatorConfig | None = None) -> dict[str, Any]:
-    """What ``torch.cuda.memory._snapshot`` would return at the end of a timeline.
+    """Return what ``torch.cuda.memory._snapshot`` would return at the end of a timeline.
 
     In place of a stack trace, each allocation has its module with its category and, around it, its phase.
 
     Args:
-        timeline: of a run.
+        timeline: the timeline of a run.
         config: the allocator's settings; None: PyTorch's defaults.
 
     Returns:
@@ -78,7 +78,7 @@ def _trace_entry(entry: TraceEntry, position: int, allocation: Allocation | None
         "stream": entry.stream,
         "time_us": position,
         "frames": _frames_of(allocation),
-        # The viewer colours by category, provided that one of them is `unknown`: without it, it fails.
+        # The viewer colours by category only if one of them is `unknown`: otherwise it fails.
         "category": allocation.category if allocation and entry.action == "alloc" else "unknown",
         "pool_id": (0, 0),
     }

@@ -1,4 +1,4 @@
-"""Allocations and frees in the order in which a program made them: what an allocator would have been asked for."""
+"""Allocations and frees in the order in which a program made them: the requests that an allocator would serve."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from lowmem_ft.memory.category import Category, Phase, Place
 
 @dataclass(slots=True, kw_only=True)
 class Allocation:
-    """One storage. What it is for may become known after its birth, as with a gradient: only then is it set.
+    """One storage. Its use may become known only after its birth, as with a gradient: it is set then.
 
     Args:
-        size_bytes: as asked for; allocators round.
-        category: what it is for.
-        phase: what the program was doing.
+        size_bytes: size before an allocator's rounding.
+        category: its use.
+        phase: the program's phase at its birth.
         module: qualified name of the module it was made in or for, such as ``model.layers.3.mlp``; empty outside any.
         stream: the stream whose pool it comes from; 0 is the default stream.
         place: device or host.
-        asked_bytes: of pinned memory that comes in whole pages, what was asked for; 0: ``size_bytes``.
+        asked_bytes: for pinned memory, which comes in whole pages, the size of the request; 0: ``size_bytes``.
     """
 
     size_bytes: int
@@ -33,7 +33,7 @@ class Allocation:
 
 
 class Event(NamedTuple):
-    """Something that happens to an allocation; ``empty_cache`` concerns none and carries -1."""
+    """One event of an allocation; ``empty_cache`` concerns no allocation and has -1."""
 
     kind: str  # Literal["malloc", "free", "empty_cache"]
     allocation: int
@@ -43,21 +43,21 @@ class Event(NamedTuple):
 class Timeline:
     """Events in order, and the allocations that they name by index.
 
-    A free stands where the memory becomes reusable on its stream. What is never freed lives to the end.
+    A free is recorded where the memory becomes reusable on its stream. An allocation without a free lives to the end.
     """
 
     allocations: list[Allocation] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
 
     def malloc(self, allocation: Allocation) -> int:
-        """Append a birth; the index by which to free it."""
+        """Append a birth; return the index by which to free it."""
         self.allocations.append(allocation)
         index = len(self.allocations) - 1
         self.events.append(Event("malloc", index))
         return index
 
     def free(self, index: int) -> None:
-        """Append the death of an allocation that is alive."""
+        """Append the death of a live allocation."""
         self.events.append(Event("free", index))
 
     def empty_cache(self) -> None:
@@ -65,7 +65,7 @@ class Timeline:
         self.events.append(Event("empty_cache", -1))
 
     def live_bytes(self, places: Sequence[Place] = ("device",)) -> Iterator[int]:
-        """Bytes alive in some places after each event, unrounded: what an exact allocator would hold."""
+        """Yield bytes alive in some places after each event, unrounded: what an exact allocator would hold."""
         live = 0
         for kind, index in self.events:
             if kind != "empty_cache" and self.allocations[index].place in places:
@@ -74,7 +74,7 @@ class Timeline:
             yield live
 
     def alive_at(self, position: int) -> list[int]:
-        """Indices of the allocations alive right after the event at ``position``, in order of birth."""
+        """Return indices of the allocations alive right after the event at ``position``, in order of birth."""
         alive: dict[int, None] = {}
         for kind, index in self.events[: position + 1]:
             if kind == "malloc":

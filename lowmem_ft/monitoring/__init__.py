@@ -1,6 +1,6 @@
-"""What a real run holds, phase by phase, layer by layer, and what it forgets to let go: for any PyTorch program.
+"""Memory that a real run holds, phase by phase and layer by layer, and memory that it leaks: for any PyTorch program.
 
-A library of its own: it knows nothing of recipes, techniques, optimizers or our training loop.
+A library of its own: it imports nothing of recipes, techniques, optimizers or our training loop.
 """
 
 from __future__ import annotations

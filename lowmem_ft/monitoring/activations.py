@@ -1,4 +1,4 @@
-"""What a model keeps for its backward pass, by the module that keeps it."""
+"""Memory that a model keeps for its backward pass, by the module that keeps it."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from lowmem_ft.monitoring.text_table import size, text_table
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 OUTSIDE = "(outside the model)"
-"""Stands for a module where none runs, as in a loss function."""
+"""The name of the module if no module is running, as in a loss function."""
 
 
 @dataclass(frozen=True)
 class KeptByModule:
-    """One module, or several alike: of one class, with names that differ in numbers alone, keeping the same tensors.
+    """One module, or several alike: of one class, with names that differ only in numbers, keeping the same tensors.
 
     Attributes:
-        name: qualified, with ``*`` for the number in which several differ; empty: the model itself.
-        class_name: of the module.
-        count: how many they are.
-        kept_bytes: of all of them together.
-        tensors: what each keeps, as ``[4, 128, 512] bfloat16`` and how often.
+        name: qualified name, with ``*`` for the number in which several differ; empty: the model itself.
+        class_name: class of the module.
+        count: number of modules.
+        kept_bytes: bytes that all of them together keep.
+        tensors: the tensors that each keeps, such as ``[4, 128, 512] bfloat16``, and how often.
     """
 
     name: str
@@ -47,14 +47,14 @@ class KeptByModule:
 
 @dataclass(frozen=True)
 class ActivationReport:
-    """What a forward pass leaves behind for the backward pass.
+    """Memory that a forward pass leaves for the backward pass.
 
     Attributes:
-        modules: that keep something, the largest first.
-        kept_bytes: of all of them.
-        elsewhere_bytes: of storages that the forward pass made and that live on without being saved that way: its
-            outputs, and what is kept in other ways, as selective checkpointing and some custom functions do.
-        num_uncounted: saved tensors without a storage to count, such as sparse ones.
+        modules: modules that keep something, the largest first.
+        kept_bytes: bytes that all of them keep.
+        elsewhere_bytes: bytes of storages that the forward pass made and that stay alive without being saved that way:
+            its outputs, and memory kept in other ways, as selective checkpointing and some custom functions do.
+        num_uncounted: number of saved tensors without a storage to count, such as sparse ones.
     """
 
     modules: tuple[KeptByModule, ...]
@@ -63,10 +63,10 @@ class ActivationReport:
     num_uncounted: int
 
     def table(self, max_rows: int = 20) -> str:
-        """The modules that keep most, 80 columns wide.
+        """Return the modules that keep most as a table 80 columns wide.
 
         Args:
-            max_rows: how many to show; the rest stand in one row.
+            max_rows: number of modules to show; one row sums up the others.
         """
         rows = [
             (
@@ -88,7 +88,7 @@ class ActivationReport:
         return table
 
     def to_json(self) -> str:
-        """Everything, in bytes."""
+        """Return everything as JSON, in bytes."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
 
@@ -98,20 +98,21 @@ def activation_report(
     """Run a model's forward pass once and count what autograd keeps of it, by module.
 
     Each storage counts once, in full, for the module that saved it first: the innermost one whose code was running, or
-    the layer that a checkpoint belongs to. What is there anyway does not count: parameters, buffers and the batch.
-    Works on a CPU, on CUDA and inside a ``VirtualGPU``, with and without checkpointing: of a checkpointed layer its
-    inputs are kept, and are what is counted.
+    the layer that a checkpoint belongs to. Memory that exists anyway does not count: parameters, buffers and the batch.
+    Works on a CPU, on CUDA and inside a ``VirtualGPU``, with and without checkpointing: for a checkpointed layer it
+    counts the inputs, which are what is kept.
 
-    Cost: one forward pass through a dispatch mode. It is not a training step: no gradient is computed, and random
-    numbers are drawn again afterwards. Running statistics, as of batch norm, move as in any forward pass.
+    Cost: one forward pass through a dispatch mode. It is not a training step: it computes no gradient and restores the
+    state of random numbers. Running statistics, such as those of batch norm, change as in any forward pass.
 
     Args:
         model: in the mode in which it is trained.
-        batch: a mapping is given to it by name, a tuple or list by position, anything else as the only argument.
-        loss_fn: makes the loss of what the model returns; None: the model makes its own, or there is none.
+        batch: a mapping is passed to the model by name, a tuple or list by position, anything else as the only
+            argument.
+        loss_fn: computes the loss from the model's output; None: the model computes its own, or there is no loss.
 
     Returns:
-        What is kept, the largest first.
+        Kept memory by module, the largest first.
 
     Raises:
         UserError: if nothing requires a gradient, so that autograd keeps nothing.
@@ -143,7 +144,7 @@ def activation_report(
 
 
 class _Running(NamedTuple):
-    """The module that runs, and what stands for it and for those like it."""
+    """The running module, and the name it shares with those like it."""
 
     name: str = OUTSIDE
     class_name: str = ""
@@ -159,7 +160,7 @@ class _Kept(NamedTuple):
 
 
 class _Saved:
-    """What autograd gives to be kept, as long as it is."""
+    """The tensors that autograd saves, for as long as it keeps them."""
 
     def __init__(self, model: nn.Module, there_anyway: Iterable[Tensor], tracker: StorageTracker) -> None:
         self.kept: dict[int, _Kept] = {}
@@ -176,7 +177,7 @@ class _Saved:
             self._keep(tensor)
         elif tensor.layout is not torch.strided:
             self.num_uncounted += 1
-        return tensor.detach()  # the tensor itself would hold the graph that holds it, in a circle in C++
+        return tensor.detach()  # the tensor itself would hold the graph that holds it: a cycle in C++
 
     @staticmethod
     def unpack(tensor: Tensor) -> Tensor:
@@ -192,7 +193,7 @@ class _Saved:
         weakref.finalize(storage, self.kept.pop, key, None).atexit = False  # saved, and no longer needed
 
     def _running_module(self, frame: FrameType | None) -> _Running:
-        """The innermost module that runs; a checkpoint's inputs are saved by the layer around it."""
+        """Return the innermost running module; a checkpoint's inputs are saved by the layer around it."""
         while frame is not None and frame.f_code is not activation_report.__code__:
             if frame.f_code.co_varnames[:1] == ("self",):
                 running = self._module_of.get(id(frame.f_locals["self"]))
@@ -203,7 +204,7 @@ class _Saved:
 
 
 def _pattern(model: nn.Module, name: str) -> str:
-    """A module's name with ``*`` for each place in a list; the parts of a sequence differ by their places."""
+    """Return a module's name with ``*`` for each place in a list; parts of a sequence keep their places."""
     parts, module = [], model
     for part in filter(None, name.split(".")):
         parent, module = module, module.get_submodule(part)

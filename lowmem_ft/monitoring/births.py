@@ -1,4 +1,4 @@
-"""Where in a program each storage was made that is still alive."""
+"""Places in a program where each live storage was made."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from lowmem_ft.monitoring.live_tensors import live_tensors, storage_key
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
-"""Whose frames are passed over: what called them is what a program wrote."""
+"""Folders whose frames are skipped, up to the frame of the program that called them."""
 
 UNSEEN = "(not made by an operator of torch)"
-"""Stands for a place where there is none: memory that comes from NumPy, from another process, from before."""
+"""The place of a storage that no operator made: from NumPy, from another process, from before."""
 
 
 class Birth(NamedTuple):
-    """One storage, as the first tensor of it was.
+    """One storage, described by its first tensor.
 
     Attributes:
         site: file, line and function.
-        shape: of that tensor.
-        dtype: of it.
-        device: of it.
-        num_bytes: of the storage.
-        step: how many steps had ended.
+        shape: shape of that tensor.
+        dtype: type of that tensor.
+        device: device of that tensor.
+        num_bytes: bytes of the storage.
+        step: number of steps that had ended.
     """
 
     site: str
@@ -43,8 +43,8 @@ class BirthTracker(StorageTracker):
     """A tracker of all devices that remembers where storages come from.
 
     Attributes:
-        births: of what is alive, by :func:`~lowmem_ft.monitoring.live_tensors.storage_key`, the oldest first.
-        step: what is written into births from now on.
+        births: births of live storages, by :func:`~lowmem_ft.monitoring.live_tensors.storage_key`, the oldest first.
+        step: the step written into births from now on.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Who counts a program's bytes: the device's allocator, the system, or a tracker of every storage."""
+"""Counters of a program's bytes: the device's allocator, the system, or a tracker of every storage."""
 
 from __future__ import annotations
 
@@ -27,33 +27,33 @@ _CPU = torch.device("cpu")
 
 
 class Counters(Protocol):
-    """Bytes now, and their peak since it was last let begin anew.
+    """Bytes now, and their peak since its last reset.
 
     Attributes:
-        notes: what is to be known beside the numbers, as sentences.
+        notes: remarks on the numbers, as sentences, by what they are about.
     """
 
     notes: dict[str, str]
 
     def now(self) -> MemoryUsage:
-        """At this moment."""
+        """Return the bytes at this moment."""
         ...
 
     def peak(self) -> MemoryUsage:
-        """The most since the last reset."""
+        """Return the most since the last reset."""
         ...
 
     def peak_since_start(self) -> MemoryUsage:
-        """The most since the process began, as far as it is known."""
+        """Return the most since the process began, as far as it is known."""
         ...
 
     def reset_peak(self) -> None:
-        """Let the peak begin anew, after telling whoever else reads it."""
+        """Reset the peak, after a call of every other reader's watcher."""
         ...
 
 
 class _HostCounters:
-    """What the process holds, which the system counts: no cost between two readings."""
+    """Bytes that the process holds, counted by the system: no cost between two readings."""
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
@@ -82,10 +82,10 @@ class _HostCounters:
 
 
 class _StorageCounters(_HostCounters):
-    """Every storage on the CPU, to the byte, and what the process holds.
+    """Bytes of every storage on the CPU, exactly, and of the process.
 
     Args:
-        tracker: which is running.
+        tracker: a running tracker.
     """
 
     def __init__(self, tracker: StorageTracker) -> None:
@@ -107,10 +107,10 @@ class _StorageCounters(_HostCounters):
 
 
 class _CudaCounters(_HostCounters):
-    """The counters of torch's allocator, which move when the host asks for memory: no need to wait for kernels.
+    """The counters of torch's allocator, which change when the host requests memory: no need to wait for kernels.
 
     Args:
-        device: with its index.
+        device: a CUDA device with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -125,7 +125,7 @@ class _CudaCounters(_HostCounters):
         return super().now().highest(_of_allocator(self._device, "current", process_bytes))
 
     def peak(self) -> MemoryUsage:
-        """See :class:`Counters`. What lies outside the allocator does not shrink while the process lives."""
+        """See :class:`Counters`. Memory outside the allocator does not shrink while the process lives."""
         now = self.now()
         assert now.process_bytes is not None
         assert now.reserved_bytes is not None
@@ -151,7 +151,7 @@ class _CudaCounters(_HostCounters):
 
 
 class _VirtualCounters:
-    """The trace of a virtual GPU as far as it has come. Host memory is that of the tracing process, and not counted."""
+    """Counters of a virtual GPU's trace so far. Host memory belongs to the tracing process, and is not counted."""
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {"process": "the virtual GPU: reserved and the catalogue's context"}
@@ -191,7 +191,7 @@ def _of_allocator(device: torch.device, which: str, process_bytes: int | None) -
 
 
 def device_to_measure(device: torch.device | str | None) -> torch.device:
-    """The device whose memory counts, with its index; None: CUDA if it is there, else the CPU.
+    """Return the device whose memory is measured, with its index; None: CUDA if available, else the CPU.
 
     Raises:
         UserError: for a device that is not there, or whose allocator has no such counters.
@@ -216,14 +216,14 @@ def device_to_measure(device: torch.device | str | None) -> torch.device:
 
 
 def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: bool) -> Counters:
-    """Counters of a device, at work.
+    """Start the counters of a device.
 
     Args:
-        device: as :func:`device_to_measure` gives it.
-        running: where to put what has to end.
+        device: a result of :func:`device_to_measure`.
+        running: receives whatever has to end.
         exact: count every storage of a CPU; CUDA's counters are exact as they are.
     """
-    if device.type != "cpu" and active_gpu_or_none() is not None:  # its block lends it the name of CUDA
+    if device.type != "cpu" and active_gpu_or_none() is not None:  # in its block "cuda" means the virtual GPU
         return _VirtualCounters()
     if device.type == "cuda":
         return _CudaCounters(device)

@@ -1,4 +1,4 @@
-"""Who holds an object: the way to it from a variable that has a name."""
+"""The holder of an object: the path to it from a variable that has a name."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _MOST_LEVELS = 20
 _MOST_OBJECTS = 20_000
 _CLOSURE, _DICTIONARY, _QUOTES = "(closure)", "(dictionary)", "'"
 _REFERENCES_BY_US = 3
-"""To a frame's variables: the frame's, ours and a call's. With more of them the program has them from ``locals()``."""
+"""References to a frame's variables: the frame's, ours and a call's. More mean that the program called ``locals()``."""
 _CONTAINERS = (dict, list, tuple, set, frozenset, types.CellType)
 
 
 class _Link:
-    """One step of the way: an object, how it is reached from ``owner``, and the link to the object it leads to."""
+    """One step of the path: an object, its place in ``owner``, and the link to the object that it leads to."""
 
     __slots__ = ("inner", "label", "thing")
 
@@ -32,27 +32,27 @@ class _Link:
 
 
 def holder_of(*things: Any) -> str:
-    """The shortest way from a variable to one of some objects, such as ``x.history[0], local variable of f (a.py:7)``.
+    """Return the shortest path from a variable to one of the objects: ``x.history[0], local variable of f (a.py:7)``.
 
-    Variables are locals of functions that run, in any thread, globals, attributes of classes, and variables of
-    closures. The object itself is not changed, but objects whose attributes lie in their own body get a dictionary.
+    Variables are locals of running functions, in any thread, globals, attributes of classes, and variables of
+    closures. The object itself is not changed, but objects with inline attributes get a dictionary.
 
     Args:
         things: any objects.
 
     Returns:
-        The way in words; empty if no variable leads there.
+        The path in words; empty if no variable leads there.
     """
     running = _running_variables()
     return _search([_Link(thing, "", None) for thing in things], lambda link: _named(link, running))
 
 
 def holder_in_garbage(thing: Any, garbage: Iterable[Any]) -> str:
-    """The nearest object of a class, among those that only hold each other, on the way to one of them.
+    """Return the nearest instance of a class, among objects that only hold each other, on the path to one of them.
 
     Args:
         thing: one of the garbage.
-        garbage: what the collector found unreachable.
+        garbage: objects that the collector found unreachable.
     """
     within = {id(one) for one in garbage}
 
@@ -65,7 +65,7 @@ def holder_in_garbage(thing: Any, garbage: Iterable[Any]) -> str:
 
 
 def _search(frontier: list[_Link], name_of: Any, within: set[int] | None = None) -> str:
-    """Outwards, level by level: one walk over all objects of the process for each."""
+    """Search outwards, level by level, with one walk over all objects of the process for each level."""
     seen = {id(link.thing) for link in frontier}
     for _ in range(_MOST_LEVELS):
         for link in frontier:
@@ -95,7 +95,7 @@ def _is_ours(thing: Any) -> bool:
 
 
 def _links(owner: Any, inner_of: dict[int, _Link]) -> Iterator[_Link]:
-    """How an object holds one of those that are looked for."""
+    """Yield links from an object to those of the searched objects that it holds."""
     for label, held in _held_by(owner):
         inner = inner_of.get(id(held))
         if inner is not None:
@@ -127,7 +127,7 @@ def _held_by(owner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _attributes(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Those that are there, without running a program's own code."""
+    """Yield existing attributes, without running a program's own code."""
     try:
         own: Any = object.__getattribute__(owner, "__dict__")
     except AttributeError:
@@ -158,7 +158,7 @@ def _referents(owner: Any) -> list[Any]:
 
 
 def _named(link: _Link, running: dict[int, tuple[str, str]]) -> str:
-    """The way, if its outer end is a variable."""
+    """Return the path if its outer end is a variable, else an empty string."""
     thing = link.thing
     if id(thing) in running:
         name, place = running[id(thing)]
@@ -181,7 +181,7 @@ def _named(link: _Link, running: dict[int, tuple[str, str]]) -> str:
 
 
 def _way(link: _Link) -> str:
-    """From an object inwards, as one would write it."""
+    """Return the path from an object inwards, written as in code."""
     way = ""
     current = link
     while current.inner is not None:
@@ -198,11 +198,11 @@ def _way(link: _Link) -> str:
 
 
 def _running_variables() -> dict[int, tuple[str, str]]:
-    """Variables of all code that runs but ours: name and place of each, by the value's identity."""
+    """Return the variables of all running code except ours: name and place of each, by the value's identity."""
     found: dict[int, tuple[str, str]] = {}
     innermost = [sys._getframe(1), *sys._current_frames().values()]
     while innermost:
-        # No variable may be left with this function's own frame, which would keep itself and all around it.
+        # No variable may be left with this function's own frame, which would keep itself and its surroundings alive.
         current: types.FrameType | None = innermost.pop(0)
         while current is not None:
             if not _is_ours(current):
@@ -219,12 +219,12 @@ def _add_variables(frame: types.FrameType, found: dict[int, tuple[str, str]]) ->
 
 
 def _variables_of(frame: types.FrameType) -> list[tuple[str, Any]]:
-    """Names and values; a function's are not kept by having been asked for."""
+    """Return names and values; a function's values are not kept alive by this query."""
     variables = frame.f_locals
     named = list(variables.items())
     is_copy = bool(frame.f_code.co_flags & inspect.CO_OPTIMIZED) and sys.version_info < (3, 13)
     if is_copy and sys.getrefcount(variables) == _REFERENCES_BY_US:
-        variables.clear()  # the frame keeps it, and with it what the function lets go of
+        variables.clear()  # the frame keeps this copy, and with it values that the function has let go of
     return named
 
 

@@ -1,4 +1,4 @@
-"""What a leak hunt found, for people and for programs."""
+"""The findings of a leak hunt, for people and for programs."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ _HEADINGS: dict[Kind, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Growth:
-    """Tensors made at one place in the program of which there are more than there were.
+    """Tensors made at one place in the program whose number has grown.
 
     Attributes:
         kind: ``leak`` has grown with the steps, ``once`` in one of them; ``cycle`` is garbage that each step leaves.
-        site: where they are made: file, line and function.
-        dtype: theirs.
-        device: theirs.
-        shapes: some of theirs.
-        bytes_per_step: by which they grow, on average; of ``once``: by which they have grown.
-        count_per_step: how many storages more.
-        holder: the way to one of them from a variable; empty if none was found.
+        site: file, line and function that make them.
+        dtype: their type.
+        device: their device.
+        shapes: some of their shapes.
+        bytes_per_step: growth per step, on average; for ``once``: the whole growth.
+        count_per_step: growth in number of storages.
+        holder: the path to one of them from a variable; empty if none was found.
     """
 
     kind: Kind
@@ -48,12 +48,12 @@ class Growth:
 
 @dataclass(frozen=True)
 class LeakReport:
-    """What grew between like moments of some steps.
+    """Growth of memory between corresponding moments of some steps.
 
     Attributes:
-        steps: how many were compared.
+        steps: number of steps compared.
         growths: the largest first.
-        fragmentation_bytes_per_step: by which the allocator's reserved memory grows while its tensors do not.
+        fragmentation_bytes_per_step: growth of the allocator's reserved memory per step while its tensors do not grow.
     """
 
     steps: int
@@ -61,19 +61,19 @@ class LeakReport:
     fragmentation_bytes_per_step: int = 0
 
     def of_kind(self, kind: Kind) -> tuple[Growth, ...]:
-        """The growths of one kind, the largest first."""
+        """Return the growths of one kind, the largest first."""
         return tuple(growth for growth in self.growths if growth.kind == kind)
 
     @property
     def leaks(self) -> tuple[Growth, ...]:
-        """What would fill the memory if the program ran on."""
+        """Growths that would fill the memory if the program ran on."""
         return self.of_kind("leak")
 
     def table(self, max_rows: int = 10) -> str:
-        """In words, 80 columns wide.
+        """Return the report in words, 80 columns wide.
 
         Args:
-            max_rows: how many of each kind to show.
+            max_rows: number of growths of each kind to show.
         """
         lines = [line for kind in _HEADINGS for line in self._lines_of(kind, max_rows)]
         if self.fragmentation_bytes_per_step:
@@ -85,7 +85,7 @@ class LeakReport:
         return "\n".join(lines) if lines else f"Nothing grew in {self.steps} steps."
 
     def to_json(self) -> str:
-        """Everything, in bytes."""
+        """Return everything as JSON, in bytes."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     def _lines_of(self, kind: Kind, max_rows: int) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What grows from step to step of a program that should hold as much after each, and who holds it."""
+"""Memory that grows from step to step of a program that should hold as much after each, and its holders."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _MOST_HOLDERS = 10
-"""To search for, the largest growths first."""
+"""Number of growths whose holders are searched, the largest first."""
 
 _MOST_NODES = 200_000
-"""Of an autograd graph: one that is larger than this is large enough to be the leak."""
+"""Largest count of an autograd graph's nodes: a graph larger than this is large enough to be the leak."""
 
 
 class _Group(NamedTuple):
-    """Storages that are alike but for their shape, which may differ from batch to batch."""
+    """Storages that are alike except for their shape, which may differ from batch to batch."""
 
     site: str
     dtype: str
@@ -40,7 +40,7 @@ class _Group(NamedTuple):
 
 @dataclass(frozen=True)
 class _Moment:
-    """What is there as a step has ended."""
+    """The live storages at the end of a step."""
 
     alive: dict[_Group, dict[int, Birth]]
     garbage: dict[_Group, dict[int, Birth]]
@@ -49,29 +49,29 @@ class _Moment:
 
 
 class LeakFinder:
-    """Watches the steps of a loop of your own; :func:`find_leaks` is the same for a function.
+    """Watches the steps of your own loop; :func:`find_leaks` does the same for a function.
 
     ::
 
         with LeakFinder(steps=3) as finder:
             for batch in batches:
                 step(batch)
-                finder.step_ended()  # or from a callback of somebody's trainer
+                finder.step_ended()  # or from a callback of another library's trainer
         print(finder.report.table())
 
-    Steps are compared by the storages alive as each has ended, grouped by the line that made them. Let them be alike:
+    Compares steps by the storages alive at the end of each, grouped by the line that made them. Make the steps alike:
     the same batch, or batches of one shape. Caches and optimizer states of the first steps do not count.
 
-    Cost: each operator passes through a dispatch mode, and each storage's place is noted: docs/monitoring.md says how
-    many times longer a step takes, to the end of the block. Python's collector runs where a step ends, and not within,
-    until there is a report.
+    Cost: each operator passes through a dispatch mode, and each storage's place is recorded: docs/monitoring.md says
+    how many times longer a step takes, until the block ends. Until there is a report, Python's collector runs only at
+    the end of a step.
 
     Limits: memory that no operator of torch makes and no Python object shows, as in libraries of kernels, is not seen.
-    Searching holders takes a second or more, as it walks over all objects of the process.
+    A search for holders takes a second or more, as it walks over all objects of the process.
 
     Args:
-        steps: how many to compare, at least two.
-        warmup: how many come before that, at least one.
+        steps: number of steps to compare, at least two.
+        warmup: number of steps before that, at least one.
 
     Raises:
         UserError: if there are too few of either.
@@ -100,7 +100,7 @@ class LeakFinder:
             self._collector = running.enter_context(contextlib.ExitStack())
             self._collector.enter_context(collector_paused())
             if gc.get_freeze_count() == 0:
-                gc.freeze()  # what is there need not be searched at the end of each step
+                gc.freeze()  # existing objects need no search at the end of each step
                 self._collector.callback(gc.unfreeze)
             running.enter_context(self._tracker)
             self._running = running.pop_all()
@@ -110,7 +110,7 @@ class LeakFinder:
         self._running.__exit__(*exception)
 
     def step_ended(self) -> None:
-        """Compare here; nothing once there have been enough steps."""
+        """Compare at this point; does nothing once there have been enough steps."""
         if self._report is not None:
             return
         self._tracker.step += 1
@@ -123,12 +123,12 @@ class LeakFinder:
         if num_ended == 0:
             self._most_nodes_before = _most_nodes(self._most_nodes_before)
         if is_last:
-            self._collector.close()  # the loop may go on for long
+            self._collector.close()  # the loop may run on for long
             self._report = self._reported(holders)
 
     @property
     def report(self) -> LeakReport:
-        """What was found.
+        """The findings.
 
         Raises:
             UserError: if there have been too few steps.
@@ -160,7 +160,7 @@ class LeakFinder:
         )
 
     def _holders_in_garbage(self) -> dict[_Group, str]:
-        """What holds tensors among objects that only hold each other: they are found and kept, then let go again."""
+        """Return holders of tensors among objects that only hold each other: collects them once."""
         flags, first = gc.get_debug(), len(gc.garbage)
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:
@@ -177,7 +177,7 @@ class LeakFinder:
         return holders
 
     def _grown(self) -> tuple[list[Growth], dict[_Group, dict[int, Birth]]]:
-        """What grew and is held, and what of it was born in the steps that count."""
+        """Return growths that are held, and the storages in them that were made in the steps that count."""
         growths: list[Growth] = []
         new: dict[_Group, dict[int, Birth]] = {}
         for group, births in self._moments[-1].alive.items():
@@ -211,7 +211,7 @@ class LeakFinder:
                 )
 
     def _with_holders(self, growths: list[Growth], new: dict[_Group, dict[int, Birth]]) -> Iterator[Growth]:
-        """Look for the holders of the largest."""
+        """Add the holders of the largest growths."""
         graph: str | None = None
         for position, growth in enumerate(growths):
             births = new.get(_Group(growth.site, growth.dtype, growth.device))
@@ -225,7 +225,7 @@ class LeakFinder:
             yield dataclasses.replace(growth, holder=holder)
 
     def _holder_of_graph(self, new: dict[_Group, dict[int, Birth]]) -> str:
-        """A variable with an autograd graph that keeps what no tensor in Python shows."""
+        """Return a variable with an autograd graph that keeps memory no tensor in Python shows."""
         keys = {key for births in new.values() for key in births}
         with_graph = list(_with_graph())
         holder = holder_of(*(tensor for tensor in with_graph if storage_key(tensor) in keys))
@@ -247,18 +247,19 @@ class LeakFinder:
 
 
 def find_leaks(step_fn: Callable[[], object], steps: int = 3, *, warmup: int = 1) -> LeakReport:
-    """Run a step several times and say what there is more of after each: its shape, bytes, origin and holder.
+    """Run a step several times and report what grows with each: its shape, bytes, origin and holder.
 
-    Told apart are leaks, garbage in circles (gone when Python's collector runs), what grew once (caches), and memory of
-    the allocator that grows while tensors do not. :class:`LeakFinder` says how, what it costs, and its limits.
+    Distinguishes leaks, garbage in cycles (gone when Python's collector runs), memory that grew once (caches), and
+    memory of the allocator that grows while tensors do not. :class:`LeakFinder` explains how, at what cost, and its
+    limits.
 
     Args:
         step_fn: one step, alike each time; called ``warmup + steps`` times.
-        steps: how many to compare, at least two.
-        warmup: how many come before that, in which caches and optimizer states are made; at least one.
+        steps: number of steps to compare, at least two.
+        warmup: number of steps before that, in which caches and optimizer states are made; at least one.
 
     Returns:
-        What was found; its ``table()`` is for people.
+        The findings; ``table()`` is for people.
 
     Raises:
         UserError: if there are too few steps.
@@ -271,7 +272,7 @@ def find_leaks(step_fn: Callable[[], object], steps: int = 3, *, warmup: int = 1
 
 
 def _kind_of(sizes: list[int]) -> Kind | None:
-    """What became of a number of bytes; None if it did not grow, or went up and down."""
+    """Classify the growth of a number of bytes; None if it did not grow, or went up and down."""
     changes = [after - before for before, after in itertools.pairwise(sizes)]
     if any(change < 0 for change in changes) or not any(changes):
         return None
@@ -298,11 +299,11 @@ def _shapes(births: dict[int, Birth]) -> tuple[tuple[int, ...], ...]:
 
 
 def _holder_of_any(births: dict[int, Birth]) -> str:
-    """A variable that leads to a tensor of some storages, the oldest first: the newest may be held by right."""
+    """Return a variable that leads to a tensor of some storages, the oldest first: the newest may be held rightly."""
     tensors: dict[int, list[Tensor]] = {}
     for tensor in live_tensors():
         if storage_key(tensor) in births:
-            # Several may show one storage, and some are held by a graph alone.
+            # Several tensors may share one storage, and some are held by a graph alone.
             tensors.setdefault(storage_key(tensor), []).append(tensor)
     oldest = [key for key in births if key in tensors][:3]
     return holder_of(*(tensor for key in oldest for tensor in tensors[key]))
@@ -317,7 +318,7 @@ def _with_graph() -> Iterator[Tensor]:
 
 
 def _num_nodes(tensor: Tensor) -> int:
-    """Of the autograd graph behind a tensor."""
+    """Count the nodes of the autograd graph behind a tensor."""
     seen = {tensor.grad_fn}
     frontier = [tensor.grad_fn]
     while frontier and len(seen) < _MOST_NODES:

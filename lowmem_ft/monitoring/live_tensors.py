@@ -11,13 +11,13 @@ from torch import Tensor
 
 
 def live_tensors(objects: list[object] | None = None) -> Iterator[Tensor]:
-    """Each tensor with memory of its own or a view of some: not those on ``meta``, nor sparse ones.
+    """Yield each tensor with memory of its own or a view of some: not those on ``meta``, nor sparse ones.
 
     Args:
-        objects: where to look; None: all that the garbage collector knows.
+        objects: objects to search; None: all that the garbage collector knows.
     """
     for thing in gc.get_objects() if objects is None else objects:
-        # Of its type and not isinstance, which asks proxies for theirs and so wakes lazy ones.
+        # The type itself and not isinstance, which reads a proxy's `__class__` and so wakes lazy ones.
         if issubclass(type(thing), Tensor):
             tensor = cast(Tensor, thing)
             if has_storage(tensor):
@@ -25,7 +25,7 @@ def live_tensors(objects: list[object] | None = None) -> Iterator[Tensor]:
 
 
 def has_storage(tensor: Tensor) -> bool:
-    """Whether bytes can be counted: the insides of sparse tensors and of some subclasses cannot."""
+    """Return whether bytes can be counted: the insides of sparse tensors and of some subclasses cannot."""
     if tensor.device.type == "meta" or tensor.layout is not torch.strided:
         return False
     try:
@@ -35,5 +35,5 @@ def has_storage(tensor: Tensor) -> bool:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Which storage it is, whatever tensor shows it."""
+    """Return a key of the storage, the same for every tensor that shares it."""
     return tensor.untyped_storage()._cdata

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass
 class PhaseUsage:
-    """What one phase held, or what there was at a mark.
+    """Memory of one phase, or at one mark.
 
     Attributes:
         path: names of the phases around it, the outermost first, then its own.
-        is_mark: whether it is one moment; its peak is that since a phase last began or ended.
-        runs: how often it came.
+        is_mark: whether it is one moment; its peak is the one since a phase last began or ended.
+        runs: number of times it ran.
         peak: the most of all its runs.
-        now: at the mark, or as the last run ended.
+        now: at the mark, or at the end of the last run.
     """
 
     path: tuple[str, ...]
@@ -41,7 +41,7 @@ class PhaseUsage:
 
     @property
     def name(self) -> str:
-        """Such as ``step/forward``."""
+        """Path as text, such as ``step/forward``."""
         return "/".join(self.path)
 
 
@@ -60,25 +60,24 @@ class MemoryMeter:
                     loss.backward()
         print(meter.table())
 
-    Phases may lie within phases; one that comes again keeps its highest peak. On CUDA the counters are those of torch's
-    allocator; inside a ``VirtualGPU`` those of its trace; on a CPU what the process holds, or with ``exact`` every
-    storage.
+    Phases may be nested; one that repeats keeps its highest peak. On CUDA the counters are those of torch's allocator;
+    inside a ``VirtualGPU`` those of its trace; on a CPU the process's bytes, or with ``exact`` every storage.
 
-    Cost: nothing per operator. A phase's begin and end read counters, and wait for no kernel. ``exact`` on a CPU sees
-    every operator; docs/monitoring.md has the seconds.
+    Cost: nothing per operator. A phase reads counters at its beginning and end, and waits for no kernel. ``exact`` on a
+    CPU sees every operator; docs/monitoring.md has the seconds.
 
-    Peaks begin anew with each phase: ``torch.cuda.max_memory_allocated()`` is then the phase's. What it would have said
-    is :attr:`peak_since_start`. Several meters, one within the other, know of each other; a program that itself calls
-    ``torch.cuda.reset_peak_memory_stats`` takes away what it resets.
+    Each phase resets the peaks: ``torch.cuda.max_memory_allocated()`` is then the phase's. The value it would have
+    returned is :attr:`peak_since_start`. Several meters, one within the other, know of each other; a program that calls
+    ``torch.cuda.reset_peak_memory_stats`` itself makes the meter lose the peak that it resets.
 
     Args:
-        device: whose memory; None: CUDA's current device if there is one, else the CPU.
-        exact: count every storage of a CPU to the byte; CUDA's counters are exact as they are. Tensors from before the
-            block count if Python knows them.
-        label: of the run, in its table and its JSON.
+        device: the device to measure; None: CUDA's current device if there is one, else the CPU.
+        exact: count every storage of a CPU to the byte; CUDA's counters are always exact. Tensors from before the block
+            count if Python knows them.
+        label: name of the run in its table and its JSON.
 
     Attributes:
-        phases: and marks, in the order in which they first came.
+        phases: phases and marks, in the order of their first run.
 
     Raises:
         UserError: if the device is not there, or is neither CUDA nor a CPU.
@@ -120,13 +119,13 @@ class MemoryMeter:
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count a block as one phase, also if it fails.
+        """Count a block as one phase, even if it fails.
 
         Args:
-            name: within the phase around it.
+            name: name within the phase around it.
 
         Raises:
-            UserError: outside of the meter's own block.
+            UserError: outside the meter's own block.
         """
         self._needs_counters()
         phase = self._find(name, is_mark=False)
@@ -138,16 +137,16 @@ class MemoryMeter:
             self._end(phase)
 
     def mark(self, name: str) -> MemoryUsage:
-        """Keep what there is at this moment, and the peak since the last phase began or ended.
+        """Record the memory at this moment, and the peak since the last phase began or ended.
 
         Args:
-            name: within the phase around it.
+            name: name within the phase around it.
 
         Returns:
-            What there is.
+            The memory at this moment.
 
         Raises:
-            UserError: outside of the meter's own block.
+            UserError: outside the meter's own block.
         """
         counters = self._needs_counters()
         mark = self._find(name, is_mark=True)
@@ -158,20 +157,20 @@ class MemoryMeter:
 
     @property
     def peak(self) -> MemoryUsage:
-        """The most of the whole block, so far."""
+        """The most of the whole block so far."""
         if self._counters is not None:
             self._fold()
         return self._whole.peak
 
     @property
     def peak_since_start(self) -> MemoryUsage:
-        """What torch's counters would call the peak, had this meter not let them begin anew."""
+        """The peak that torch's counters would report if this meter had never reset them."""
         return self.peak.highest(self._before)
 
     def table(self) -> str:
-        """What each phase held, 80 columns wide: peaks, and allocated bytes as it ended.
+        """Return the memory of each phase as a table 80 columns wide: peaks, and allocated bytes at its end.
 
-        ``idle`` is reserved and in no tensor, see :attr:`MemoryUsage.fragmentation`. A mark has no runs.
+        ``idle`` is the share of reserved bytes in no tensor, see :attr:`MemoryUsage.fragmentation`. A mark has no runs.
         """
         _ = self.peak
         rows = [_row(phase) for phase in (*self.phases, self._whole)]
@@ -183,7 +182,7 @@ class MemoryMeter:
         return "\n".join((title, text_table(headings, rows), *notes))
 
     def to_json(self) -> str:
-        """The same and more, in bytes."""
+        """Return the table's numbers and more as JSON, in bytes."""
         _ = self.peak
         return json.dumps(
             {
@@ -231,7 +230,7 @@ class MemoryMeter:
         self._open.remove(phase)
 
     def _next(self) -> None:
-        """Give the peak so far to the phases that run, and begin a new one."""
+        """Give the peak so far to the open phases, and begin a new one."""
         self._needs_counters().reset_peak()  # which calls `_fold`, of other meters too
 
     def _fold(self) -> None:

@@ -1,4 +1,4 @@
-"""What this process holds of a CUDA device in all: tensors, cache, context, and what libraries take beside torch."""
+"""Bytes that this process holds of a CUDA device in all: tensors, cache, context, and memory of other libraries."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 
 
 class ProcessBytes:
-    """Asks the driver, which counts by process.
+    """Reads the driver's count for this process.
 
-    NVML (package nvidia-ml-py) does, but by the host's process numbers: in a container ours is not among them. Then
-    it is all that is used on the device, less what others held when this object was made.
+    NVML (package nvidia-ml-py) counts by process, but by the host's process ids: in a container it does not know ours.
+    Then the count is all that is used on the device, minus what others held when this object was made.
 
     Args:
         device: a CUDA device.
-        held_by_others_bytes: what other processes hold of it.
+        held_by_others_bytes: bytes of it that other processes hold.
     """
 
     def __init__(self, device: torch.device, held_by_others_bytes: int = 0) -> None:
@@ -25,7 +25,7 @@ class ProcessBytes:
         self._nvml, self._handle = _nvml_and_handle(device)
 
     def read(self) -> tuple[int, str]:
-        """Bytes now, and who says so."""
+        """Return bytes now, and the source of the number."""
         own = self._by_nvml()
         if own is not None:
             return own, "NVML, this process"
@@ -35,7 +35,7 @@ class ProcessBytes:
         return total - free, "cudaMemGetInfo, the whole device"
 
     def _by_nvml(self) -> int | None:
-        """None if NVML does not know this process, or its part of a GPU."""
+        """Return NVML's count; None if NVML does not know this process, or its part of a GPU."""
         if self._handle is None:
             return None
         try:
@@ -51,7 +51,7 @@ def _nvml_and_handle(device: torch.device) -> tuple[Any, Any]:
     except ImportError:
         return None, None
     try:
-        pynvml.nvmlInit()  # once a process: it counts how often
+        pynvml.nvmlInit()  # once per process: it counts its calls
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"  # its index may differ from torch's
         return pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
     except pynvml.NVMLError:

@@ -23,20 +23,20 @@ logger = logging.getLogger(__name__)
 def record_snapshot(path: Path | str, *, max_entries: int = 100_000) -> Iterator[None]:
     """Record the allocations of a block, and write them as a file that pytorch.org/memory_viz shows.
 
-    The file is written also if the block fails, as with an out-of-memory error, which then goes on. Recording ends with
-    the block in any case, and what was recorded is forgotten. Inside a ``VirtualGPU`` it is the trace: modules and
-    phases stand where stacks would.
+    The file is written even if the block fails, for example with an out-of-memory error, which then propagates.
+    Recording ends with the block in any case, and discards the history. Inside a ``VirtualGPU`` the file is the trace,
+    with modules and phases in place of stacks.
 
     Cost: a Python stack for each allocation and each free, some 2 µs by torch's documentation, and a few KB of host
-    memory for each entry that is kept; writing 100,000 entries takes seconds. Stacks in C++, which torch takes if one
-    does not say otherwise, would take minutes.
+    memory for each entry that is kept; writing 100,000 entries takes seconds. Stacks in C++, torch's default, would
+    take minutes.
 
-    Limits: it ends what another recorder has begun: torch has one history. Only the thread that opened the block may
+    Limits: it ends what another recorder has begun, as torch has one history. Only the thread that opened the block may
     close it.
 
     Args:
-        path: of the file, conventionally ``*.pickle``, in a folder that is there.
-        max_entries: how many of the last allocations and frees to keep, for all devices; 100,000 are two or three steps
+        path: path of the file, conventionally ``*.pickle``, in an existing folder.
+        max_entries: number of the last allocations and frees to keep, for all devices; 100,000 are two or three steps
             of a large model.
 
     Raises:
@@ -101,7 +101,7 @@ def _check(path: Path, max_entries: int) -> None:
 
 
 def _write(path: Path, snapshot: dict[str, Any], max_entries: int) -> None:
-    # Not torch's own _dump_snapshot, whose protocol is Python's own: the viewer knows those up to 4.
+    # Not torch's own _dump_snapshot, which uses Python's default protocol: the viewer knows those up to 4.
     with path.open("wb") as file:
         pickle.dump(snapshot, file, protocol=PICKLE_PROTOCOL)
     num_entries = sum(map(len, snapshot["device_traces"]))

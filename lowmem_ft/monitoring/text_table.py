@@ -1,4 +1,4 @@
-"""Tables of plain text, 80 columns wide, that a log file or a terminal shows alike."""
+"""Tables of plain text, 80 columns wide, that look the same in a log file and a terminal."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ WIDTH = 80
 
 
 def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Lines of at most 80 columns: the first column takes what the others leave, and is cut in its middle.
+    """Format lines of at most 80 columns: the first column takes the remaining width, and is cut in its middle.
 
     Args:
-        headings: of the columns; all but the first hold numbers, and are aligned to the right.
+        headings: headings of the columns; all except the first hold numbers, and are aligned to the right.
         rows: the cells, one for each column.
     """
     lines = [tuple(headings), *(tuple(row) for row in rows)]
@@ -27,17 +27,17 @@ def text_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def size(num_bytes: int | None) -> str:
-    """A size for people; ``-`` where nobody counts it."""
+    """Format a size for people; ``-`` for None, a size that is not counted."""
     return "-" if num_bytes is None else format_bytes(num_bytes)
 
 
 def share(part: float | None) -> str:
-    """A share in percent; ``-`` where there is none."""
+    """Format a share in percent; ``-`` for None."""
     return "-" if part is None else f"{part:.0%}"
 
 
 def _cut(text: str, width: int) -> str:
-    """With its beginning and its end, which tell names of modules and phases apart."""
+    """Shorten a text in its middle: beginning and end distinguish names of modules and phases."""
     if len(text) <= width:
         return text
     end = (width - 1) * 2 // 3

@@ -1,4 +1,4 @@
-"""Bytes that a program holds at one moment, or held at most, in each way of counting them."""
+"""Bytes that a program holds at one moment, or held at most, for each way of counting them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUsage:
-    """One reading, or the highest of several, each number for itself; None where nobody counts it.
+    """One reading, or the highest of several, separately for each number; None if it is not counted.
 
     Attributes:
-        allocated_bytes: of tensors on the device.
-        reserved_bytes: that the device's caching allocator holds, for tensors and for later ones.
-        process_bytes: of device memory that the process holds in all, with its context and what libraries take.
-        host_bytes: of the host's memory that the process holds.
+        allocated_bytes: bytes of tensors on the device.
+        reserved_bytes: bytes that the device's caching allocator holds, for tensors and for later ones.
+        process_bytes: device memory that the process holds in all, with its context and memory of libraries.
+        host_bytes: host memory that the process holds.
     """
 
     allocated_bytes: int | None = None
@@ -23,16 +23,16 @@ class MemoryUsage:
 
     @property
     def fragmentation(self) -> float | None:
-        """The share of reserved bytes that no tensor takes: pieces between tensors and what is cached for later ones.
+        """The share of reserved bytes in no tensor: pieces between tensors, and memory cached for later ones.
 
-        Of a peak it is the least that there was: both are at their highest, which may be at two moments.
+        For a peak it is a lower bound: both numbers are at their highest, which may be at two moments.
         """
         if not self.reserved_bytes or self.allocated_bytes is None:
             return None
         return 1 - self.allocated_bytes / self.reserved_bytes
 
     def highest(self, other: MemoryUsage) -> MemoryUsage:
-        """Each number of the two that is higher."""
+        """Return the higher of each pair of numbers."""
         return MemoryUsage(
             **{
                 field.name: _higher(getattr(self, field.name), getattr(other, field.name))
@@ -41,7 +41,7 @@ class MemoryUsage:
         )
 
     def as_dict(self) -> dict[str, float | None]:
-        """For JSON."""
+        """Return the numbers for JSON."""
         numbers = {field.name: getattr(self, field.name) for field in fields(self)}
         return {**numbers, "fragmentation": self.fragmentation}
 

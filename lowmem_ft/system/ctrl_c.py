@@ -1,4 +1,4 @@
-"""Ctrl-C that is not lost: Python drops the exception where it meets a finalizer, of which a trace runs thousands."""
+"""Ctrl-C that is not lost: Python drops the exception if it hits a finalizer, and a trace runs thousands of those."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 
 class CtrlC:
-    """Remembers a Ctrl-C within its ``with`` block, beside the ``KeyboardInterrupt`` that it raises as ever.
+    """Remembers a Ctrl-C within its ``with`` block, in addition to raising ``KeyboardInterrupt`` as usual.
 
-    SIGTERM likewise, where the program lets it raise that. It does nothing outside the main thread, which alone gets
-    signals.
+    Does the same for SIGTERM, if the program makes it raise that. Does nothing outside the main thread, which alone
+    gets signals.
     """
 
     def __init__(self) -> None:
@@ -37,7 +37,7 @@ class CtrlC:
                 signal.signal(number, handler)
 
     def check(self) -> None:
-        """Raise what a finalizer has dropped.
+        """Raise the exception that a finalizer has dropped.
 
         Raises:
             KeyboardInterrupt: if Ctrl-C was pressed.

@@ -1,4 +1,4 @@
-"""Python's garbage collector, while millions of small objects are made that no cycle holds."""
+"""Python's garbage collector, paused while a program makes millions of small objects that are in no cycle."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from collections.abc import Iterator
 def collector_paused() -> Iterator[None]:
     """Collect nothing in a ``with`` block, or in a function that this decorates.
 
-    While a program is traced, tensors go with their last reference; a collection at a random moment would only cost
-    time. Where a trace is extended and replayed, collections that walk all of torch's objects take as long again.
+    While a program is traced, tensors are freed with their last reference; a collection at a random moment would only
+    cost time. When a trace is extended and replayed, collections that walk all of torch's objects would double the
+    time.
     """
     was_enabled = gc.isenabled()
     gc.disable()

@@ -1,4 +1,4 @@
-"""How much host memory this process may still take: of the machine, of its container, of its budget."""
+"""Host memory that this process may still take, by the limits of the machine, its container and its budget."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.system.memory_meter import read_host_memory
 
 SPARE_SHARE = 0.05
-"""Of what is free, left to the rest of the process and the system: where the last page goes, processes are killed."""
+"""Share of the free memory left to the rest of the process and the system: without it, the kernel kills processes."""
 
 _UNLIMITED = 2**60
-"""cgroup v1 writes a number near 2**63 where there is no limit."""
+"""Bytes from which a limit means none: cgroup v1 writes a number near 2**63."""
 
 
 @dataclass(frozen=True)
 class HostLimit:
-    """One reason why host memory ends.
+    """One limit on host memory.
 
     Args:
-        available_bytes: what may still be taken under it.
+        available_bytes: bytes that may still be taken under it.
         source: what sets it, for people.
     """
 
@@ -35,13 +35,13 @@ class HostLimit:
 def tightest_host_limit(
     budget_bytes: int | None, root: Path = Path("/"), *, file_bytes: int = 0
 ) -> HostLimit:
-    """The limit that host memory meets first.
+    """Return the limit that host memory meets first.
 
     Args:
-        budget_bytes: what the whole process may hold; None: no budget.
-        root: where ``proc`` and ``sys`` lie.
-        file_bytes: of files that the process has mapped as memory. The kernel drops their pages when it needs room, so
-            that they do not count as taken of a container's memory.
+        budget_bytes: bytes that the whole process may hold; None: no budget.
+        root: the folder that contains ``proc`` and ``sys``.
+        file_bytes: bytes of files that the process has mapped as memory. The kernel drops their pages when it needs
+            room, so they do not count as used in a container.
 
     Returns:
         The machine's free memory, a container's limit or the budget, whichever leaves least.
@@ -72,9 +72,9 @@ def _without_spare(free: int) -> int:
 
 
 def _cgroups(root: Path) -> Iterator[Path]:
-    """The folders of this process's memory cgroups: its own and those above it.
+    """Yield the folders of this process's memory cgroups: its own and those above it.
 
-    A container sees its own part of the tree alone, and under other names: its limit stands at the mount itself.
+    A container sees only its own part of the tree, and under other names: its limit is stored at the mount itself.
     """
     table = root / "proc/self/cgroup"
     for line in table.read_text().splitlines() if table.exists() else []:
@@ -90,7 +90,7 @@ def _cgroups(root: Path) -> Iterator[Path]:
 
 
 def _cgroup_bytes(folder: Path, file_bytes: int) -> int | None:
-    """What a cgroup leaves; None if it has no limit. Pages of files that the kernel may drop do not count as taken.
+    """Return the bytes that a cgroup has left; None if it has no limit. Droppable pages of files do not count as used.
 
     Pages that are often used may be dropped as well, but belong to programs; those of ``file_bytes`` are our own.
     """
@@ -108,7 +108,7 @@ def _cgroup_bytes(folder: Path, file_bytes: int) -> int | None:
 
 
 def _number_in(file: Path) -> int | None:
-    """A file's number; None if there is no such file, or no number in it, such as ``max``."""
+    """Return a file's number; None if there is no such file, or no number in it, such as ``max``."""
     text = file.read_text().strip() if file.is_file() else ""
     return int(text) if text.isdigit() else None
 

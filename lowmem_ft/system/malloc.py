@@ -1,4 +1,4 @@
-"""Memory that libraries keep of what they no longer need: the C library's heap, oneDNN's kernels."""
+"""Memory that libraries keep after use: the C library's heap, oneDNN's kernels."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ from typing import Any
 from lowmem_ft.foundation.units import MIB
 
 LARGEST_IN_HEAP_BYTES = 4 * MIB
-"""Of a block, once :func:`keep_tensors_out_of_the_heap` has been called."""
+"""Largest block in the heap, once :func:`keep_tensors_out_of_the_heap` has been called."""
 
 _MMAP_THRESHOLD = -3
 """``M_MMAP_THRESHOLD`` of ``malloc.h``."""
 
 KERNELS_KEPT = 32
-"""Of those that oneDNN compiles, once :func:`keep_few_kernels` has been called; a step of one shape has some twenty."""
+"""Compiled kernels that oneDNN keeps after :func:`keep_few_kernels`; a step of one shape has some twenty."""
 
 _KERNEL_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
-"""oneDNN's own, and that of torch's layer above it; both keep 1,024 where nobody says otherwise."""
+"""Variables of oneDNN's cache, and of torch's cache above it; both keep 1,024 by default."""
 
 _SETTINGS_OF_USERS = ("MALLOC_MMAP_THRESHOLD_", "mmap_threshold")
-"""The environment variable that glibc reads, and what names the same in its ``GLIBC_TUNABLES``."""
+"""The environment variable that glibc reads, and the name of the same setting in its ``GLIBC_TUNABLES``."""
 
 
 def return_free_memory() -> None:
     """Let the C library give freed memory back to the system.
 
-    glibc keeps blocks of its heap for itself, and finds no use for them once something small lies in their midst:
-    600 MB were left of a model of 800 MB after it had been moved.
+    glibc keeps freed blocks of its heap, and cannot reuse them once something small is allocated in their midst: of a
+    model of 800 MB, 600 MB remained after it had been moved.
     """
     trim = _function("malloc_trim")
     if trim is not None:
@@ -36,14 +36,14 @@ def return_free_memory() -> None:
 
 
 def keep_tensors_out_of_the_heap() -> bool:
-    """Let the C library ask the system for each block above :data:`LARGEST_IN_HEAP_BYTES`, and give it back when freed.
+    """Let the C library request each block above :data:`LARGEST_IN_HEAP_BYTES` from the system, and free it there.
 
-    Frees gaps between large tensors. Left alone, glibc takes blocks of up to 32 MiB from its heap once one of that size
-    has been freed (mallopt(3), ``M_MMAP_THRESHOLD``), and the heap of a run on a CPU grows around whatever small thing
-    lies between.
+    Frees gaps between large tensors. By default, glibc takes blocks of up to 32 MiB from its heap once one of that size
+    has been freed (mallopt(3), ``M_MMAP_THRESHOLD``), and the heap of a run on a CPU grows around whatever small
+    allocation is in between.
 
-    Costs page faults where a step's temporary tensors are larger, as the system hands out such blocks as zeros, each
-    anew. CPU seconds of a float32 step of SmolLM2-135M and the peak of its process, by the largest block in the heap
+    Costs page faults if a step's temporary tensors are larger, as the system zeroes such blocks each time. CPU seconds
+    of a float32 step of SmolLM2-135M and the peak of its process, by the largest block in the heap
     (one run each, medians of its steps after the first, one thread, AMD EPYC, torch 2.13.0, 2026-11-24):
 
     - 4 rows of at most 136 tokens: 5.48 s and 2.74 GiB with 256 KiB; 4.10 s and 2.87 GiB with 4 MiB; 4.19 s and
@@ -52,7 +52,7 @@ def keep_tensors_out_of_the_heap() -> bool:
       glibc has it
 
     Returns:
-        Whether it does so now: not with another C library, nor where the environment has a setting of its own.
+        True if it does so now: not with another C library, nor if the environment has a setting of its own.
     """
     of_user = os.environ.get("GLIBC_TUNABLES", "") + "".join(
         name for name in os.environ if name in _SETTINGS_OF_USERS
@@ -64,9 +64,9 @@ def keep_tensors_out_of_the_heap() -> bool:
 
 
 def keep_few_kernels() -> None:
-    """Let oneDNN forget kernels, unless the environment says how many it keeps; read at its first matrix product.
+    """Make oneDNN keep few kernels, unless the environment sets a number; it reads that at its first matrix product.
 
-    It compiles one for each shape of a product in 16 bits, and keeps half a MiB of each: 218 MiB of 400 lengths, and
+    It compiles one for each shape of a product in 16 bits, and keeps half a MiB of each: 218 MiB for 400 lengths, and
     18 with this. Compiling one again takes less than a millisecond.
     """
     for name in _KERNEL_CACHES:
@@ -74,5 +74,5 @@ def keep_few_kernels() -> None:
 
 
 def _function(name: str) -> Any:
-    """Of the C library; None in one that has no such function."""
+    """Return a function of the C library; None if it has no such function."""
     return getattr(ctypes.CDLL(None), name, None)

@@ -1,4 +1,4 @@
-"""How much memory this process holds now and at its peak: the device's on CUDA, the host's elsewhere."""
+"""Memory that this process holds now and at its peak: the device's on CUDA, the host's elsewhere."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from lowmem_ft.system.process_memory import held_bytes, peak_held_bytes, reset_peak
 
 _peaks_before: dict[str, int] = {}
-"""The highest before the last phase began, by device: beginning one makes the system and the driver forget it."""
+"""Highest peak before the last phase began, by device: beginning one resets the peak of the system and the driver."""
 
 _watchers: list[Callable[[], None]] = []
 
@@ -26,7 +26,7 @@ class MemoryReading:
 
 
 def read_device_memory(device: torch.device) -> MemoryReading:
-    """Bytes of tensors that torch has allocated on a CUDA device; on a CPU, what the process holds."""
+    """Return bytes of tensors that torch has allocated on a CUDA device; on a CPU, bytes that the process holds."""
     if device.type == "cuda":
         peak = max(torch.cuda.max_memory_allocated(device), _peaks_before.get(str(device), 0))
         return MemoryReading(torch.cuda.memory_allocated(device), peak)
@@ -34,9 +34,9 @@ def read_device_memory(device: torch.device) -> MemoryReading:
 
 
 def free_device_bytes(device: torch.device) -> int:
-    """What tensors may still take of a device: of its memory, and of the allocator's cap; on a CPU, of the machine's.
+    """Return bytes that tensors may still take of a device, within the allocator's cap; on a CPU, of the machine's RAM.
 
-    What the allocator has cached counts as free, though it may be in pieces.
+    Memory that the allocator has cached counts as free, though it may be in pieces.
     """
     if device.type != "cuda":
         return psutil.virtual_memory().available
@@ -47,15 +47,15 @@ def free_device_bytes(device: torch.device) -> int:
 
 
 def read_host_memory() -> MemoryReading:
-    """What this process holds of the host's memory, now and at its peak (see ``system/process_memory.py``)."""
+    """Return host memory that this process holds, now and at its peak (see ``system/process_memory.py``)."""
     return MemoryReading(held_bytes(), max(peak_held_bytes(), _peaks_before.get("host", 0)))
 
 
 def begin_phase(device: torch.device) -> bool:
-    """Let :func:`phase_peak_bytes` begin anew; the readings above keep the peak of the whole run.
+    """Restart :func:`phase_peak_bytes`; the readings above keep the peak of the whole run.
 
     Returns:
-        Whether it does: the host's peak can be reset on Linux only.
+        True if the peak was reset: for the host's peak, only Linux can.
     """
     peaks_will_be_reset()
     if device.type == "cuda":
@@ -71,10 +71,10 @@ def begin_phase(device: torch.device) -> bool:
 
 @contextlib.contextmanager
 def before_each_reset(watcher: Callable[[], None]) -> Iterator[None]:
-    """Call a function before peaks begin anew, whoever lets them: what it has not read by then is forgotten.
+    """Call a function before any code resets peaks: a peak that it has not read by then is lost.
 
     Args:
-        watcher: is called in this block.
+        watcher: the function, called within this block.
     """
     _watchers.append(watcher)
     try:
@@ -84,11 +84,11 @@ def before_each_reset(watcher: Callable[[], None]) -> Iterator[None]:
 
 
 def peaks_will_be_reset() -> None:
-    """Tell those who read peaks; :func:`begin_phase` does."""
+    """Call the watchers before a reset; :func:`begin_phase` does so itself."""
     for watcher in tuple(_watchers):
         watcher()
 
 
 def phase_peak_bytes(device: torch.device) -> int:
-    """The most held since :func:`begin_phase`: tensors on CUDA, what the process holds on a CPU."""
+    """Return the most held since :func:`begin_phase`: bytes of tensors on CUDA, of the process on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_held_bytes()

@@ -18,11 +18,11 @@ from lowmem_ft.system.memory_meter import (
 
 
 class PhasePeaks:
-    """Watches one device; phases follow one another, and one that comes again keeps its highest peak.
+    """The peaks of one device by phase; phases follow one another, and one that repeats keeps its highest peak.
 
     Attributes:
-        by_phase: the most held in each: tensors on CUDA, what the process holds on a CPU. Empty where the
-            system keeps one peak for all of them.
+        by_phase: the most held in each phase: bytes of tensors on CUDA, of the process on a CPU. Empty if the system
+            keeps one peak for all of them.
         reserved_bytes: the most that the caching allocator held; None on a CPU.
 
     Args:
@@ -37,10 +37,10 @@ class PhasePeaks:
 
     @contextlib.contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Count a block as one phase, also if it fails."""
+        """Count a block as one phase, even if it fails."""
         self._note_reserved()
         if phase != self._last_phase and self._device.type == "cpu":
-            return_free_memory()  # or a phase begins with what the C library kept of the one before
+            return_free_memory()  # or a phase begins with memory that the C library kept from the one before
         self._last_phase = phase
         can_be_told_apart = begin_phase(self._device)
 
@@ -58,12 +58,12 @@ class PhasePeaks:
 
     @property
     def peak_bytes(self) -> int:
-        """Of all phases and of what lay between them."""
+        """Highest peak of all phases and of the time between them, in bytes."""
         return max(read_device_memory(self._device).peak_bytes, *self.by_phase.values(), 0)
 
     @property
     def host_peak_bytes(self) -> int:
-        """What the process holds of the host's memory, at its highest."""
+        """Bytes of host memory that the process held at its highest."""
         return self.peak_bytes if self._device.type == "cpu" else read_host_memory().peak_bytes
 
     def _note_reserved(self) -> None:

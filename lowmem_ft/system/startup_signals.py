@@ -1,6 +1,6 @@
-"""The first moments of a program: it is told to stop while its own modules are still being imported.
+"""The first moments of a program, in which a signal can arrive while its own modules are still being imported.
 
-Programs import this module before any other of the package and of theirs, so it imports next to nothing.
+Programs import this module before any other module of the package or of their own, so it imports next to nothing.
 """
 
 from __future__ import annotations
@@ -11,36 +11,36 @@ import sys
 from types import FrameType
 
 SIGNALLED = 128
-"""With a signal's number on top, the exit code of a process that it ended, as shells have it."""
+"""Base of the exit code of a process that a signal ended: shells add the signal's number."""
 
 NOTHING_DONE = "before it was done: nothing is written."
 
 
 def end_at_ctrl_c() -> None:
-    """Let SIGINT end the process with a line until :func:`raise_at_ctrl_c`; where it is ignored, it stays so."""
+    """Make SIGINT end the process with a message until :func:`raise_at_ctrl_c`; an ignored SIGINT stays ignored."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
 
 
 def raise_at_ctrl_c() -> None:
-    """Let SIGINT raise ``KeyboardInterrupt`` again, for somebody is there who catches it."""
+    """Make SIGINT raise ``KeyboardInterrupt`` again, once the program can catch it."""
     if signal.getsignal(signal.SIGINT) is _end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def is_main_process() -> bool:
-    """Whether this is the process of a launch that speaks for all, by the variables every launcher sets."""
+    """Return whether this process speaks for all of its launch, by the variables that every launcher sets."""
     return os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0"
 
 
 def is_launched() -> bool:
-    """Whether this is one process of several that find each other by the variables every launcher sets."""
+    """Return whether this is one of several processes that find each other by the variables that launchers set."""
     size = os.environ.get("WORLD_SIZE", "")
     return "LOCAL_RANK" in os.environ and size.isdigit() and int(size) > 1
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    """At once: an exception would pass through half-imported modules, which may make another one of it."""
+    """End at once: an exception would pass through half-imported modules, which may turn it into another one."""
     if is_main_process():
         sys.stderr.write(f"Stopped by {signal.Signals(number).name} {NOTHING_DONE}\n")
         sys.stderr.flush()

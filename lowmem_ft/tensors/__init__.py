@@ -1,1 +1,1 @@
-"""Facts about torch tensors and their storages that torch itself does not tell."""
+"""Facts about torch tensors and their storages that torch itself does not report."""

@@ -1,11 +1,11 @@
-"""Sums of gradients as autograd's engine makes them: into the first of two, where nobody else holds it.
+"""Sums of gradients as autograd's engine makes them: in place into the first of two, if nothing else holds it.
 
-Where a dispatch mode watches, the engine does not trust itself to write in place and takes a new buffer for each sum.
-Whoever watches counts that buffer as the first one's memory, and leaves the sum itself as the engine asks for it.
+Under a dispatch mode the engine does not dare to write in place and takes a new buffer for each sum. A tracker counts
+that buffer as the first one's memory, and leaves the sum itself as the engine made it.
 
-How many references the engine alone holds, and that no Python lies between it and the mode, is read from what torch
-does not document. It decides what is counted and nothing else: guessed wrong, a count of bytes is off by one gradient,
-and every number that the program computes is the same.
+The number of references that the engine alone holds, and the absence of Python frames between it and the mode, come
+from undocumented parts of torch. They decide only what is counted: if they are wrong, a count of bytes is off by one
+gradient, and every number that the program computes is the same.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ aten = torch.ops.aten
 
 _ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
 _WRAPPERS = ("_compile.py", "eval_frame.py")
-"""Files of torch whose functions lie around every call of a dispatch mode."""
+"""Files of torch whose functions surround every call of a dispatch mode."""
 
 _USES_OF_TENSOR, _USES_OF_STORAGE = 4, 2
-"""References in C++ to a tensor that only the engine holds, while a dispatch mode looks at it."""
+"""References in C++ to a tensor that only the engine holds, seen from within a dispatch mode."""
 
 
 def is_in_place_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the engine would have summed into ``args[0]`` if nobody watched. Ask in ``__torch_dispatch__`` itself.
+    """Return whether the engine, unwatched, would have summed into ``args[0]``. Call within ``__torch_dispatch__``.
 
     Source: pytorch, torch/csrc/autograd/input_buffer.cpp, accumulate.
 
@@ -43,9 +43,9 @@ def is_in_place_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def take_as_much(total: Tensor, first: Tensor) -> None:
-    """Make a sum's storage as large as the one it is counted for, of which a gradient may be a part."""
+    """Make a sum's storage as large as the one that it replaces in the count, of which a gradient may be a part."""
     size_bytes = first.untyped_storage().nbytes()
-    if total.untyped_storage().nbytes() < size_bytes:  # never smaller: the sum lies in it
+    if total.untyped_storage().nbytes() < size_bytes:  # never smaller: it holds the sum
         total.untyped_storage().resize_(size_bytes)
 
 
@@ -59,7 +59,7 @@ def _is_held_once(tensor: Any) -> bool:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether its elements lie end to end in some order of its dimensions."""
+    """Return whether a tensor's elements are contiguous in some order of its dimensions."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1 and stride != expected:
@@ -69,10 +69,10 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 def _engine_calls() -> bool:
-    """Whether the engine itself calls the operator, rather than a backward pass written in Python."""
+    """Return whether the engine itself calls the operator, rather than a backward pass written in Python."""
     if torch._C._current_graph_task_id() == -1:
         return False
-    frame: FrameType | None = sys._getframe(3)  # who called the dispatch mode
+    frame: FrameType | None = sys._getframe(3)  # the caller of the dispatch mode
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         frame = frame.f_back
     return frame is not None and frame.f_code is _ENGINE

@@ -1,8 +1,8 @@
-"""What of a parameter lies in this process: all of it, or what ``fully_shard`` or ZeRO-3 has left here.
+"""The part of a parameter in this process: all of it, or the shard that ``fully_shard`` or ZeRO-3 has left here.
 
 FSDP2 (``torch.distributed.fsdp.fully_shard``) makes each parameter a ``DTensor``, of which every process holds some
-rows, as ``torch.chunk`` cuts them: the last processes may hold fewer, or none. DeepSpeed's ZeRO-3 leaves a parameter
-empty, and a flat part of it beside it, in every process of the same size, the last filled up.
+rows, split as by ``torch.chunk``: the last processes may hold fewer, or no rows. DeepSpeed's ZeRO-3 leaves the
+parameter empty and attaches a flat part, of the same size in every process, with the last one padded.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch import Tensor
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether a tensor is a ``DTensor``; asked without importing what it is made of."""
+    """Return whether a tensor is a ``DTensor``, without importing its class."""
     return hasattr(tensor, "placements") and hasattr(tensor, "device_mesh")
 
 
 def is_partitioned(tensor: Tensor) -> bool:
-    """Whether a tensor is a parameter that ZeRO-3 has cut."""
+    """Return whether a tensor is a parameter that ZeRO-3 has partitioned."""
     return hasattr(tensor, "ds_tensor")
 
 
 def whole_shape(tensor: Tensor) -> torch.Size:
-    """The shape of a tensor before ZeRO-3 has cut it; other shards know it by themselves."""
+    """Return the shape of a tensor before ZeRO-3 partitioned it; other shards know it themselves."""
     partitioned: Any = tensor
     return partitioned.ds_shape if is_partitioned(tensor) else tensor.shape
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This process's part of a sharded tensor, without its graph, in the same memory; any other tensor itself."""
+    """Return this process's part of a sharded tensor, detached, in the same memory; any other tensor unchanged."""
     sharded: Any = tensor
     if is_partitioned(tensor):
         part = sharded.ds_tensor.detach()
         before = part.numel() * torch.distributed.get_rank()
-        return part[: max(sharded.ds_numel - before, 0)]  # what fills it up has no values
+        return part[: max(sharded.ds_numel - before, 0)]  # without the padding
     return sharded.detach().to_local() if is_sharded(tensor) else tensor
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
-    """All of a sharded tensor, where its processes meet; every one of them calls this. Any other tensor itself."""
+    """Gather all of a sharded tensor on its group's device; a collective call. Returns any other tensor unchanged."""
     if is_partitioned(tensor):
         with _zero3().GatheredParameters([tensor]):
             return tensor.detach().clone()
@@ -53,7 +53,7 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def set_whole(tensor: Tensor, values: Tensor) -> None:
-    """Give a tensor values; of a sharded one, this process's part. Every process calls this, with the same values."""
+    """Give a tensor values, or a sharded one its part of them. Every process calls this, with the same values."""
     if is_partitioned(tensor):
         with _zero3().GatheredParameters([tensor], modifier_rank=0):
             tensor.copy_(values)
@@ -67,7 +67,7 @@ def _zero3() -> Any:
 
 
 def local_memory(tensor: Tensor) -> torch.UntypedStorage:
-    """Where this process's part of a sharded tensor lies, or all of another; no operator runs."""
+    """Return the storage of this process's part of a sharded tensor, or of any other tensor; runs no operator."""
     if not is_sharded(tensor):
         return tensor.untyped_storage()
     sharded: Any = tensor
@@ -76,19 +76,19 @@ def local_memory(tensor: Tensor) -> torch.UntypedStorage:
 
 
 def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:
-    """The first row of a process, and the one after its last, as ``torch.chunk`` deals them out."""
+    """Return the first row of a process and the one after its last, as ``torch.chunk`` splits them."""
     most = -(-num_rows // num_processes)
     return min(most * process_index, num_rows), min(most * (process_index + 1), num_rows)
 
 
 def first_element(tensor: Tensor) -> int:
-    """The number, in the whole flattened tensor, of this process's first element.
+    """Return the index, in the whole flattened tensor, of this process's first element.
 
     Args:
         tensor: a parameter or a gradient, sharded or not.
 
     Raises:
-        ValueError: if it is cut otherwise than FSDP2 cuts: by rows, over one dimension of the mesh.
+        ValueError: if it is not sharded as FSDP2 does it: by rows, over one dimension of the mesh.
     """
     if not is_sharded(tensor):
         return 0
@@ -102,7 +102,7 @@ def first_element(tensor: Tensor) -> int:
 
 
 def parts_of(tensor: Tensor) -> list[int]:
-    """How many elements of a tensor each process holds, in their order; of one that is whole, all in one.
+    """Return the number of a tensor's elements in each process, in order; for a whole tensor, one number.
 
     Raises:
         ValueError: as in :func:`first_element`.
@@ -118,7 +118,7 @@ def parts_of(tensor: Tensor) -> list[int]:
 
 
 def part_number(tensor: Tensor) -> int:
-    """Which of :func:`parts_of` lies in this process."""
+    """Return the index in :func:`parts_of` of this process's part."""
     dimension = _sharded_dimension(tensor) if is_sharded(tensor) and tensor.ndim else None
     if dimension is None:
         return 0
@@ -127,19 +127,19 @@ def part_number(tensor: Tensor) -> int:
 
 
 def is_held_once(tensor: Tensor) -> bool:
-    """Whether each element lies in one process alone."""
+    """Return whether each element is stored in only one process."""
     return is_sharded(tensor) and tensor.ndim > 0 and _sharded_dimension(tensor) is not None
 
 
 def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:
-    """The sum, over the processes among which a tensor is cut, of a value that each has made of its part.
+    """Sum a value, computed by each process from its part of a tensor, over the processes that share the tensor.
 
     Args:
-        value: of this process; changed in place.
+        value: this process's value; changed in place.
         of: the tensor.
 
     Returns:
-        The value.
+        ``value``, which now holds the sum.
 
     Raises:
         ValueError: as in :func:`first_element`.
@@ -149,14 +149,14 @@ def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:
         import torch.distributed
 
         mesh: Any = of.device_mesh  # type: ignore[attr-defined]
-        there = value.to(mesh.device_type)  # shards may wait on the host, where the group cannot send from
+        there = value.to(mesh.device_type)  # shards may be on the host, from which the group cannot send
         torch.distributed.all_reduce(there, group=mesh.get_group(dimension))
         value.copy_(there)
     return value
 
 
 def _sharded_dimension(tensor: Any) -> int | None:
-    """The dimension of the mesh along which rows are dealt out; None if every process has all of them."""
+    """Return the dimension of the mesh over which rows are split; None if every process has all of them."""
     sharded = [number for number, place in enumerate(tensor.placements) if not place.is_replicate()]
     if not sharded:
         return None

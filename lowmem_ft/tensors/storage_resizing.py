@@ -1,4 +1,4 @@
-"""Sees ``untyped_storage().resize_(n)``, by which FSDP2 and others free memory under tensors that stay: no operator."""
+"""Hook on ``untyped_storage().resize_(n)``, by which FSDP2 and others free live tensors' memory: it is no operator."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ OnResized = Callable[[torch.UntypedStorage], None]
 
 @contextlib.contextmanager
 def storage_resizes_seen(on_resized: OnResized) -> Iterator[None]:
-    """Tell of each storage that changes its size in a block, after it has.
+    """Call a function, in a ``with`` block, after each change of a storage's size.
 
     Args:
-        on_resized: is given the storage.
+        on_resized: receives the storage.
     """
     inner = existing(torch.UntypedStorage, "resize_")
 
@@ -33,10 +33,10 @@ def storage_resizes_seen(on_resized: OnResized) -> Iterator[None]:
 
 
 def storage_resized_by(func: Any, args: tuple[Any, ...], result: Any) -> torch.Tensor | None:
-    """The tensor whose storage an operator has resized without returning it, as Inductor's own does.
+    """Return the tensor whose storage an operator has resized without returning it, as Inductor's own does.
 
     Args:
-        func: the operator; it has run.
+        func: the operator, which has run.
         args: its arguments.
         result: what it returned.
     """

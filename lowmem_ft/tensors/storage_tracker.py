@@ -1,4 +1,4 @@
-"""Exact bytes of tensor storage alive on one device, and their peak, by watching every operator."""
+"""A dispatch mode that counts the exact bytes of tensor storage alive on one device, and their peak."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from lowmem_ft.tensors.storage_resizing import storage_resized_by, storage_resiz
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# torch.tensor() fills a storage out of our sight, then hands it to this operator: its input is new to the program.
+# torch.tensor() fills a storage unseen, then passes it to this operator: its input is new to the program.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default
 
 
 class StorageTracker(TorchDispatchMode):
-    """The bytes of the storages created inside a ``with`` block that are still alive, and the most there ever were.
+    """The bytes of the storages created inside a ``with`` block that are still alive, and their peak.
 
     A storage is counted once, at its own size (views share one; allocators round, this does not), from the operator
-    that returns it until its last reference goes, in forward, backward, recomputation and optimizer steps alike::
+    that returns it until its last reference is dropped, in forward, backward, recomputation and optimizer steps alike::
 
         with StorageTracker() as tracker:
             loss = model(batch).loss
             kept_for_backward = tracker.live_bytes
 
-    Storages created before the block count only if passed to :meth:`add`. Ones that outlive it are still released.
+    Storages created before the block count only if passed to :meth:`add`. Those that outlive it are still released.
 
-    A storage that is resized is there twice for a moment, as its contents are copied; one resized to nothing, as FSDP2
+    A storage that is resized exists twice for a moment, as its contents are copied; one resized to nothing, as FSDP2
     frees an unsharded parameter, is gone.
 
-    Limits: a workspace that a kernel takes for itself and frees before it returns is not seen. The storages inside a
-    tensor subclass such as DTensor, or a sparse tensor, are not seen.
+    Limits: workspace that a kernel allocates and frees before it returns is not seen, nor are the storages inside a
+    tensor subclass such as DTensor, or a sparse tensor.
 
     Args:
-        device_type: the device whose storages count, such as ``cpu`` or ``cuda``; None: all but ``meta``.
+        device_type: the device whose storages count, such as ``cpu`` or ``cuda``; None: all except ``meta``.
     """
 
     def __init__(self, device_type: str | None = "cpu") -> None:
@@ -91,10 +91,10 @@ class StorageTracker(TorchDispatchMode):
         return result
 
     def is_new(self, tensor: torch.Tensor) -> None:
-        """A storage counts from here on, which this tensor shows: for those who want to know more than its bytes."""
+        """Note that this tensor's storage counts from here on; a hook for subclasses that record more than bytes."""
 
     def _count_as(self, first: torch.Tensor, total: torch.Tensor) -> None:
-        """Let a sum's storage stand for that of its first operand, counted or not."""
+        """Count a sum's storage in place of that of its first operand, counted or not."""
         take_as_much(total, first)
         size = self._bytes_by_storage.pop(first.untyped_storage()._cdata, None)
         if size is not None:
@@ -140,5 +140,5 @@ class StorageTracker(TorchDispatchMode):
         weakref.finalize(storage, self._release, storage._cdata).atexit = False
 
     def _release(self, key: int) -> None:
-        # Nothing if a sum of gradients is counted for it.
+        # 0 if a sum of gradients is counted in its place.
         self.live_bytes -= self._bytes_by_storage.pop(key, 0)

@@ -1,1 +1,1 @@
-"""What the package relies on of other libraries beyond their documented interfaces, and in which versions."""
+"""Names of other libraries that the package uses beyond their documented interfaces, and the tested versions."""

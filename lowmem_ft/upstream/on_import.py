@@ -1,4 +1,4 @@
-"""Changes to a library's module that are made when a program imports it: at once, if it has."""
+"""Changes to a library's module, made when a program imports it, or at once if it already has."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def when_imported(
     then: Callable[[Any], None],
     within: Surroundings = contextlib.nullcontext,
 ) -> None:
-    """Call a function once a module is there: now, or right after the program has imported it, before it is used.
+    """Call a function once a module is imported: now, or right after the program imports it, before it is used.
 
     Args:
-        undo: ends the waiting.
-        name: of the module, such as ``transformers.trainer``.
-        then: the function, which gets the module; those around it may not be whole yet.
-        within: around the module's import.
+        undo: removes the hook.
+        name: name of the module, such as ``transformers.trainer``.
+        then: the function, which receives the module; modules that import it may not be complete yet.
+        within: a context around the module's import.
     """
     if name in sys.modules:
         then(sys.modules[name])
@@ -36,7 +36,7 @@ def when_imported(
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):
-    """Leaves it to the others to find the module, and runs the function behind its code."""
+    """Lets the other finders find the module, and runs the function after the module's code."""
 
     def __init__(self, name: str, then: Callable[[Any], None], within: Surroundings) -> None:
         self._name = name
@@ -46,7 +46,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if fullname != self._name:
             return None
-        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another hook may wait for the same module
+        behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another hook may be set for the same module
         found = (finder.find_spec(fullname, path, target) for finder in behind)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:

@@ -1,4 +1,4 @@
-"""Other values under upstream's names while a block runs. A name that is not there raises: none is ever made up."""
+"""Replacements of upstream's names while a block runs. A missing name raises: a patch never creates one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class UpstreamChangedError(UserError):
 
 
 def existing(owner: Any, name: str) -> Any:
-    """What a module, class or object of a library has under a name.
+    """Return the attribute of a library's module, class or object.
 
     Raises:
         UpstreamChangedError: if it has no such name.
@@ -40,16 +40,16 @@ def existing(owner: Any, name: str) -> Any:
 
 
 def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Put another value under a name until a stack is undone; what was inherited is inherited again then.
+    """Replace an attribute until a stack is undone; an inherited one is then inherited again.
 
     Args:
-        undo: puts it back.
+        undo: restores it.
         owner: a module or a class.
-        name: of its attribute, which it has.
-        value: the new one.
+        name: name of its attribute, which must exist.
+        value: the new value.
 
     Raises:
-        UpstreamChangedError: if the owner has no such name: nobody would ask for the value.
+        UpstreamChangedError: if the owner has no such name, so that no code would read the value.
     """
     existing(owner, name)
     if name in vars(owner):
@@ -60,7 +60,7 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
 
 
 def loaded_module(name: str) -> ModuleType | None:
-    """A module of a library if the program has imported it.
+    """Return a module of a library if the program has imported it, else None.
 
     Raises:
         UpstreamChangedError: if the program has imported the library, which has no such module.

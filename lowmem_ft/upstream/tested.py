@@ -1,6 +1,6 @@
-"""The versions of other libraries that the tests ran with, and one warning where another is used.
+"""The versions of other libraries that the tests ran with, and one warning if another is used.
 
-Nothing here imports a library: it is asked for once the program has.
+Nothing here imports a library: it checks those that the program has imported.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ TESTED: dict[str, tuple[str, str]] = {
     "datasets": ("4.0", "5.2"),
     "trl": ("1.0", "1.16"),
 }
-"""First and last version, by library; patch releases of the last are in. The first is the lower bound in
-pyproject.toml. The last is no upper bound there: a newer library often works, and whoever uses it is told.
+"""First and last version, by library; patch releases of the last are included. The first is the lower bound in
+pyproject.toml. The last is no upper bound there: a newer library often works, and its users get a warning.
 
-Who says so: `make test` with the versions of constraints.txt, and with torch 2.14.1 in place of 2.13.0. At the first
+Evidence: `make test` with the versions of constraints.txt, and with torch 2.14.1 in place of 2.13.0. At the first
 versions (torch 2.11.0, transformers 5.17.0, accelerate 1.10.0, peft 0.21.0, bitsandbytes 0.50.0, datasets 4.0.0,
-together, Python 3.11, no CUDA), tests/upstream alone: that every name relied on is there. Not run: the rest of the
-tests at the first versions, most of what lies between, and trl 1.0, which cannot be installed beside datasets 4.0.0; of
-trl itself only an example of the docs is run, where it is installed. Inside a range nobody is warned."""
+together, Python 3.11, no CUDA), only tests/upstream: that every name relied on exists. Not run: the other tests at
+the first versions, most versions in between, and trl 1.0, which cannot be installed together with datasets 4.0.0; for
+trl itself only an example of the docs is run, if it is installed. Inside a range there is no warning."""
 
 _warned: set[str] = set()
 _MINOR = re.compile(r"(\d+)\.(\d+)")
@@ -38,7 +38,7 @@ _MINOR = re.compile(r"(\d+)\.(\d+)")
 
 @functools.cache
 def installed_version(library: str) -> str | None:
-    """Such as ``2.13.0+cpu``; None if the library is not installed."""
+    """Return a version such as ``2.13.0+cpu``; None if the library is not installed."""
     try:
         return importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
@@ -46,31 +46,31 @@ def installed_version(library: str) -> str | None:
 
 
 def is_tested(library: str, version: str) -> bool:
-    """Whether a version lies in the tested range of its library; pre-releases count as what they come before.
+    """Return whether a version is in the tested range of its library; pre-releases count as the release they precede.
 
-    What cannot be read as a version, as that of a checkout may be, was not tested.
+    A string that is no version, such as that of a checkout, counts as untested.
     """
     first, last = TESTED[library]
     return re.match(_MINOR, version) is not None and _minor(first) <= _minor(version) <= _minor(last)
 
 
 def tested_range(library: str) -> str:
-    """Such as ``torch 2.11 to 2.14``."""
+    """Return the range in words, such as ``torch 2.11 to 2.14``."""
     first, last = TESTED[library]
     return f"{library} {first}" if first == last else f"{library} {first} to {last}"
 
 
 def install_tested(library: str) -> str:
-    """The requirement to give pip for a version in the tested range, such as ``torch>=2.11,<2.15``."""
+    """Return the requirement to give pip for a version in the tested range, such as ``torch>=2.11,<2.15``."""
     first, last = TESTED[library]
     major, minor = _minor(last)
     return f"{library}>={first},<{major}.{minor + 1}"
 
 
 def warn_if_untested() -> None:
-    """Say once in a process which of the imported libraries have another version than was tested.
+    """Warn once per process about imported libraries whose version was not tested.
 
-    For the start of an estimate and of a training run: numbers may be off there, or a patch may not find its place.
+    Call this at the start of an estimate or a training run: numbers may be off, or a patch may not find its place.
     """
     if os.environ.get("RANK", "0") != "0":
         return  # the main process speaks for all

@@ -1,7 +1,7 @@
 """The answer style that the demo teaches: a short answer, three numbered steps, what it costs and what it frees.
 
-It is the way this project describes its own memory techniques (*Frees*, *Costs*), put to everyday questions. A small
-model does not answer like this unless it was taught to, and a program can tell whether it does.
+It is the way this project describes its own memory techniques (*Frees*, *Costs*), applied to everyday questions. A
+small model does not answer like this unless it was taught to, and a program can check whether it does.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _LINE_PATTERNS = (
 
 
 def format_answer(short_answer: str, steps: Sequence[str], costs: str, frees: str) -> str:
-    """An answer in the style: six lines, without a newline at the end."""
+    """Format an answer in the style: six lines, without a newline at the end."""
     numbered = (f"{number}. {step}" for number, step in enumerate(steps, start=1))
     return "\n".join([f"Short answer: {short_answer}", *numbered, f"Costs: {costs}", f"Frees: {frees}"])
 
 
 def follows_style(answer: str) -> bool:
-    """Whether an answer has exactly the six lines of the style, in their order, each with some content."""
+    """Return whether an answer has exactly the six lines of the style, in their order, each with some content."""
     lines = answer.strip().split("\n")
     return len(lines) == len(_LINE_PATTERNS) and all(
         re.fullmatch(pattern, line) for pattern, line in zip(_LINE_PATTERNS, lines, strict=True)

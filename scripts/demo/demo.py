@@ -32,16 +32,16 @@ RUN_DIR = REPOSITORY / "runs" / "demo"
 
 NUM_ASKED, NUM_SHOWN = 12, 3
 MAX_NEW_TOKENS = 96
-"""An answer of the training data has at most 91 tokens."""
+"""Limit of an answer; one of the training data has at most 91 tokens."""
 REPETITION_PENALTY = 1.1
-"""Without it a model of this size says a line twice, before training as after."""
+"""Penalty against repetition: without it a model of this size says a line twice, before training as after."""
 
 console = Console()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What the model said; ``cut`` if it had more to say than it was allowed."""
+    """The model's answer; ``cut`` if it reached the token limit."""
 
     text: str
     cut: bool
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def heldout_questions(count: int) -> list[str]:
-    """The first question of each of ``count`` held-out conversations without a system prompt."""
+    """Return the first question of each of ``count`` held-out conversations without a system prompt."""
     questions = []
     for line in HELDOUT_FILE.read_text("utf-8").splitlines():
         first, *_ = json.loads(line)["messages"]
@@ -88,14 +88,14 @@ def heldout_questions(count: int) -> list[str]:
 
 
 def ask(model_dir: Path, questions: Sequence[str]) -> list[Answer]:
-    """One greedy answer a question, all in one batch; the likeliest words, so nothing depends on luck."""
+    """Return one greedy answer per question, all in one batch; always the likeliest token, so nothing is random."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    # Padding on the left: generation goes on from the last column of every row.
+    # Padding on the left: generation continues from the last column of every row.
     tokenizer = AutoTokenizer.from_pretrained(model_dir, padding_side="left")
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.to(device)
@@ -121,7 +121,7 @@ def ask(model_dir: Path, questions: Sequence[str]) -> list[Answer]:
 
 
 def fine_tune(model_dir: Path) -> int:
-    """Run the recipe as a user would, with its progress on this terminal; returns its exit code."""
+    """Run the recipe as a user would, with its progress on this terminal; return its exit code."""
     import torch
 
     # Without the number of threads `accelerate launch` would set it to one; without the rest it warns about defaults.
@@ -136,13 +136,13 @@ def fine_tune(model_dir: Path) -> int:
 
 
 def heldout_losses() -> list[float]:
-    """The held-out losses that the run measured, in order: before the first step, ..., after the last."""
+    """Return the held-out losses that the run measured, in order: before the first step, ..., after the last."""
     rows = map(json.loads, (RUN_DIR / "metrics.jsonl").read_text("utf-8").splitlines())
     return [row["eval_loss"] for row in rows if "eval_loss" in row]
 
 
 def show_side_by_side(questions: Sequence[str], before: Sequence[Answer], after: Sequence[Answer]) -> None:
-    """One small table a question, with the answer before on the left and after on the right."""
+    """Print one small table per question, with the answer before on the left and after on the right."""
     for question, old, new in zip(questions, before, after, strict=False):
         table = Table(title=Text(question, style="bold"), box=box.ROUNDED, width=min(console.width, 120))
         table.add_column("before", ratio=1)
@@ -152,7 +152,7 @@ def show_side_by_side(questions: Sequence[str], before: Sequence[Answer], after:
 
 
 def show_summary(before: Sequence[Answer], after: Sequence[Answer], seconds: float) -> None:
-    """The numbers before and after, where the model lies and what to try next."""
+    """Print the numbers before and after, the model's folder and what to try next."""
     losses = heldout_losses()
     table = Table("", "before", "after", box=box.SIMPLE)
     table.add_row("held-out loss (nats per token)", f"{losses[0]:.3f}", f"{losses[-1]:.3f}")

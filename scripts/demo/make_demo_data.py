@@ -1,11 +1,11 @@
-"""Write the demo's chat examples, ``recipes/demo/train.jsonl`` and ``heldout.jsonl``, from the topics beside this file.
+"""Write the demo's chat examples, ``recipes/demo/train.jsonl`` and ``heldout.jsonl``, from the topics in ``topics/``.
 
     python scripts/demo/make_demo_data.py
 
 A topic (``topics/*.yaml``) is written by hand: three questions, two short answers, six steps that make sense in any
-selection, two costs and two gains. It is dealt into three examples that share at most three of their six lines. The
-topics of ``topics/heldout.yaml`` go to the held-out file, so no question and no line of an answer is in both files.
-The result depends on nothing but the topics: running it again writes the same bytes.
+selection, two costs and two gains. The script deals it into three examples that share at most three of their six lines.
+The topics of ``topics/heldout.yaml`` go to the held-out file, so no question and no line of an answer is in both files.
+The result depends only on the topics: running it again writes the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from answer_style import format_answer
 TOPICS_DIR = Path(__file__).parent / "topics"
 OUTPUT_DIR = Path(__file__).parents[2] / "recipes" / "demo"
 
-# The style must not hang on one system prompt: every sixth example brings its own, the others have none.
+# The style must not depend on one system prompt: every sixth example brings its own, the others have no prompt.
 SYSTEM_PROMPTS = (
     "You are a practical assistant.",
     "You answer everyday questions.",
@@ -46,7 +46,7 @@ class Topic:
 
 @dataclass(frozen=True, kw_only=True)
 class Deal:
-    """Which parts of a topic make one example, as indices into its lists."""
+    """The parts of a topic that make one example, as indices into its lists."""
 
     answer: int
     steps: tuple[int, int, int]
@@ -54,7 +54,7 @@ class Deal:
     frees: int
 
 
-# The first two deals share nothing; the third takes three lines from each, by turns in two ways.
+# The first two deals share nothing; the third takes three lines from each, in one of two ways by turns.
 FIRST = Deal(answer=0, steps=(0, 2, 4), costs=0, frees=0)
 SECOND = Deal(answer=1, steps=(1, 3, 5), costs=1, frees=1)
 THIRD = (
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 def load_topics() -> dict[str, list[Topic]]:
-    """The topics of each output file, ``train`` and ``heldout``."""
+    """Return the topics of each output file, ``train`` and ``heldout``."""
     topics: dict[str, list[Topic]] = {"train": [], "heldout": []}
     for path in sorted(TOPICS_DIR.glob("*.yaml")):
         rows = yaml.safe_load(path.read_text("utf-8"))
@@ -85,7 +85,7 @@ def load_topics() -> dict[str, list[Topic]]:
 
 
 def make_examples(topics: Iterable[Topic]) -> list[dict[str, list[dict[str, str]]]]:
-    """Three chat examples a topic, in a fixed shuffled order so that neighbours differ."""
+    """Return three chat examples per topic, in a fixed shuffled order so that neighbours differ."""
     examples = []
     for number, topic in enumerate(topics):
         for question, deal in zip(topic.questions, (FIRST, SECOND, THIRD[number % 2]), strict=True):
@@ -104,7 +104,7 @@ def make_examples(topics: Iterable[Topic]) -> list[dict[str, list[dict[str, str]
 
 
 def _topic(row: dict[str, str | list[str]], path: Path) -> Topic:
-    """A checked topic; a wrong number of parts would otherwise be a silently lost line."""
+    """Return a checked topic; a wrong number of parts would otherwise silently lose a line."""
     parts_wanted = {"questions": 3, "answers": 2, "steps": 6, "costs": 2, "frees": 2}
     for part, count in parts_wanted.items():
         if len(row[part]) != count or not all(isinstance(line, str) for line in row[part]):

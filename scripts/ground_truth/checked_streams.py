@@ -1,11 +1,11 @@
-"""Runs that copy, on a virtual GPU that looks for races, and what it finds when an ordering is left out.
+"""Runs that copy, on a virtual GPU that checks for races, and its findings when an ordering is left out.
 
-``scripts/leave_out_orderings.py`` prints it. Runs are the cases of :mod:`copy_cases` and the visits of
+``scripts/leave_out_orderings.py`` prints them. Runs are the cases of :mod:`copy_cases` and the visits of
 :mod:`small_visits`. An ordering is a pair of places: where events are recorded, and where a stream, or the host,
-waits for them. What a virtual GPU's program does next does not depend on them. So each run is traced once, and what
-its checker was told is told to a new one again, without the one ordering. Where that makes a race in no run, the
-ordering should be *implied* by others, which is shown, too: with it and without, at each access to memory, whoever
-makes it comes after the same work.
+waits for them. The further course of a virtual GPU's program does not depend on them. So each run is traced once, and
+the calls of its checker are replayed to a new one, without the one ordering. If that makes a race in no run, the
+ordering should be *implied* by others, which is checked, too: with it and without, at each access to memory, the
+accessing stream or host comes after the same work.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Edge:
     """One ordering.
 
     Args:
-        recorded: the lines by which the event came.
-        waited: the lines by which somebody waits for it.
+        recorded: the lines through which the event was recorded.
+        waited: the lines through which a stream or the host waits for it.
         by_host: whether the host waits.
     """
 
@@ -64,7 +64,7 @@ class Edge:
 
 @dataclass(slots=True)
 class Told:
-    """A call of the checker's order; of a wait, also which ordering it is."""
+    """A call of the checker's order; for a wait, also its ordering."""
 
     name: str
     args: tuple[Any, ...]
@@ -73,7 +73,7 @@ class Told:
 
 
 class KeptOrder(StreamOrder):
-    """Judges as ever, and keeps all that it is told.
+    """An order that judges as usual, and keeps all calls.
 
     Attributes:
         told: the calls.
@@ -120,16 +120,16 @@ class KeptOrder(StreamOrder):
         super().access(*args, **kwargs)
 
     def makes_race_without(self, edge: Edge) -> bool:
-        """Whether the same program makes a race if an ordering is left out."""
+        """Return whether the same program makes a race if an ordering is left out."""
         return any(order.conflicts for order in self._again(edge))
 
     def is_same_without(self, edge: Edge) -> bool:
-        """Whether whoever touches memory comes after the same work if an ordering is left out."""
+        """Return whether each access to memory comes after the same work if an ordering is left out."""
         pairs = zip(self._again(None), self._again(edge), strict=True)
         return all(with_it.known == without.known for with_it, without in pairs)
 
     def _again(self, left_out: Edge | None) -> Iterator[_Known]:
-        """Tell all but one ordering to another; it is given back after each access to memory."""
+        """Replay the calls to another order, without one ordering; yield that order after each access to memory."""
         order = _Known()
         for told in self.told:
             if left_out is None or told.edge != left_out:
@@ -139,7 +139,7 @@ class KeptOrder(StreamOrder):
 
 
 class _Known(StreamOrder):
-    """Judges as ever; ``known`` is what was over when memory was last touched, as whoever did it knows."""
+    """An order that judges as usual; ``known`` is the work that was over for the agent of the last access to memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class _Known(StreamOrder):
 
 
 def checked_gpu(case: CopyCase, folder: Path, disk_folder: Path) -> VirtualGPU:
-    """A virtual GPU that has run a case's steps; its ``races`` are what was found."""
+    """Return a virtual GPU that has run a case's steps; its ``races`` are the findings."""
     recipe = load_recipe(
         None,
         [
@@ -173,7 +173,7 @@ def checked_gpu(case: CopyCase, folder: Path, disk_folder: Path) -> VirtualGPU:
 
 
 def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
-    """A virtual GPU that a visit was made on; what the visit asserts of values is taken for true."""
+    """Return a virtual GPU that a visit was made on; the visit's assertions on values are taken for true."""
     gpu = VirtualGPU(GPU, check_streams=True)
     allocate = HostMemory.allocate
 
@@ -191,7 +191,7 @@ def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
         gpu,
         torch.device(gpu.device),
     ):
-        for count in (2**10, 2**20):  # memory that is used again, in both of the allocator's pools
+        for count in (2**10, 2**20):  # memory that is reused, in both of the allocator's pools
             torch.ones(count)
         visit(None)
     return gpu
@@ -199,27 +199,27 @@ def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
 
 @contextlib.contextmanager
 def orders_kept() -> Iterator[None]:
-    """Let virtual GPUs that are made in a block keep what their checkers are told, for :func:`kept_by`."""
+    """Make virtual GPUs that are created in a block keep the calls of their checkers, for :func:`kept_by`."""
     with mock.patch.object(checker, "StreamOrder", KeptOrder):
         yield
 
 
 def kept_by(gpu: VirtualGPU) -> KeptOrder:
-    """What a virtual GPU's checker was told."""
+    """Return the calls of a virtual GPU's checker."""
     assert gpu.recorder.checker is not None
     assert isinstance(gpu.recorder.checker.order, KeptOrder), "see orders_kept"
     return gpu.recorder.checker.order
 
 
 def orders_of_visits() -> Iterator[KeptOrder]:
-    """Of each visit, with pinned memory and with pageable."""
+    """Yield the order of each visit, with pinned memory and with pageable."""
     with orders_kept():
         for pins, visit in itertools.product((True, False), small_visits.VISITS):
             yield kept_by(visited_gpu(visit, pins=pins))
 
 
 def orders_of_cases(cases: Iterable[CopyCase], folder: Path) -> Iterator[KeptOrder]:
-    """Of runs."""
+    """Yield the order of each run."""
     with orders_kept():
         for case in cases:
             yield kept_by(checked_gpu(case, folder, folder))
@@ -227,15 +227,15 @@ def orders_of_cases(cases: Iterable[CopyCase], folder: Path) -> Iterator[KeptOrd
 
 @dataclass
 class Findings:
-    """What leaving out each ordering of some runs has shown.
+    """Findings of leaving out each ordering of some runs.
 
     Args:
-        num_runs: how many there were.
-        num_accesses: that were judged in them as they are.
+        num_runs: number of runs.
+        num_accesses: number of accesses judged in the unchanged runs.
         num_false_alarms: races of runs with all of their orderings.
         found: orderings whose absence makes a race.
-        implied: those whose absence makes none, and changes nothing.
-        missed: the rest: whoever waits comes after more than without, and no run has shown what for.
+        implied: those whose absence makes no race, and changes nothing.
+        missed: the others: the waiting side comes after more work with them than without, and no run has shown a need.
     """
 
     num_runs: int = 0
@@ -273,9 +273,9 @@ def _refused(memory: HostMemory, num_bytes: int) -> None:
 
 
 def _site() -> Site:
-    """The functions of the engine that lead here, the line that calls it, and for whom: who called a private function.
+    """Return the engine's functions that lead here, the line that calls it, and the callers of private functions.
 
-    Which line a copy that was put off is made in goes by who waits first: it is one place, whoever does.
+    The line at which a deferred copy is made depends on who waits first: it is one place, whoever does.
     """
     steps: list[str] = []
     caller = ""

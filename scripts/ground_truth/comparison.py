@@ -1,4 +1,4 @@
-"""Estimates beside measurements: how far off, and on which side."""
+"""Estimates against measurements: the size of the error, and its sign."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ class Comparison:
     """One number, measured and estimated.
 
     Args:
-        row: which run.
+        row: the run.
         metric: ``allocated``, ``reserved`` or ``process``.
-        phase: of the allocated peak; ``run`` for the peak of all.
-        measured_bytes: by the machine.
-        estimated_bytes: by the estimator.
+        phase: phase of the allocated peak; ``run`` for the peak of all.
+        measured_bytes: the machine's number.
+        estimated_bytes: the estimator's number.
     """
 
     row: str
@@ -32,12 +32,12 @@ class Comparison:
 
     @property
     def error(self) -> float:
-        """Relative error; negative where the estimate is too low."""
+        """Relative error; negative if the estimate is too low."""
         return self.estimated_bytes / self.measured_bytes - 1
 
 
 def estimated_peaks(estimate: MemoryEstimate) -> dict[str, Any]:
-    """The numbers of an estimate that a measurement has too."""
+    """Return the numbers of an estimate that a measurement has too."""
     return {
         "allocated": dict(estimate.by_phase),
         "reserved_peak": estimate.reserved_peak_bytes,
@@ -46,7 +46,7 @@ def estimated_peaks(estimate: MemoryEstimate) -> dict[str, Any]:
 
 
 def compare(row: str, measured: Mapping[str, Any], estimated: Mapping[str, Any]) -> Iterator[Comparison]:
-    """Every number that both have; reserved and process only where there is a caching allocator.
+    """Yield every number that both have; reserved and process only if there is a caching allocator.
 
     Raises:
         KeyError: if the estimate lacks a phase that was measured.
@@ -76,10 +76,10 @@ class ErrorSummary:
     """Relative errors of many comparisons.
 
     Args:
-        count: how many.
-        median: of their absolute values.
+        count: number of comparisons.
+        median: median of their absolute values.
         worst: the largest absolute value.
-        under: how far the lowest estimate lies below what was measured; 0 if none does.
+        under: error of the lowest estimate below its measurement, as a positive share; 0 if no estimate is below.
         worst_of: the run and phase of the worst.
     """
 
@@ -97,7 +97,7 @@ class ErrorSummary:
 
 
 def summarize(comparisons: Iterable[Comparison]) -> ErrorSummary:
-    """The errors of at least one comparison in a few numbers."""
+    """Summarize the errors of at least one comparison in a few numbers."""
     known = list(comparisons)
     worst = max(known, key=lambda comparison: abs(comparison.error))
     return ErrorSummary(
@@ -110,7 +110,7 @@ def summarize(comparisons: Iterable[Comparison]) -> ErrorSummary:
 
 
 def table(comparisons: Iterable[Comparison]) -> Iterator[str]:
-    """A line for each metric that was measured."""
+    """Yield a line for each metric that was measured."""
     known = list(comparisons)
     for metric in METRICS:
         of_metric = [comparison for comparison in known if comparison.metric == metric]

@@ -1,4 +1,4 @@
-"""Runs that make every kind of copy: each rung of the memory ladder, on a model in which each slot is used again."""
+"""Runs that make every kind of copy: each rung of the memory ladder, on a model that reuses each slot."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class CopyCase:
     """A run.
 
     Args:
-        settings: of its recipe.
+        settings: settings of its recipe.
         pins: whether the driver pins memory.
-        in_files: whether what waits, waits in files.
+        in_files: whether offloaded tensors are stored in files.
         is_tied: whether the head's weight is the embedding's.
-        num_layers: of the model. Two would each have a slot to themselves.
+        num_layers: number of the model's layers. Two would each have a slot to themselves.
     """
 
     settings: tuple[str, ...]
@@ -101,11 +101,11 @@ SHARED_CASES = {
         ),
     }.items()
 }
-"""For virtual GPUs alone: one of two processes, whose updates in backward are on FSDP2's stream of reductions."""
+"""Cases for virtual GPUs only: one of two processes, whose updates in backward are on FSDP2's reduction stream."""
 
 
 def make_model(folder: Path, case: CopyCase) -> Path:
-    """A folder with a Llama's config."""
+    """Write a Llama's config; return its folder."""
     path = folder / f"model-{case.num_layers}-{'tied' if case.is_tied else 'untied'}"
     AutoConfig.for_model(
         "llama",
@@ -126,7 +126,7 @@ def make_model(folder: Path, case: CopyCase) -> Path:
 
 @contextlib.contextmanager
 def in_small_pieces() -> Iterator[None]:
-    """Let tensors as small as these be cut as large ones are."""
+    """Split tensors as small as these like large ones."""
     with (
         mock.patch.object(copy_engine, "STAGING_BYTES", 1024),
         mock.patch.object(chunked_optimizer, "CPU_CHUNK_ELEMENTS", 2048),
@@ -138,7 +138,7 @@ def in_small_pieces() -> Iterator[None]:
 
 
 def build(case: CopyCase, folder: Path, disk_folder: Path) -> Session:
-    """The case's session, with random weights that are the same each time."""
+    """Build the case's session, with random weights that are the same each time."""
     model = make_model(folder, case)
     recipe = load_recipe(
         None,
@@ -163,7 +163,7 @@ def build(case: CopyCase, folder: Path, disk_folder: Path) -> Session:
 
 
 def batch(seed: int, num_tokens: int = 12) -> Batch:
-    """Two rows of random tokens, so many each."""
+    """Return two rows of random tokens, with this many each."""
     ids_BT = torch.randint(3, VOCABULARY, (2, num_tokens), generator=torch.Generator().manual_seed(seed))
     labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
     return Batch(
@@ -177,19 +177,19 @@ def batch(seed: int, num_tokens: int = 12) -> Batch:
 
 
 def steady(case: CopyCase) -> CopyCase:
-    """The same with as few operators as show each ordering: two layers for each slot, and few tiles."""
+    """Return the case with the fewest operators that show each ordering: two layers for each slot, and few tiles."""
     fewer = {"tiling.mlp=8": "tiling.mlp=2", "tiling.head=8": "tiling.head=4"}
     settings = tuple(fewer.get(setting, setting) for setting in case.settings)
     return dataclasses.replace(case, settings=settings, num_layers=4)
 
 
 def step(session: Session, number: int) -> float:
-    """One step; its loss."""
+    """Take one step; return its loss."""
     return train_step(session, [batch(2 * number), batch(2 * number + 1)]).loss
 
 
 def evaluate(session: Session) -> float:
-    """The loss on other rows, as ``training.evaluation`` computes it."""
+    """Return the loss on other rows, as ``training.evaluation`` computes it."""
     session.techniques.flush()
     session.model.eval()
     loss_sum, _ = evaluation_loss(session, [batch(100)])
@@ -198,7 +198,7 @@ def evaluate(session: Session) -> float:
 
 
 def read_all(session: Session) -> dict[str, Tensor]:
-    """Every weight and all of the optimizer's state, as a checkpoint reads them."""
+    """Return every weight and all of the optimizer's state, as a checkpoint reads them."""
     tensors = {}
     with session.techniques.at_rest():
         for name, parameter in session.unwrapped_model.named_parameters():
@@ -210,7 +210,7 @@ def read_all(session: Session) -> dict[str, Tensor]:
 
 
 def write_all(session: Session) -> None:
-    """Set every weight and all state, as a checkpoint's loading does: trained weights to half of what they are."""
+    """Set every weight and all state, as loading a checkpoint does: trained weights to half of their values."""
     with session.techniques.at_rest(), torch.no_grad():
         for parameter in session.unwrapped_model.parameters():
             parameter.copy_(parameter / 2 if parameter.requires_grad else parameter.clone())
@@ -221,14 +221,14 @@ def write_all(session: Session) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run comes to: losses of steps and evaluations, and all that a checkpoint would hold."""
+    """Results of a run: losses of steps and evaluations, and all that a checkpoint would hold."""
 
     losses: list[float]
     tensors: dict[str, Tensor]
 
 
 def outcome_of(session: Session) -> Outcome:
-    """Steps, an evaluation and a checkpoint between steps; then the session is closed."""
+    """Take steps, evaluate and save between steps, then close the session; return the outcome."""
     losses = [step(session, 0), step(session, 1), evaluate(session)]
     saved = read_all(session)
     write_all(session)

@@ -1,4 +1,4 @@
-"""What to run on a CPU: every family with every way to train it, or few runs that show every pair of them."""
+"""Runs for a CPU: every family with every way to train it, or few runs that show every pair of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ground_truth.families import FAMILIES
 from lowmem_ft.optimizers.table import OPTIMIZERS
 
 Choice = tuple[str, ...]
-"""Settings as they are typed; the model's folder is left to whoever runs them."""
+"""Settings as a user types them; the caller adds the model's folder."""
 
 FACTORS: dict[str, dict[str, Choice]] = {
     "family": {name: (f"model={name}",) for name in FAMILIES},
@@ -57,25 +57,26 @@ Levels = Mapping[str, str]
 
 
 def overrides_of(levels: Levels) -> Choice:
-    """The settings of one run."""
+    """Return the settings of one run."""
     return (*ALWAYS, *itertools.chain.from_iterable(FACTORS[f][level] for f, level in levels.items()))
 
 
 def name_of(levels: Levels) -> str:
-    """The choices in a row, which name a run."""
+    """Return the choices in a row, which name a run."""
     return " ".join(levels.values())
 
 
 def is_possible(levels: Levels) -> bool:
-    """Whether the family can train so: Gemma 2 caps the attention's scores, for which torch's sdpa has no place."""
+    """Return whether the family can train so: Gemma 2 caps attention scores, which torch's sdpa does not support."""
     return not (levels.get("family") == "gemma2" and levels.get("attention") == "sdpa")
 
 
 def covering(seed: int = 0) -> list[Levels]:
-    """Few runs in which any two choices of different factors meet at least once.
+    """Return few runs in which any two choices of different factors meet at least once.
 
-    Greedy: each run begins with a pair that is still to come, and takes for each further factor the choice that meets
-    most such pairs.
+    Greedy: each run begins with a pair that no run has yet, and takes for each further factor the choice that meets
+        most
+    such pairs.
     """
     generator = random.Random(seed)
     missing = {frozenset(pair) for pair in _pairs(_items(FACTORS)) if is_possible(dict(pair))}
@@ -92,7 +93,7 @@ def covering(seed: int = 0) -> list[Levels]:
 
 
 def sample(count: int, seed: int) -> list[Levels]:
-    """Runs drawn from the full product, each once."""
+    """Draw distinct runs from the full product."""
     generator = random.Random(seed)
     drawn: dict[str, Levels] = {}
     while len(drawn) < count:

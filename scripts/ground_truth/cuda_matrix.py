@@ -1,7 +1,7 @@
-"""What to run on a CUDA device of 80 GB or more: from 0.1B to 8B, with random weights of the catalogue's architectures.
+"""Runs for a CUDA device of 80 GB or more: from 0.1B to 8B, with random weights of the catalogue's architectures.
 
-The first rows tell most: one model on which everything else is switched, one thing at a time. Sizes follow, then longer
-rows, then what takes longest to load.
+The first rows are the most informative: one model, with everything else varied one thing at a time. Sizes follow, then
+longer rows, then the models that take longest to load.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ llama-3.1-8b    4x512   bf16           lion               recomputed  plain    s
 
 
 def cuda_rows() -> dict[str, Choice]:
-    """The settings of each run by its name, in the order in which to run them."""
+    """Return the settings of each run by its name, in the order in which to run them."""
     return {" ".join(line.split()): _overrides(*line.split()) for line in _ROWS.strip().splitlines()}
 
 

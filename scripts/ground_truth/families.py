@@ -1,7 +1,7 @@
-"""Tiny models of every family that the estimator is held to: the architecture's own code at a size for a CPU.
+"""Tiny models of every family that the estimator is tested on: the architecture's own code at a size for a CPU.
 
 Heads share keys and values, windows are shorter than the rows, vocabularies are no round number, and layers differ
-where they do in the family: what a large model of it does, the tiny one does too.
+where they differ in the family: the tiny model has every behaviour of a large one.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {**_GROUPED, **_EXPERTS, "head_dim": 32, "num_experts": 4, "moe_intermediate_size": 48},
     "mixtral": {**_GROUPED, **_EXPERTS, "num_local_experts": 4},
 }
-"""The fields of each config; the family's name is its model type where no other is given."""
+"""Fields of each config; the family's name is its model type unless another is given."""
 
 
 def write_families(folder: Path) -> None:

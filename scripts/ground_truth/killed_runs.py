@@ -1,7 +1,7 @@
-"""Runs of several processes that share a model, one of which is killed at a random moment, beside runs that are not.
+"""Runs of several processes that share a model, of which one is killed at a random moment, and undisturbed runs.
 
-A launch is torchrun's, or its agent alone with processes that are forks of this one, which has imported everything:
-a tenth of the time. What a run has ended with is compared bit for bit.
+A launch is torchrun's, or its agent alone with processes forked from this one, which has imported everything: that
+takes a tenth of the time. The results of runs are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-import accelerate  # noqa: F401 what every process of a run needs
+import accelerate  # noqa: F401 every process of a run needs it
 import datasets  # noqa: F401
 import psutil
 import torch
@@ -35,7 +35,7 @@ from lowmem_ft.cli.commands.train import main
 FINETUNE = Path(__file__).parents[1] / "finetune.py"
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 12, 3, 2
 LIMIT_SECONDS = 1800.0
-"""Ends a launch that hangs, not one on a busy machine; how long each took is told, and no problem."""
+"""Ends a launch that hangs, not one on a busy machine; the time of each is reported, but is not a problem."""
 POLL_SECONDS = 0.002
 
 SETTINGS = (
@@ -52,14 +52,14 @@ RESUMED = "training.resume_from_checkpoint=auto"
 
 Phase = str
 WEIGHTS: dict[Phase, int] = {"start": 2, "step": 3, "evaluation": 3, "save": 4, "end": 1}
-"""How often each is drawn, where it is still to come."""
+"""Relative frequency with which each is drawn, if it is still to come."""
 
 
 Found = TypeVar("Found")
 
 
 class Kind(NamedTuple):
-    """A run that can be killed: its name, its processes, and what it has beside :data:`SETTINGS`."""
+    """A run that can be killed: its name, its number of processes, and its settings in addition to :data:`SETTINGS`."""
 
     name: str
     num_processes: int
@@ -84,13 +84,13 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Moment:
-    """When which process is killed.
+    """The moment at which a process is killed.
 
     Args:
-        rank: of the process.
-        phase: what the run is doing.
-        step: the optimizer step that it belongs to; 0: of ``start`` and ``end``.
-        delay_seconds: from the first sign of it.
+        rank: rank of the process.
+        phase: the run's phase.
+        step: the optimizer step that the phase belongs to; 0 for ``start`` and ``end``.
+        delay_seconds: seconds after the phase's first sign.
     """
 
     rank: int
@@ -99,20 +99,20 @@ class Moment:
     delay_seconds: float
 
     def __str__(self) -> str:
-        """``rank 1 in save 6 + 0.012 s``."""
+        """Return text such as ``rank 1 in save 6 + 0.012 s``."""
         return f"rank {self.rank} in {self.phase} {self.step or ''} + {self.delay_seconds:.3f} s"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a launch came to its end.
+    """The end of a launch.
 
     Args:
-        code: the launcher's.
+        code: the launcher's exit code.
         was_killed: whether one of its processes was killed before.
         seconds: from the kill to the end, or from the beginning.
-        num_left: processes that were still there when the launcher had ended.
-        said: what it printed.
+        num_left: processes that still existed when the launcher had ended.
+        said: its output.
     """
 
     code: int
@@ -123,19 +123,19 @@ class Ended:
 
 
 class KilledRuns:
-    """Kills and goes on, and keeps what it finds; whole runs are made once for each kind.
+    """Kills and resumes runs, and collects problems; makes one whole run for each kind.
 
     Args:
         folder: for runs and the logs of their launches.
-        draw: of the seed.
-        report: told a line for each launch.
+        draw: random numbers from the seed.
+        report: called with a line for each launch.
         by_torchrun: whether each launch is a fresh torchrun.
     """
 
     def __init__(
         self, folder: Path, draw: random.Random, report: Callable[[str], None], *, by_torchrun: bool
     ) -> None:
-        gc.freeze()  # or each collection in a fork would copy all that was imported
+        gc.freeze()  # or each collection in a fork would copy all imported objects
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
         self.problems: list[str] = []
@@ -150,11 +150,11 @@ class KilledRuns:
 
     @property
     def num_kills(self) -> int:
-        """So far."""
+        """Number of kills so far."""
         return len(self.phases)
 
     def kill_and_go_on(self, kind: Kind, *, most_kills: int) -> None:
-        """One run: killed up to three times, then not any more."""
+        """Make one run: killed up to three times, then left to finish."""
         whole = self._whole_run(kind)
         run = self.folder / f"run-{self.num_runs}"
         self.num_runs += 1
@@ -198,13 +198,13 @@ class KilledRuns:
 
 
 def random_moment(draw: random.Random, kind: Kind, run: Path, whole_seconds: float) -> Moment:
-    """A moment of a launch that goes on from what the run folder holds.
+    """Draw a moment of a launch that resumes from what the run folder holds.
 
     Args:
-        draw: of the seed.
-        kind: of run.
+        draw: random numbers from the seed.
+        kind: kind of the run.
         run: its folder.
-        whole_seconds: a launch takes that is not killed.
+        whole_seconds: seconds of an undisturbed launch.
     """
     begun = max((_step_of(folder) for folder in run.glob("checkpoint-*[0-9]")), default=0)
     ahead = range(begun + 1, NUM_STEPS + 1)
@@ -226,7 +226,7 @@ def random_moment(draw: random.Random, kind: Kind, run: Path, whole_seconds: flo
 def launch(
     kind: Kind, run: Path, log: Path, moment: Moment | None, *settings: str, by_torchrun: bool = False
 ) -> Ended:
-    """Start a run, or go on with one, and kill one of its processes at a moment; None: at none.
+    """Start or resume a run, and kill one of its processes at a moment; None: kill no process.
 
     Raises:
         psutil.TimeoutExpired: if it does not end.
@@ -286,7 +286,7 @@ def _start(arguments: list[str], num_processes: int, log: Path, *, by_torchrun: 
 
 
 def _train(*arguments: str) -> None:
-    """One process of a launch; the agent's answer to SIGTERM is not its own."""
+    """Run one process of a launch; it must not inherit the agent's handler of SIGTERM."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if code := main(arguments):
@@ -294,7 +294,7 @@ def _train(*arguments: str) -> None:
 
 
 def problem_with_kill(ended: Ended) -> str | None:
-    """What is wrong with the way in which a launch ended whose process was killed; None: nothing."""
+    """Return what is wrong with the end of a launch after a kill; None if nothing is."""
     if ended.code == 0:
         return "the launch succeeded though one of its processes was killed"
     if ended.num_left:
@@ -305,7 +305,7 @@ def problem_with_kill(ended: Ended) -> str | None:
 
 
 def difference(whole: Path, run: Path) -> str | None:
-    """What differs at the end of two runs: losses, norms, weights, state, files; None: not a bit."""
+    """Return the difference between the ends of two runs: losses, norms, weights, state, files; None if not a bit."""
     if (expected := _records(whole)) != (found := _records(run)):
         step = next((one for one in zip(expected, found, strict=False) if one[0] != one[1]), "their number")
         return f"metrics.jsonl: {step}"
@@ -322,12 +322,12 @@ def difference(whole: Path, run: Path) -> str | None:
 
 
 def left_behind(run: Path) -> str:
-    """What a killed launch has not come to the end of."""
+    """Return the names of folders that a killed launch has not finished."""
     return ", ".join(sorted(path.name for path in run.glob("*.incomplete")))
 
 
 def _records(run: Path) -> list[tuple[object, ...]]:
-    """What is the same in two runs."""
+    """Return the values that must be the same in two runs."""
     keys = ("step", "epoch", "loss", "eval_loss", "learning_rate", "grad_norm", "tokens", "skipped_steps")
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
     kept = [record for record in records if "loss" in record or "eval_loss" in record]
@@ -343,7 +343,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def _has_come(moment: Moment, run: Path, log: Path) -> bool:
-    """Whether there is a first sign of it in what the launch has written."""
+    """Return whether the launch's output shows the first sign of a moment's phase."""
     if moment.phase == "start":
         return True
     if moment.phase == "end":
@@ -354,7 +354,7 @@ def _has_come(moment: Moment, run: Path, log: Path) -> bool:
 
 
 def _processes(launcher: psutil.Process, kind: Kind) -> list[psutil.Process]:
-    """Those of a launch in the order of their ranks, once all are there."""
+    """Return the processes of a launch in the order of their ranks, once all exist; empty before."""
     with contextlib.suppress(psutil.NoSuchProcess):
         found = sorted(launcher.children(), key=lambda process: process.pid)
         return found if len(found) == kind.num_processes else []
@@ -362,7 +362,7 @@ def _processes(launcher: psutil.Process, kind: Kind) -> list[psutil.Process]:
 
 
 def _wait_for(launcher: psutil.Process, look: Callable[[], Found]) -> Found | None:
-    """What a look finds, as soon as it finds anything; None: the launch has ended before, or takes too long."""
+    """Return what ``look`` finds, as soon as it finds anything; None if the launch ends before, or takes too long."""
     deadline = time.monotonic() + LIMIT_SECONDS
     while _is_alive(launcher) and time.monotonic() < deadline:
         if found := look():

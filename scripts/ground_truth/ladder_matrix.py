@@ -1,8 +1,8 @@
-"""Every technique of the memory ladder with every other: few runs in which any two choices that go together meet.
+"""Every technique of the memory ladder with every other: few runs in which any two compatible choices meet.
 
-What an optimizer can do is read from its row, and what a technique asks of checkpointing from its knob. What else does
-not go together is said twice: by the recipe's own rules (``recipe/rules/conflicts.py``), which refuse it, and here by
-``NEEDS``, which steers the search. A test holds the two against each other.
+The capabilities of an optimizer come from its row, and a technique's needs of checkpointing from its knob. Other
+incompatibilities are listed twice: by the recipe's own rules (``recipe/rules/conflicts.py``), which refuse them, and
+here by ``NEEDS``, which steers the search. A test compares the two.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ FACTORS: dict[str, dict[str, Choice]] = {
 }
 
 Needs = tuple[str, str, Mapping[str, set[str]]]
-"""A factor, one of its choices, and what that asks of other factors."""
+"""A factor, one of its choices, and the choices of other factors that it needs."""
 
 
 def _optimizers(capability: Capability) -> dict[str, set[str]]:
@@ -81,7 +81,7 @@ def _optimizers(capability: Capability) -> dict[str, set[str]]:
 
 
 def _checkpointing(need: Checkpointed) -> dict[str, set[str]]:
-    """The choices of checkpointing that do for a need."""
+    """Return the choices of checkpointing that satisfy a need."""
     levels: tuple[Checkpointed, ...] = get_args(Checkpointed)
     enough = levels[levels.index(need) :]
     configs = {
@@ -92,7 +92,7 @@ def _checkpointing(need: Checkpointed) -> dict[str, set[str]]:
 
 
 def effects_of(settings: Choice) -> Iterator[Effect]:
-    """What comes with each of the settings, by its knob."""
+    """Yield the effect of each of the settings, by its knob."""
     for group, values in parse_overrides(settings)[0].items():
         yield from (recipe_keys()[f"{group}.{name}"].effect_of(value) for name, value in values.items())
 
@@ -115,7 +115,7 @@ NEEDS: tuple[Needs, ...] = (
         for master in ("split16", "split24", "stochastic_rounding", "none")
     ),
 )
-"""What a choice asks of other factors, whatever else is chosen."""
+"""Needs of a choice, whatever else is chosen."""
 
 _STREAMED: dict[str, set[str]] = {
     **_checkpointing("every layer"),
@@ -124,27 +124,27 @@ _STREAMED: dict[str, set[str]] = {
     "optimizer_home": {"host"},
     "window": {"one", "three-vertical"},
 }
-"""What streamed weights ask of other factors, if they are trained."""
+"""Needs of streamed weights, if they are trained."""
 
 NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
     (
         "checkpointing",
         "selective",
         "gemma2",
-    ),  # caps its attention's scores, for which torch's sdpa has no place
+    ),  # caps attention scores, which torch's sdpa does not support
     ("adapter", "dora", "qwen3_moe"),  # PEFT has no DoRA for experts that are one tensor
 }
-"""Choices that only the model refuses, when it is there."""
+"""Choices that only the model refuses, once it is loaded."""
 
 KEEPS_EVERY_BIT = ("update", "optimizer_home", "parameters", "activations", "checkpointing")
-"""Factors that change where bytes lie and when they are computed, and no number."""
+"""Factors that change where bytes are stored and when they are computed, but no number."""
 
 CHANGES_THE_ORDER_OF_SUMS = ("window", "loss", "mlp")
 """Factors that add the same numbers in another order."""
 
 
 def is_possible(levels: Levels) -> bool:
-    """Whether recipe and model allow these choices, all of them or some."""
+    """Return whether recipe and model allow these choices, all of them or some."""
     return is_allowed(levels) and not any(
         levels.get(factor) == choice and levels.get("family") == family
         for factor, choice, family in NOT_WITH_FAMILY
@@ -152,7 +152,7 @@ def is_possible(levels: Levels) -> bool:
 
 
 def is_allowed(levels: Levels) -> bool:
-    """Whether the recipe's rules allow these choices."""
+    """Return whether the recipe's rules allow these choices."""
     for factor, choice, needed in NEEDS:
         if levels.get(factor) == choice and any(
             other in levels and levels[other] not in allowed for other, allowed in needed.items()
@@ -162,14 +162,14 @@ def is_allowed(levels: Levels) -> bool:
 
 
 def _streaming_is_possible(levels: Levels) -> bool:
-    """A frozen base asks for nothing."""
+    """Check the needs of streamed weights; a frozen base has none."""
     if levels.get("parameters", "device") == "device" or levels.get("adapter") != "none":
         return True
     return all(factor not in levels or levels[factor] in allowed for factor, allowed in _STREAMED.items())
 
 
 def plain(levels: Levels) -> Levels:
-    """The same mathematics without any technique that only moves bytes or reorders sums."""
+    """Return the same mathematics without any technique that only moves bytes or reorders sums."""
     first = {factor: next(iter(choices)) for factor, choices in FACTORS.items()}
     replaced = {*KEEPS_EVERY_BIT, *CHANGES_THE_ORDER_OF_SUMS}
     result = {factor: first[factor] if factor in replaced else level for factor, level in levels.items()}
@@ -177,7 +177,7 @@ def plain(levels: Levels) -> Levels:
 
 
 def overrides_of(levels: Levels) -> Choice:
-    """The settings of one run."""
+    """Return the settings of one run."""
     always = (
         "model.weights=random",
         "training.use_cpu=true",
@@ -188,15 +188,15 @@ def overrides_of(levels: Levels) -> Choice:
 
 
 def random_levels(generator: random.Random) -> Levels:
-    """A choice of each factor, whether they go together or not."""
+    """Draw a choice of each factor, whether they are compatible or not."""
     return {factor: generator.choice(list(choices)) for factor, choices in FACTORS.items()}
 
 
 def covering(seed: int = 0) -> tuple[list[Levels], list[Mapping[str, str]]]:
-    """Runs in which any two choices that go together meet at least once.
+    """Return runs in which any two compatible choices meet at least once.
 
     Args:
-        seed: another one finds other runs.
+        seed: another seed finds other runs.
 
     Returns:
         The runs, and the pairs for which no run was found.
@@ -219,7 +219,7 @@ def covering(seed: int = 0) -> tuple[list[Levels], list[Mapping[str, str]]]:
 
 
 def _completed(levels: dict[str, str], generator: random.Random) -> dict[str, str] | None:
-    """The other factors filled in at random, in a random order; None at a dead end."""
+    """Fill in the other factors at random, in a random order; None at a dead end."""
     for factor in generator.sample(list(FACTORS), len(FACTORS)):
         if factor not in levels:
             allowed = [choice for choice in FACTORS[factor] if is_possible({**levels, factor: choice})]

@@ -1,4 +1,4 @@
-"""Real runs of the memory ladder on a CPU, to hold one against another."""
+"""Real runs of the memory ladder on a CPU, for comparison with one another."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ NUM_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """What the rows of a run hold.
+    """The rows of a run.
 
     Args:
-        seed: of their tokens.
-        vocabulary: how many tokens there are.
+        seed: seed of their tokens.
+        vocabulary: number of tokens in the vocabulary.
         any_length: whether each micro-batch has a length of its own; packed rows are full.
-        labels: in the second step's window: as in the others; none in one micro-batch; one alone; none at all.
+        labels: labels in the second step's window: as in the others; none in one micro-batch; one alone; none at all.
     """
 
     seed: int = 0
@@ -42,11 +42,11 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a run.
+    """Results of a run.
 
     Args:
-        losses: of each step, and then of the trained model on other rows.
-        weights: the floating ones of the trained model, by name.
+        losses: loss of each step, and then of the trained model on other rows.
+        weights: the floating-point weights of the trained model, by name.
     """
 
     losses: list[float]
@@ -54,12 +54,12 @@ class Outcome:
 
 
 def outcome_of(recipe: Recipe, folder: Path, rows: Rows | None = None) -> Outcome:
-    """Train a few steps, evaluate, and take every technique off again.
+    """Train a few steps, evaluate, and remove every technique again.
 
     Args:
-        recipe: on the CPU, with random weights.
+        recipe: a recipe on the CPU, with random weights.
         folder: for the run's files.
-        rows: what it trains on.
+        rows: the rows to train on.
     """
     rows = rows or Rows()
     runtime = AccelerateRuntime.create(recipe.training, folder)
@@ -85,10 +85,10 @@ def outcome_of(recipe: Recipe, folder: Path, rows: Rows | None = None) -> Outcom
 
 
 def tolerance(levels: Levels) -> float:
-    """Relative, of a loss: none where no number changes, else some roundings of what is computed with."""
+    """Return the relative tolerance of a loss: 0 if no number changes, else a few roundings of the computing type."""
     same = plain(levels)
     changed = {factor for factor in levels if levels[factor] != same[factor]}
-    # Squares of gradients are summed in another order, and so the clip's coefficient may differ in its last bit.
+    # Squares of gradients are summed in another order, so the clip's coefficient may differ in its last bit.
     clips_in_backward = levels["update"] == "in_backward" and levels["clipping"] == "clipped"
     if changed.isdisjoint(CHANGES_THE_ORDER_OF_SUMS) and not clips_in_backward:
         return 0.0
@@ -106,7 +106,7 @@ def _window(recipe: Recipe, rows: Rows, generator: torch.Generator, step: int) -
 
 
 def _batch(recipe: Recipe, rows: Rows, generator: torch.Generator) -> Batch:
-    """Rows of which some begin with tokens without a label or, packed, hold several documents."""
+    """Return rows of which some begin with tokens without a label or, packed, hold several documents."""
     num_rows, length = recipe.training.per_device_train_batch_size, recipe.data.max_length
     assert length is not None, "the matrix sets it"
     if rows.any_length and not recipe.data.packing:
@@ -134,7 +134,7 @@ def _below(limit: int, generator: torch.Generator, least: int = 1) -> int:
 
 
 def _with_labels(batch: Batch, num_label_tokens: int) -> Batch:
-    """The batch with that many labels, at the end of its last row."""
+    """Return the batch with that many labels, at the end of its last row."""
     labels_BT = torch.full_like(batch.labels_BT, -100)
     labels_BT[-1, labels_BT.shape[1] - num_label_tokens :] = 7
     return Batch(

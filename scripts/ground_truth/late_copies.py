@@ -1,16 +1,16 @@
 """A stand-in for a CUDA device in this machine's own memory, whose copies come as late as their events allow.
 
-On a CPU every copy is done when the call returns, so that a missing wait changes no number. :func:`late_copies` gives
-``CopyEngine`` and its callers, unchanged, a device module with streams, events and pinned memory as CUDA's are ordered:
+On a CPU every copy is done when the call returns, so a missing wait changes no number. :func:`late_copies` gives
+``CopyEngine`` and its callers, unchanged, a device module with streams, events and pinned memory ordered as CUDA's are:
 
-- *late*: a copy runs when somebody waits for an event behind it, and not before; *random*: some time before that. What
-  read or wrote too early has other numbers then. Copies hold their tensors weakly, as CUDA's do.
-- Computing is done at once, and before it the copies that its stream was told to wait for, so that numbers do not show
-  what should have waited for *it*. Therefore every operator's reads and writes of memory are also held against the
-  order that events make (``virtual_gpu/races``), which sees each missing one in a single run, whatever came first.
+- *late*: a copy runs when an agent waits for an event behind it, and not before; *random*: some time before that. Code
+  that read or wrote too early gets other numbers then. Copies hold their tensors weakly, as CUDA's do.
+- Compute runs at once, preceded by the copies that its stream was to wait for, so numbers do not show what should have
+  waited for *it*. Therefore every operator's reads and writes of memory are also checked against the order that events
+  make (``virtual_gpu/races``), which finds each missing one in a single run, whatever came first.
 
 Host memory is what :class:`HostMemory` hands out and what is allocated pinned; all other tensors count as the device's.
-A number that the host asks of the device (``item``) orders nothing here: no copy may rely on somebody's looking.
+A number that the host requests from the device (``item``) orders nothing here: no copy may rely on such a read.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, HappensBef
 aten = torch.ops.aten
 
 When = Literal["at once", "late", "random"]
-"""When a copy is made; races are found in each."""
+"""The time of a copy; races are found in each mode."""
 
 DEVICE = torch.device("cpu")
 
@@ -60,9 +60,9 @@ def late_copies(when: When, *, pins: bool = True, seed: int = 0) -> Iterator[Lat
     """Let a CPU stand in for a device with copies of its own, in a ``with`` block.
 
     Args:
-        when: copies are made.
+        when: when copies are made.
         pins: whether the driver pins memory; if not, all is pageable and goes through staging buffers.
-        seed: of the random moments.
+        seed: seed of the random moments.
 
     Yields:
         The device. Its ``races`` are complete after ``synchronize``.
@@ -87,8 +87,8 @@ class LateDevice(TorchDispatchMode):
 
     Attributes:
         order: judges what is ordered.
-        host: which memory is the host's.
-        num_copies: made on a stream of their own.
+        host: the ranges of host memory.
+        num_copies: number of copies on a stream of their own.
     """
 
     def __init__(self, when: When, *, pins: bool = True, seed: int = 0) -> None:
@@ -104,18 +104,18 @@ class LateDevice(TorchDispatchMode):
 
     @property
     def races(self) -> list[str]:
-        """What is not ordered, each once."""
+        """Accesses that nothing orders, each once."""
         return list(dict.fromkeys([*map(str, self.order.conflicts), *self._lost]))
 
     def forget(self) -> None:
-        """Begin anew: all that was given is done, and nothing was found."""
+        """Start afresh: finish all work, and drop all findings."""
         self.synchronize(DEVICE)
         self.order.conflicts.clear()
         self._lost.clear()
 
     @contextlib.contextmanager
     def standing_in(self) -> Iterator[None]:
-        """Be the device, in a ``with`` block; what was built in one can go on in another."""
+        """Act as the device, in a ``with`` block; objects built in one block can be used in another."""
         allocate = HostMemory.allocate
 
         def allocate_on_host(memory: HostMemory, *args: Any, **kwargs: Any) -> Tensor:
@@ -139,14 +139,14 @@ class LateDevice(TorchDispatchMode):
                 self.synchronize(DEVICE)
 
     def is_apart(self, tensor: Tensor, device: torch.device) -> bool:
-        """Stands in for :func:`lowmem_ft.foundation.devices.is_apart`."""
+        """Replace :func:`lowmem_ft.foundation.devices.is_apart`."""
         _check(device)
         return self.host.find(tensor.data_ptr()) is not None
 
     # --- the device's module, as torch.cuda is --------------------------------------------------------------------
 
     def module_of(self, device: torch.device | str | None = None) -> Any:
-        """Stands in for ``torch.get_device_module``."""
+        """Replace ``torch.get_device_module``."""
         return self if device is not None and torch.device(device) == DEVICE else _module_of(device)
 
     def Stream(self, device: torch.device) -> Stream:
@@ -177,7 +177,7 @@ class LateDevice(TorchDispatchMode):
             stream.synchronize()
 
     def cudart(self) -> Any:
-        """The driver's part: pinning."""
+        """Return the driver's part: pinning."""
 
         def register(pointer: int, num_bytes: int, flags: int) -> int:
             if self._pins:
@@ -259,7 +259,7 @@ class LateDevice(TorchDispatchMode):
         return copy
 
     def _handle(self, tensor: Tensor) -> Callable[[], Tensor | None]:
-        """Finds a tensor again if its memory is still there, which this does not hold."""
+        """Return a function that finds a tensor again if its memory still exists, without holding the memory."""
         dtype, shape, stride, offset = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
         found = self.host.find(tensor.data_ptr())
         if found is None:
@@ -278,7 +278,7 @@ class LateDevice(TorchDispatchMode):
         assert tensor.is_contiguous(), "host memory is copied as it lies"
 
         def on_host() -> Tensor | None:
-            """By its address: pinned pages are there until the driver lets them go, which is after their storage."""
+            """Find by address: pinned pages exist until the driver lets them go, which is after their storage."""
             if self.host.find(address) != found:
                 return None
             return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=dtype).view(
@@ -304,7 +304,7 @@ class LateDevice(TorchDispatchMode):
                     self._touch_where_it_is(tensor, writes=is_written, what=func._opname)
 
     def _touch_results(self, func: Any, result: Any) -> None:
-        """New memory: of what was freed before in the order of the current stream, to whose pool it goes back."""
+        """Record new memory: freed before in the order of the current stream, to whose pool it returns."""
         for tensor in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(tensor, Tensor) and self._memory_of(tensor.untyped_storage()) is None:
                 storage: Any = tensor.untyped_storage()
@@ -344,7 +344,7 @@ _WRITTEN: dict[Any, frozenset[int | str]] = {}
 
 
 def _written_arguments(func: Any) -> frozenset[int | str]:
-    """Positions and names of the arguments that an operator writes to."""
+    """Return positions and names of the arguments that an operator writes to."""
     if func not in _WRITTEN:
         arguments = func._schema.arguments
         written = [
@@ -355,7 +355,7 @@ def _written_arguments(func: Any) -> frozenset[int | str]:
 
 
 def _place() -> str:
-    """The line of the package that a copy comes from, the engine's callers before the engine."""
+    """Return the line of the package that a copy comes from, preferring callers of the engine to the engine."""
     frame: FrameType | None = sys._getframe(2)
     lines: list[str] = []
     while frame is not None and len(lines) < 4:

@@ -14,7 +14,7 @@ from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, Clock, Hap
 
 @dataclass(eq=False)
 class Stream:
-    """Work in its order, which is done when somebody waits for it; that of the computing stream is done at once."""
+    """Work in its order, which runs when an agent waits for it; that of the compute stream runs at once."""
 
     order: HappensBefore
     agent: int
@@ -35,17 +35,17 @@ class Stream:
         self.record_event().synchronize()
 
     def give(self, work: Callable[[], None]) -> None:
-        """Add work; computing is done at once."""
+        """Add work; compute runs at once."""
         self.waiting.append(work)
         if self.agent == COMPUTE:
             self.catch_up()
 
     def catch_up(self) -> None:
-        """Do all that was ever given."""
+        """Run all work added so far."""
         self.run(len(self.waiting))
 
     def run(self, up_to: int) -> None:
-        """Do the first so many of all that was ever given."""
+        """Run the first ``up_to`` items of all work ever added."""
         while self.num_done < up_to:
             work, self.waiting[self.num_done] = self.waiting[self.num_done], None
             self.num_done += 1
@@ -62,7 +62,7 @@ class Event:
     clock: Clock
 
     def happen(self) -> None:
-        """Do the work before it."""
+        """Run the work before this point."""
         self.stream.run(self.num_before)
 
     def synchronize(self) -> None:
@@ -73,7 +73,7 @@ class Event:
 
 @dataclass(eq=False)
 class Range:
-    """Addresses of the host's that were allocated together."""
+    """Host addresses that were allocated together."""
 
     stop: int
     is_pinned: bool
@@ -81,7 +81,7 @@ class Range:
 
 
 class HostRanges:
-    """Which addresses are the host's."""
+    """The ranges of addresses that are the host's."""
 
     def __init__(self, order: HappensBefore) -> None:
         self._order = order
@@ -89,14 +89,14 @@ class HostRanges:
         self._ranges: dict[int, Range] = {}
 
     def add(self, tensor: Tensor, *, is_pinned: bool = False) -> None:
-        """Memory of the host until its storage goes; what the driver has pinned is known already."""
+        """Register memory of the host until its storage is freed; memory that the driver has pinned is known."""
         storage = tensor.untyped_storage()
         if storage.nbytes() and self.find(storage.data_ptr()) is None:
             self.add_range(storage.data_ptr(), storage.nbytes(), is_pinned=is_pinned)
             weakref.finalize(storage, self.remove, storage.data_ptr()).atexit = False
 
     def add_range(self, start: int, num_bytes: int, *, is_pinned: bool) -> None:
-        """Memory of the host until it is removed."""
+        """Register memory of the host until it is removed."""
         assert self.find(start) is None, "registered twice"
         bisect.insort(self._starts, start)
         self._ranges[start] = Range(start + num_bytes, is_pinned, Memory(self._order))
@@ -107,7 +107,7 @@ class HostRanges:
         del self._ranges[start]
 
     def find(self, address: int) -> tuple[int, Range] | None:
-        """Where the range begins that an address lies in, and the range."""
+        """Return the start of the range that contains an address, and the range."""
         index = bisect.bisect_right(self._starts, address) - 1
         if index < 0 or address >= self._ranges[self._starts[index]].stop:
             return None

@@ -1,8 +1,8 @@
-"""Every ordering in the source, so that each can be left out in turn to see whether anything notices.
+"""Every ordering in the source, so that each can be left out in turn to see whether any check notices.
 
-What counts is read from the source, so that a new wait is found the day it is written: calls that wait, each event that
-a copy is told to come after, the same where nothing is said and all computing so far is meant, each event that is kept
-for somebody to wait for later, and each source that is held while it is copied.
+The list is read from the source, so that a new wait is found the day it is written: calls that wait, each event that a
+copy must come after, the default if a copy names none and comes after all compute so far, each event that is kept for a
+later wait, and each source that is held while it is copied.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = (
     "lowmem_ft.techniques.update_overlap",
     "lowmem_ft.training.session",
 )
-"""Where copies are ordered: a test looks for others that use the engine."""
+"""Modules that order copies: a test looks for others that use the engine."""
 
 _WAITS = (
     "wait",
@@ -49,13 +49,13 @@ _NAMES_OF_EVENTS = ("end", "arrived", "written")
 
 @dataclass(frozen=True)
 class Ordering:
-    """One of them.
+    """One ordering.
 
     Args:
-        module: where it is.
-        function: in which, as ``Class.function``.
-        what: is left out, in words; unlike any other of the function.
-        number: among those of the module.
+        module: its module.
+        function: its function, as ``Class.function``.
+        what: what is left out, in words; unique within the function.
+        number: its index among those of the module.
     """
 
     module: str
@@ -68,7 +68,7 @@ class Ordering:
 
     @contextlib.contextmanager
     def left_out(self) -> Iterator[None]:
-        """Run the package without it, in a ``with`` block."""
+        """Run the package without this ordering, in a ``with`` block."""
         function = self._function()
         before = function.__code__
         function.__code__ = self._code()
@@ -95,7 +95,7 @@ class Ordering:
 
 
 def all_orderings() -> list[Ordering]:
-    """Those of :data:`MODULES`, in the source's order."""
+    """Return the orderings of :data:`MODULES`, in the source's order."""
     found: list[Ordering] = []
     for module in MODULES:
         finder = _Finder(module)
@@ -109,7 +109,7 @@ def _parsed(module: str) -> ast.Module:
 
 
 class _Finder(ast.NodeTransformer):
-    """Finds the orderings of a module, and leaves one out if told to."""
+    """Finds the orderings of a module, and can leave one out."""
 
     def __init__(self, module: str, leave_out: int | None = None) -> None:
         self.found: list[Ordering] = []
@@ -132,20 +132,20 @@ class _Finder(ast.NodeTransformer):
     visit_ClassDef = visit_FunctionDef = _visit_scope
 
     def visit_Expr(self, node: ast.Expr) -> Any:
-        """Calls that wait, and those that keep an event."""
+        """Find calls that wait, and those that keep an event."""
         self.generic_visit(node)
         call = node.value
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Attribute):
             return node
         name = call.func.attr
-        is_lasting = isinstance(call.func.value, ast.Attribute)  # what a local variable holds is no promise
+        is_lasting = isinstance(call.func.value, ast.Attribute)  # an event in a local variable is no promise
         keeps = is_lasting and name in ("append", "update") and any(map(_is_event, _parts(call.args)))
         if (name in _WAITS or keeps) and self._is_left_out(ast.unparse(call)):
             node.value = ast.Tuple([*call.args], ast.Load())  # which may themselves copy
         return node
 
     def visit_Assign(self, node: ast.Assign) -> Any:
-        """Events that are kept in an attribute or a container, and lists of what a copy comes after."""
+        """Find events that are kept in an attribute or a container, and lists of events that a copy comes after."""
         self.generic_visit(node)
         if [ast.unparse(target) for target in node.targets] == ["after"]:
             self._leave_out_of(node.value)
@@ -161,7 +161,7 @@ class _Finder(ast.NodeTransformer):
         return node
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """What a copy comes after, said or not, and whether its source is held."""
+        """Find the events that a copy comes after, named or not, and whether its source is held."""
         self.generic_visit(node)
         if not isinstance(node.func, ast.Attribute) or node.func.attr not in _COPIES:
             return node
@@ -176,7 +176,7 @@ class _Finder(ast.NodeTransformer):
         return node
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> Any:
-        """A source that an attribute holds."""
+        """Find a source that an attribute holds."""
         self.generic_visit(node)
         if ast.unparse(node).endswith("= tensor.detach()") and self._is_left_out(ast.unparse(node)):
             node.value = ast.Constant(None)
@@ -197,7 +197,7 @@ def _is_event(node: ast.expr) -> bool:
 
 
 def _parts(nodes: list[ast.expr]) -> list[ast.expr]:
-    """The nodes, and what tuples among them hold."""
+    """Return the nodes, with tuples among them replaced by their elements."""
     return [part for node in nodes for part in (node.elts if isinstance(node, ast.Tuple) else [node])]
 
 

@@ -1,6 +1,6 @@
 """Training runs that others have measured on a GPU and published, as programs for the virtual one.
 
-Each is a short loop: its settings are data, its numbers lie in ``tests/data/measured/public-*.json``.
+Each is a short loop: its settings are data, its numbers are in ``tests/data/measured/public-*.json``.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 _CLEARS_CACHE_SINCE = (0, 20)
-"""PEFT's preparation of quantised models gives cached memory back since then."""
+"""The version since which PEFT's preparation of quantised models gives cached memory back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PublicRun:
-    """What decides the memory of a run.
+    """The settings of a run on which its memory depends.
 
     Args:
         gpu: name in the catalogue.
         model: name in the catalogue.
-        dtype: of the weights, and of 4-bit products.
-        quantization: of the linear layers but the head: ``none``, ``nf4`` or ``nf4-double``.
-        adapter: fields of a PEFT config, in float32 where the method has weights of its own; None: all is trained.
-        attention: ``eager``, ``sdpa``, or ``sdpa-efficient``: the memory-efficient kernel alone, with keys repeated
-            where heads share.
+        dtype: type of the weights, and of 4-bit products.
+        quantization: format of the linear layers except the head: ``none``, ``nf4`` or ``nf4-double``.
+        adapter: fields of a PEFT config, in float32 if the method has weights of its own; None: all is trained.
+        attention: ``eager``, ``sdpa``, or ``sdpa-efficient``: only the memory-efficient kernel, with keys repeated if
+            heads share them.
         batch_size: sequences in a batch.
         length: tokens of the longest sequence in a batch.
-        padding: tokens of padding in each sequence; None: all are of one length and no mask is given.
+        padding: tokens of padding in each sequence; None: all are of one length and there is no mask.
         checkpointing: ``full`` or ``none``.
         optimizer: ``adamw``, or bitsandbytes' ``paged-adamw-8bit``.
-        max_grad_norm: None: gradients are not clipped.
+        max_grad_norm: limit of clipping; None: gradients are not clipped.
         keeps_output: whether a step's logits live until the next step has its own.
-        num_steps: of the optimizer.
-        peft: version that it ran with; None: not told.
+        num_steps: number of optimizer steps.
+        peft: version that it ran with; None: not published.
     """
 
     gpu: str
@@ -71,7 +71,7 @@ class PublicRun:
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> PublicRun:
-        """The run of a row of ``public-*.json``."""
+        """Make the run of a row of ``public-*.json``."""
         settings = dict(row["settings"])
         padding = settings.pop("padding", None)
         return cls(
@@ -83,7 +83,7 @@ class PublicRun:
 
 
 def estimate_run(run: PublicRun) -> tuple[MemoryEstimate, dict[str, int]]:
-    """The estimate of a run, and its peaks of allocated bytes by phase of the last step, and of all after the first."""
+    """Return a run's estimate, and its peaks of allocated bytes: by phase of the last step, and after the first."""
     with VirtualGPU(run.gpu) as gpu:
         loaded, *moments = _train(run, gpu)
     replayed = replay(gpu.recorder.timeline, CachingAllocator())
@@ -103,7 +103,7 @@ def estimate_run(run: PublicRun) -> tuple[MemoryEstimate, dict[str, int]]:
 
 
 def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
-    """Run the loop; the moment at which the model is there, then for each step those of its phases and of its end."""
+    """Run the loop; return the moment when the model is loaded, then each step's moments of its phases and its end."""
     model = _build(run, gpu)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = _optimizer(run, trained)
@@ -116,7 +116,7 @@ def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
     def step() -> None:
         optimizer.zero_grad(set_to_none=True)
         note()
-        kept["output"] = model(**batch)  # those of the step before live until here
+        kept["output"] = model(**batch)  # the output of the step before lives until here
         note()
         kept["output"].loss.backward()
         note()
@@ -209,7 +209,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _bytes_of_checkpoint(model: PreTrainedModel) -> int:
-    """As ``from_pretrained`` counts them: half a byte for a quantised weight, a tied head once."""
+    """Count bytes as ``from_pretrained`` does: half a byte for a quantised weight, a tied head once."""
     sizes = (
         parameter.numel() / 2 if type(parameter).__name__ == "Params4bit" else parameter.nbytes
         for parameter in model.parameters()

@@ -1,7 +1,7 @@
-"""Random runs of the memory ladder, on models of random sizes, each held against its plain run.
+"""Random runs of the memory ladder, on models of random sizes, each compared with its plain run.
 
-Pairs of choices meet in ``tests/invariants/test_every_pair.py``. What takes three of them to go wrong, an odd size or a
-batch without labels, is found here.
+Pairs of choices meet in ``tests/invariants/test_every_pair.py``. Errors that need three of them, an odd size or a batch
+without labels are found here.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RandomRun:
     """One run and its model.
 
     Args:
-        seed: makes it again.
-        fields: of the model's config.
-        levels: a choice of each of the ladder's factors but the family.
-        shared: settings of the plain run, too.
-        own: settings that change where bytes lie or the order of sums.
-        rows: what it trains on.
+        seed: recreates it.
+        fields: fields of the model's config.
+        levels: a choice of each of the ladder's factors except the family.
+        shared: settings that the plain run has too.
+        own: settings that change where bytes are stored or the order of sums.
+        rows: the rows it trains on.
     """
 
     seed: int
@@ -58,12 +58,12 @@ class RandomRun:
     rows: Rows
 
     def __str__(self) -> str:
-        """The settings that make it, as they are typed."""
+        """Return the settings that make it, as a user types them."""
         return " ".join((*overrides_of(self.levels), *self.shared, *self.own))
 
 
 def random_run(seed: int) -> RandomRun:
-    """A run that the rules allow; every second one is on a rung far down."""
+    """Draw a run that the rules allow; every second one is on a rung far down."""
     generator = random.Random(seed)
     family = generator.choice(list(FAMILIES))
     fields = {"model_type": family, **FAMILIES[family], **_random_sizes(family, generator)}
@@ -75,7 +75,7 @@ def random_run(seed: int) -> RandomRun:
         seed=seed,
         fields=fields,
         levels=levels,
-        # Hyperparameters have a generator of their own: what one optimizer takes does not change the other draws.
+        # Hyperparameters have a generator of their own: those of one optimizer do not change the other draws.
         shared=(*_shared_settings(levels, generator), *_hyperparameters(levels, random.Random(seed))),
         own=tuple(_own_settings(levels, _num_layers(fields), generator)),
         rows=Rows(seed=seed, vocabulary=vocabulary, any_length=generator.random() < 0.6, labels=labels),
@@ -83,10 +83,10 @@ def random_run(seed: int) -> RandomRun:
 
 
 def difference_from_plain(run: RandomRun, folder: Path) -> str | None:
-    """What a run does otherwise than the plain run of the same mathematics; None if nothing.
+    """Return the difference of a run from the plain run of the same mathematics; None if there is no difference.
 
     Args:
-        run: what to run.
+        run: the run.
         folder: an empty one, for the model's config.
 
     Raises:
@@ -99,7 +99,7 @@ def difference_from_plain(run: RandomRun, folder: Path) -> str | None:
 
 
 def has_way_out(error: UserError) -> bool:
-    """Whether each sentence about what is wrong tells what to do about it."""
+    """Return whether each sentence of an error says what to do about it."""
     return all("Set " in problem or "name in " in problem for problem in error.problems)
 
 
@@ -111,7 +111,7 @@ def _candidates(family: str, generator: random.Random) -> Iterator[dict[str, str
 
 
 def _random_sizes(family: str, generator: random.Random) -> dict[str, Any]:
-    """Sizes that are no powers of two; multiples of 8, as the product of grouped experts wants them in bfloat16."""
+    """Draw sizes that are no powers of two; multiples of 8, as the grouped product of experts requires in bfloat16."""
     heads = generator.choice((2, 4))
     sizes: dict[str, Any] = {
         "vocab_size": generator.choice((257, 300, 503, 611)),
@@ -145,7 +145,7 @@ def _shared_settings(levels: Levels, generator: random.Random) -> Iterator[str]:
 
 
 def _hyperparameters(levels: Levels, generator: random.Random) -> Iterator[str]:
-    """Of those that the run's optimizer has, and not 0 where its state would be a format of nothing."""
+    """Draw values for the optimizer's hyperparameters, not 0 if there would be no state to have a format."""
     row = _ROWS[levels["optimizer"]]
     for name, values in _HYPERPARAMETERS.items():
         if name in row.hyperparameters:

@@ -1,7 +1,7 @@
 """A recipe's own steps, for real: the most memory that each phase of a run holds.
 
-The pieces are those of a training run, with the batch that the estimator takes: its worst one. Only the beginning of
-each phase is told to a meter, which reads the peak of the phase before.
+The pieces are those of a training run, with the batch that the estimator uses: the worst one. A meter is called only at
+the beginning of each phase, and reads the peak of the phase before.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class RealPeaks:
     """Peaks of a run, in bytes.
 
     Args:
-        allocated: of tensors, by phase.
-        reserved: of the caching allocator's segments, by phase; empty without one.
-        process: of the whole process: on CUDA its device memory, on a CPU what it holds.
-        process_read_by: where that number comes from.
+        allocated: bytes of tensors, by phase.
+        reserved: bytes of the caching allocator's segments, by phase; empty without one.
+        process: bytes of the whole process: on CUDA its device memory, on a CPU its host memory.
+        process_read_by: source of that number.
     """
 
     allocated: PeakByPhase = field(default_factory=dict)
@@ -58,16 +58,16 @@ class PhaseMeter(Protocol):
     peaks: RealPeaks
 
     def begin(self, phase: Phase) -> None:
-        """End the phase that runs, and start the next from what is alive now."""
+        """End the current phase, and start the next from what is alive now."""
         ...
 
     def end(self) -> None:
-        """End the phase that runs."""
+        """End the current phase."""
         ...
 
 
 class CpuMeter:
-    """Every storage on the CPU, exactly; and what the process holds."""
+    """Counts every storage on the CPU, exactly, and the process's bytes."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self.peaks = RealPeaks(process_read_by="resident, without pages of files")
@@ -89,10 +89,10 @@ class CpuMeter:
 
 
 class CudaMeter:
-    """Torch's own counters, which move when the host asks for memory: no need to wait for kernels.
+    """Torch's own counters, which change when the host requests memory: no need to wait for kernels.
 
-    What the process holds outside torch's allocator does not shrink while it lives, and cached segments go only when
-    memory runs out: reading at the end of each phase finds the peak, as long as no allocation had to be retried.
+    The process's memory outside torch's allocator does not shrink while it lives, and cached segments are freed only
+    when memory runs out: reading at the end of each phase finds the peak, as long as no allocation had to be retried.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -131,23 +131,23 @@ class MeasuredRuntime(AccelerateRuntime):
             yield
 
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """A forward begins; backward says itself when it does."""
+        """Begin a forward pass; ``backward`` reports its own beginning."""
         return self._forward(super().micro_batch(model, is_last=is_last))
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Backward, and then the optimizer step until there is another micro-batch."""
+        """Run backward; what follows counts as the optimizer step until there is another micro-batch."""
         self._meter.begin("backward")
         super().backward(loss)
         self._meter.begin("optimizer_step")
 
 
 def run_for_real(recipe: Recipe, *, num_steps: int = 2, tracker: StorageTracker | None = None) -> RealPeaks:
-    """Load, optimizer steps and, if the recipe has held-out data, an evaluation.
+    """Load, take optimizer steps and, if the recipe has held-out data, evaluate.
 
     Args:
-        recipe: what to run; its data is not read.
-        num_steps: optimizer steps; from the second on all optimizer state is there.
-        tracker: counts the tensors of a CPU; None: one that only counts.
+        recipe: the recipe to run; its data is not read.
+        num_steps: number of optimizer steps; from the second on all optimizer state exists.
+        tracker: counts the tensors of a CPU; None: a plain one.
 
     Returns:
         The peaks of each phase over all steps.
@@ -193,7 +193,7 @@ def _evaluate(recipe: Recipe, plan: Plan, session: Session, meter: PhaseMeter) -
 
 
 def has_held_out_data(recipe: Recipe) -> bool:
-    """Whether a run of the recipe would evaluate."""
+    """Return whether a run of the recipe would evaluate."""
     data = recipe.data
     return not (data.eval_path is None and data.eval_split is None and data.eval_size is None)
 

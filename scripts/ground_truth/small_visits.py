@@ -1,7 +1,7 @@
-"""What no run of :mod:`copy_cases` does, or does in time: each part that copies, by itself, as hard as it may be used.
+"""Uses that no run of :mod:`copy_cases` makes, or makes in time: each part that copies, alone, at its limits.
 
-Each is called with a :class:`LateDevice` that stands in, or on a virtual GPU (:mod:`checked_streams`); none makes a
-race.
+Each function runs with a :class:`LateDevice` in place of a GPU, or on a virtual GPU (:mod:`checked_streams`); none
+makes a race.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _host() -> HostMemory:
 
 
 def there_and_back(device: LateDevice) -> None:
-    """A copy to the device, work, a copy to the host whose source is let go, and the host's reading."""
+    """Copy to the device, compute, copy to the host and drop the source, and read on the host."""
     engine, host = CopyEngine(DEVICE), _host().allocate(1024, torch.float32)
     for _ in range(4):
         here = torch.empty(1024)
@@ -45,14 +45,14 @@ def there_and_back(device: LateDevice) -> None:
 
 
 def memory_that_goes_while_it_is_copied(device: LateDevice) -> None:
-    """What the host lets go is unpinned only after its copies."""
+    """Free host memory in mid-copy: it is unpinned only after its copies."""
     engine, target = CopyEngine(DEVICE), torch.empty(1024)
     engine.to_device(_host().allocate(1024, torch.float32), target)
     engine.synchronize()
 
 
 def sources_on_their_way(device: LateDevice) -> None:
-    """More of them than are held."""
+    """Copy more sources than the engine holds."""
     engine = CopyEngine(DEVICE)
     for place in _host().allocate((6, 512), torch.float32):
         engine.to_host(torch.ones(512), place)
@@ -60,7 +60,7 @@ def sources_on_their_way(device: LateDevice) -> None:
 
 
 def chunks_that_grow(device: LateDevice) -> None:
-    """Each larger than the slot it comes to, and then the same ones again at once."""
+    """Visit chunks each larger than the slot it comes to, and then the same ones again at once."""
     home = HostStorage(_host())
     states = [home.allocate(64 * count, torch.float32, DEVICE) for count in range(1, 2 * NUM_SLOTS + 1)]
     for state in (*states, *states):
@@ -77,7 +77,7 @@ def _update(home: HostStorage, weight: nn.Parameter, gradient: Tensor, start: in
 
 
 def rows_read_right_after_their_update(device: LateDevice) -> None:
-    """The last update of a step is the embedding's or the head's, and the next step begins with their rows."""
+    """Update the embedding or the head last in a step, and begin the next step with their rows."""
     memory = _host()
     home = HostStorage(memory)
     table, linear = nn.Embedding(ROWS, COLUMNS), nn.Linear(COLUMNS, ROWS, bias=False)
@@ -106,7 +106,7 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
 
 
 def a_tied_gradient(device: LateDevice) -> None:
-    """The head's waits on the host until the embedding adds it to its own."""
+    """Keep the head's gradient on the host until the embedding adds it to its own."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
     head = StreamedHead(linear, DEVICE, _host(), is_tied=True)
     head.train_with(_nobody_takes, CopyEvent)
@@ -123,7 +123,7 @@ def _nobody_takes(*_: object) -> None:
 
 
 def gradients_that_wait_for_their_norm(device: LateDevice) -> None:
-    """Two steps of the clipping phase: gradients go to the host part by part, and come back to be applied."""
+    """Take two steps of the clipping phase: gradients go to the host part by part, and return to be applied."""
     weights = [nn.Parameter(torch.zeros(2048)) for _ in range(3)]
     in_backward = _clipped_in_backward(weights)
     for _ in range(2):
@@ -140,7 +140,7 @@ def _clipped_in_backward(weights: list[nn.Parameter]) -> InBackward:
 
 
 def _take_ones(in_backward: InBackward, weights: list[nn.Parameter], size: int) -> None:
-    """A step with a gradient of ones, given in parts of a size."""
+    """Take a step with a gradient of ones, given in parts of a size."""
     for weight in weights:
         for start in reversed(range(0, weight.numel(), size)):
             in_backward.take(weight, torch.ones(size), start)
@@ -153,7 +153,7 @@ def _unscale_nothing(tensor: Tensor) -> None:
 
 
 def updates_beside_a_forward_pass(device: LateDevice) -> None:
-    """Weights are used while others are updated; a pass ends after the first layer, all are read, and on it goes."""
+    """Use weights while others are updated; end a pass after the first layer, read all, and continue."""
     layers = [nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(4)]
     weights = [weight for layer in layers for weight in layer.parameters()]
     for weight in weights:
@@ -171,7 +171,7 @@ def updates_beside_a_forward_pass(device: LateDevice) -> None:
 
 
 class _AddsOne:
-    """Updates layers while they visit, or when told to."""
+    """Updates layers while they are in their slots, or later."""
 
     def __init__(self, *, at_once: bool) -> None:
         self.updates_at_once = at_once
@@ -192,13 +192,13 @@ class _AddsOne:
 
 
 def layers_that_are_updated_at_once(device: LateDevice) -> None:
-    """Forward, backward with a change in each layer's slot, and what the host reads and writes at rest."""
+    """Run forward, backward with a change in each layer's slot, and the host's reads and writes at rest."""
     for num_layers in (1, 2, 5):  # one or two stay in their slots, and are changed there again
         _stream_layers(num_layers, _AddsOne(at_once=True))
 
 
 def layers_that_are_updated_later(device: LateDevice) -> None:
-    """The same with changes that are made at the next visit."""
+    """Repeat it with changes that are made at the next visit."""
     for num_layers in (1, 2, 5):
         _stream_layers(num_layers, _AddsOne(at_once=False))
 
@@ -214,7 +214,7 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
         for index, layer in enumerate(layers):
             stream.visit(index, then=index + 1, in_backward=False)
             assert layer.weight.detach().eq(expected).all()
-            layer.weight.detach().sum()  # which the host does not ask for
+            layer.weight.detach().sum()  # the host does not wait for this one
         for index in reversed(range(len(layers))):
             stream.visit(index, then=index - 1, in_backward=True)
             if updates.updates_at_once:
@@ -231,7 +231,7 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
 
 
 def a_layer_that_nobody_comes_for(device: LateDevice) -> None:
-    """A forward ends early, and the host changes what was on its way."""
+    """End a forward early, and change on the host the layer that is being copied."""
     slabs = [LayerSlab(nn.Linear(COLUMNS, ROWS), lambda _: True, _host(), torch.zeros_like) for _ in range(3)]
     stream = LayerStream(slabs, CopyEngine(DEVICE), DEVICE)
     stream.visit(0, then=1, in_backward=False)
@@ -240,7 +240,7 @@ def a_layer_that_nobody_comes_for(device: LateDevice) -> None:
 
 
 def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
-    """The same of an update of two chunks that ends after the first."""
+    """End an update of two chunks after the first."""
     home = HostStorage(_host())
     states = [home.allocate(64, torch.float32, DEVICE) for _ in range(NUM_SLOTS)]
     visits = home.visit([{"average": state} for state in states], DEVICE)
@@ -252,7 +252,7 @@ def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
 
 
 def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
-    """The loss ends early: the next tile is on its way, and the next loss begins with the first."""
+    """End the loss early: the next tile is being copied, and the next loss begins with the first."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
     linear.weight = nn.Parameter(_host().allocate(linear.weight.shape, torch.float32, "parameter"))
     head = StreamedHead(linear, DEVICE, _host(), is_tied=False)
@@ -261,7 +261,7 @@ def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
 
 
 def activations_sent_for_in_vain(device: LateDevice) -> None:
-    """Backward ends early: what was on its way back is let go, and its memory is used again on both sides."""
+    """End backward early: activations being copied back are freed, and their memory is reused on both sides."""
     room = OffloadPool(_host(), 1)
     saved = [room.leave(torch.ones(1024) * count) for count in range(3)]
     assert room.back(saved.pop()).eq(2).all()
@@ -271,7 +271,7 @@ def activations_sent_for_in_vain(device: LateDevice) -> None:
 
 
 def activations_that_come_back(device: LateDevice) -> None:
-    """One ahead of their use, twice in the same buffers."""
+    """Fetch activations one ahead of their use, twice in the same buffers."""
     room = OffloadPool(_host(), 2)
     for _ in range(2):
         saved = [room.leave(torch.ones(1024) * count) for count in range(5)]

@@ -1,4 +1,4 @@
-"""Whole runs without a GPU, each in a process of its own: what ``lowmem-ft train`` held, and is estimated to."""
+"""Whole runs without a GPU, each in a process of its own: memory of ``lowmem-ft train``, measured and estimated."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMOLLM2 = LlamaConfig(
     tie_word_embeddings=True,
     dtype="float32",
 )
-"""SmolLM2-135M's architecture, for whoever estimates its runs where the model is not at hand."""
+"""SmolLM2-135M's architecture, to estimate its runs without the model's files."""
 
 _SMOLLM2 = "model={smollm2}"
 _SHORT = (
@@ -67,7 +67,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "phi3": Phi3Config(**_SIZES, intermediate_size=1408),
     "qwen3_moe": Qwen3MoeConfig(**_SIZES, **_EXPERTS),
 }
-"""Models with random weights and SmolLM2's tokenizer, of which a step takes seconds."""
+"""Models with random weights and SmolLM2's tokenizer, whose steps take seconds."""
 
 
 def _random(family: str) -> tuple[str, ...]:
@@ -92,16 +92,16 @@ WHOLE_RUNS: dict[str, tuple[str, ...]] = {
         *("adapter.name=lora", "adapter.r=13", "adapter.lora_dropout=0.1"),
     ),
 }
-"""Settings by name; ``{smollm2}``, ``{llama}`` and so on stand for the folders of models."""
+"""Settings by name; ``{smollm2}``, ``{llama}`` and so on are replaced by the folders of models."""
 
 
 def settings_of(name: str, smollm2: Path | str, families: Path | str) -> list[str]:
-    """The settings of a run.
+    """Return the settings of a run.
 
     Args:
-        name: of :data:`WHOLE_RUNS`.
+        name: name in :data:`WHOLE_RUNS`.
         smollm2: the model's folder.
-        families: where :func:`write_families` has written its models.
+        families: the folder in which :func:`write_families` has written its models.
     """
     folders = {"smollm2": smollm2, **{family: f"{families}/{family}" for family in FAMILIES}}
     return [setting.format(**folders) for setting in (*WHOLE_RUNS[name], "training.use_cpu=true")]
@@ -115,7 +115,7 @@ def write_families(folder: Path) -> None:
 
 @functools.cache
 def estimate_whole(name: str) -> MemoryEstimate:
-    """What a run is estimated to need, from the architecture alone."""
+    """Return the estimate of a run, from the architecture alone."""
     with tempfile.TemporaryDirectory() as folder:
         SMOLLM2.save_pretrained(folder)
         write_families(Path(folder))
@@ -124,18 +124,18 @@ def estimate_whole(name: str) -> MemoryEstimate:
 
 
 def run_whole(name: str, smollm2: Path, num_threads: int) -> dict[str, int]:
-    """Train, and read what the run has written of its memory.
+    """Train, and read the memory that the run has recorded.
 
     Args:
-        name: of :data:`WHOLE_RUNS`.
+        name: name in :data:`WHOLE_RUNS`.
         smollm2: the model's folder.
-        num_threads: of torch.
+        num_threads: torch's number of threads.
 
     Returns:
         Bytes at the ``peak`` and in each phase.
 
     Raises:
-        CalledProcessError: if the run fails; what it said is on stderr.
+        CalledProcessError: if the run fails; its messages are on stderr.
     """
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "run"

@@ -10,7 +10,7 @@ import logging
 import pkgutil
 from collections.abc import Sequence
 
-from lowmem_ft import hf, load_recipe  # first: what bitsandbytes says to no purpose is then left out
+from lowmem_ft import hf, load_recipe  # first: it silences a needless message of bitsandbytes
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.models import load_tokenizer
 
@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     """Train on rows with a ``prompt``, or on chats without their last turn; save in ``training.output_dir``.
 
     Args:
-        arguments: of the command line; None: this process's.
+        arguments: arguments of the command line; None: this process's.
 
     Returns:
         The trainer, as training left it.

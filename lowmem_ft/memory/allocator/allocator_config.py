@@ -19,17 +19,17 @@ NUM_ROUNDUP_INTERVALS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class AllocatorConfig:
-    """What decides how the caching allocator carves up a device. The defaults are PyTorch's.
+    """Settings by which the caching allocator divides a device's memory. The defaults are PyTorch's.
 
     Args:
-        expandable_segments: one growing address range for each pool and stream, instead of one segment an allocation.
-        large_segment_size_bytes: of the segments that requests between 1 and 10 MiB share.
+        expandable_segments: one growing address range for each pool and stream, instead of one segment per allocation.
+        large_segment_size_bytes: size of the segments that requests between 1 and 10 MiB share.
         max_split_size_bytes: blocks of this size and above are never split; None: all may be.
-        max_non_split_rounding_bytes: by how much less than this an unsplittable block may exceed a request; None:
-            the large segment size.
-        roundup_power2_divisions: into how many parts each interval between powers of two is divided, to which
-            sizes are rounded up; the first entry is for sizes below 2 MiB, the next for 2 to 4 MiB, the last for 32 GiB
-            and above; 0 or 1 turns an interval off.
+        max_non_split_rounding_bytes: an unsplittable block may exceed a request by less than this; None: the large
+            segment size.
+        roundup_power2_divisions: number of parts into which each interval between powers of two is divided, and to
+            which sizes are rounded up; the first entry is for sizes below 2 MiB, the next for 2 to 4 MiB, the last for
+            32 GiB and above; 0 or 1 turns an interval off.
         garbage_collection_threshold: share of the allocator's cap above which cached segments that have long been
             idle are given back before new ones are taken; 0: never. Without a cap it does nothing.
 
@@ -45,21 +45,21 @@ class AllocatorConfig:
 
     @classmethod
     def parse(cls, text: str) -> AllocatorConfig:
-        """The settings of a ``PYTORCH_CUDA_ALLOC_CONF`` (or ``PYTORCH_ALLOC_CONF``) string.
+        """Parse a ``PYTORCH_CUDA_ALLOC_CONF`` (or ``PYTORCH_ALLOC_CONF``) string.
 
         Args:
             text: such as ``expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:8]``; empty: the defaults.
 
         Returns:
-            The settings. Keys that do not change what a run takes on the device are accepted, and logged.
+            The settings. Keys that do not change a run's device memory are accepted, and logged.
 
         Raises:
-            UserError: naming every key that is unknown, malformed, out of range or not modelled.
+            UserError: with every key that is unknown, malformed, out of range or not modelled.
         """
         return _Parser().parse(text)
 
     def roundup_divisions(self, size_bytes: int) -> int:
-        """Into how many parts the interval between powers of two that holds a size is divided."""
+        """Return the number of parts into which a size's interval between powers of two is divided."""
         interval = size_bytes.bit_length() - MIB.bit_length()
         return self.roundup_power2_divisions[min(max(interval, 0), NUM_ROUNDUP_INTERVALS - 1)]
 
@@ -94,7 +94,7 @@ _KEYS_WITHOUT_EFFECT = frozenset(
 
 
 class _Parser:
-    """Reads one string; every problem in it is kept, to be told at once."""
+    """Parses one string, and collects all its problems to report them at once."""
 
     def __init__(self) -> None:
         self._problems: list[str] = []
@@ -202,7 +202,7 @@ class _Parser:
 
 
 def _divisions_by_interval(items: str) -> tuple[int, ...] | None:
-    """The list form, in PyTorch's reading: the first size also rules all below it, ``>`` all above the last one."""
+    """Parse the list form as PyTorch does: the first size also covers all below it, ``>`` all above the last one."""
     divisions = [0] * NUM_ROUNDUP_INTERVALS
     last: int | None = None
     for item in items.split(","):
@@ -211,7 +211,7 @@ def _divisions_by_interval(items: str) -> tuple[int, ...] | None:
         if number is None:
             return None
         if size == ">":
-            above = (last or 0) + 1  # sizes below 2 MiB stay as they are even where `>` stands alone
+            above = (last or 0) + 1  # sizes below 2 MiB stay as they are even if `>` is the only item
             divisions[above:] = [number] * (NUM_ROUNDUP_INTERVALS - above)
             continue
         megabytes = _power_of_two(size)

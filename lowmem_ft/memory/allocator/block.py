@@ -1,4 +1,4 @@
-"""Stretches of device memory as the caching allocator sees them, and the free ones it chooses from."""
+"""Stretches of device memory as the caching allocator sees them, and the pools of free ones it chooses from."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class Block:
     """A stretch of a segment: in use, cached, or address space without memory behind it.
 
     Args:
-        pool: where it lies while it is free.
-        address: of its first byte.
-        size: bytes.
-        is_mapped: whether memory lies behind the addresses; only expandable segments have any that is not.
+        pool: the pool that holds it while it is free.
+        address: address of its first byte.
+        size: its bytes.
+        is_mapped: whether memory backs the addresses; only expandable segments have addresses without.
     """
 
     __slots__ = (
@@ -41,11 +41,11 @@ class Block:
 
     @property
     def is_split(self) -> bool:
-        """Whether the segment holds other blocks too."""
+        """True if the segment holds other blocks too."""
         return self.previous is not None or self.next is not None
 
     def copied(self, pool: BlockPool, after: Block | None) -> Block:
-        """The same block in another pool, behind another neighbour; the pool has it if it is free."""
+        """Copy the block into another pool, after another neighbour; adds the copy to the pool if it is free."""
         other = Block(pool, self.address, self.size, self.is_mapped)
         other.is_allocated, other.requested_bytes = self.is_allocated, self.requested_bytes
         other.freed_at = self.freed_at
@@ -57,7 +57,7 @@ class Block:
         return other
 
     def split(self, size: int) -> Block:
-        """Keep the first ``size`` bytes; the rest, as a block of its own."""
+        """Keep the first ``size`` bytes; return the rest as a block of its own."""
         rest = Block(self.pool, self.address + size, self.size - size, self.is_mapped)
         rest.previous, rest.next = self, self.next
         if self.next is not None:
@@ -66,7 +66,7 @@ class Block:
         return rest
 
     def merge_free_neighbours(self) -> Block:
-        """Join with the neighbours that are free and mapped alike, taking them out of the pool; the joint block."""
+        """Join with neighbours that are free and mapped alike, taking them out of the pool; return the joint block."""
         following = self.next
         if following is not None and self._joins(following):
             self.pool.discard(following)
@@ -89,10 +89,10 @@ class Block:
 
 
 class BlockPool:
-    """The free blocks of one stream and one class of sizes, the smallest first and at equal size the lowest address.
+    """The free blocks of one stream and one size class, the smallest first and at equal size the lowest address.
 
     Args:
-        stream: whose requests they serve.
+        stream: the stream whose requests they serve.
         is_small: whether they serve requests up to 1 MiB.
     """
 
@@ -102,7 +102,7 @@ class BlockPool:
         self.stream = stream
         self.is_small = is_small
         self.unmapped: dict[int, Block] = {}
-        """Address space without memory behind it, by address."""
+        """Address space without memory, by address."""
         self._keys: list[int] = []
         self._block_by_key: dict[int, Block] = {}
 
@@ -116,11 +116,11 @@ class BlockPool:
         return self._block_by_key[self._keys[position]]
 
     def position_of_at_least(self, size: int) -> int:
-        """Position of the smallest block that holds a size; the pool's length if none does."""
+        """Return the position of the smallest block that holds a size; the pool's length if none does."""
         return bisect_left(self._keys, size << _ADDRESS_BITS)
 
     def add(self, block: Block) -> None:
-        """Put a free block in."""
+        """Add a free block."""
         if not block.is_mapped:
             self.unmapped[block.address] = block
             return
@@ -129,7 +129,7 @@ class BlockPool:
         self._block_by_key[key] = block
 
     def discard(self, block: Block) -> None:
-        """Take a block out that is in."""
+        """Remove a block of the pool."""
         if not block.is_mapped:
             del self.unmapped[block.address]
             return
@@ -138,7 +138,7 @@ class BlockPool:
         del self._block_by_key[key]
 
     def pop(self, position: int) -> Block:
-        """Take out the block at a position."""
+        """Remove and return the block at a position."""
         return self._block_by_key.pop(self._keys.pop(position))
 
 

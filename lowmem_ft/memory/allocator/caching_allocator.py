@@ -2,8 +2,8 @@
 
 Source: c10/cuda/CUDACachingAllocator.cpp of PyTorch 2.11 to 2.14. Constants and choices are named as there.
 
-Left out: private pools of CUDA graphs, and ``record_stream`` (whoever asks frees when memory is free on its stream).
-The driver's addresses, which decide between two cached blocks of equal size, are taken to go down.
+Left out: private pools of CUDA graphs, and ``record_stream`` (the caller frees when memory is free on its stream).
+The driver's addresses, which decide between two cached blocks of equal size, are assumed to go down.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowmem_ft.memory.allocator.segments import Driver, ExpandableSegments, Fixe
 MIN_BLOCK_SIZE = 512  # all sizes are rounded up to it
 SMALL_SIZE = 1 * MIB  # the largest request for the small pool
 SMALL_SEGMENT_SIZE = 2 * MIB
-MIN_LARGE_ALLOCATION = 10 * MIB  # below, large requests share a segment; from here on each has its own
+MIN_LARGE_ALLOCATION = 10 * MIB  # smaller large requests share a segment, others have their own
 LARGE_SEGMENT_ROUNDING = 2 * MIB
 
 
@@ -27,10 +27,10 @@ class OutOfMemory(Exception):
     """A request does not fit, even after all cached memory went back to the driver.
 
     Args:
-        requested_bytes: of the request, as asked for.
-        allocated_bytes: in use at that moment.
-        reserved_bytes: held from the driver at that moment.
-        capacity_bytes: the lowest limit on what may be held.
+        requested_bytes: size of the request, before rounding.
+        allocated_bytes: bytes in use at that moment.
+        reserved_bytes: bytes held from the driver at that moment.
+        capacity_bytes: the lowest limit on the bytes held.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BlockState:
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Memory in one piece that the driver gave, for a snapshot; of an expandable segment, one mapped stretch."""
+    """One piece of memory from the driver, for a snapshot; for an expandable segment, one mapped stretch."""
 
     address: int
     size: int
@@ -71,16 +71,16 @@ class Segment:
 class CachingAllocator:
     """One device's allocator: ``malloc`` and ``free``, and the counters that ``torch.cuda.memory_stats`` shows.
 
-    What it reserves is what the process holds for it: segments are whole pages of the driver (2 MiB), unless
+    The process holds exactly what it reserves: segments are whole pages of the driver (2 MiB), unless
     ``large_segment_size_mb`` is odd.
 
     Args:
         config: its settings; None: the defaults.
-        capacity_bytes: what ``cudaMalloc`` can give in all; None: no limit.
+        capacity_bytes: bytes that ``cudaMalloc`` can give in all; None: no limit.
         allowed_bytes: the cap of ``torch.cuda.set_per_process_memory_fraction``, in bytes; None: not set. Upstream
-            compares it with the size of a segment before it takes one, and collects garbage only where it is set.
+            compares it with the size of a segment before it takes one, and collects garbage only if it is set.
             Pages of expandable segments can exceed it by less than one page.
-        trace: collects what happens; None: nobody asks.
+        trace: receives entries of what happens; None: no trace.
     """
 
     def __init__(
@@ -116,17 +116,17 @@ class CachingAllocator:
         return self._driver.peak_reserved_bytes
 
     def malloc(self, size_bytes: int, stream: int = 0) -> Block:
-        """Memory for a tensor.
+        """Allocate memory for a tensor.
 
         Args:
-            size_bytes: as asked for; nothing is taken for 0.
-            stream: whose pool serves the request.
+            size_bytes: size before rounding; 0 takes nothing.
+            stream: the stream whose pool serves the request.
 
         Returns:
             A block with its address and its real size, by which to free it.
 
         Raises:
-            OutOfMemory: if it does not fit, though all that can go back to the driver went.
+            OutOfMemory: if it does not fit, even after all cached memory that can go back to the driver went.
         """
         if size_bytes == 0:
             return Block(self._pool(True, stream), 0, 0)
@@ -160,11 +160,11 @@ class CachingAllocator:
         self._add_to_pool(block.merge_free_neighbours())
 
     def empty_cache(self) -> None:
-        """Give back to the driver what is cached and not tied to a block in use."""
+        """Give cached memory that is not tied to a block in use back to the driver."""
         self._segments.release_cached(self._pools_in_order())
 
     def copied(self) -> tuple[CachingAllocator, dict[Block, Block]]:
-        """The allocator once more, in the same state, and for each block here its like there; it is not traced."""
+        """Return a copy of the allocator in the same state, without a trace, and the copy of each block."""
         other = CachingAllocator(
             self.config, capacity_bytes=self._driver.capacity_bytes, allowed_bytes=self._allowed_bytes
         )
@@ -182,7 +182,7 @@ class CachingAllocator:
         return other, copies
 
     def segments(self) -> list[Segment]:
-        """All the memory that is held, by address."""
+        """Return all the memory that is held, by address."""
         heads = self._segments.heads
         return [
             self._snapshot(blocks)
@@ -208,11 +208,11 @@ class CachingAllocator:
         return pool
 
     def _pools_in_order(self) -> list[BlockPool]:
-        """The large pools first, then the small ones, by stream."""
+        """Return the large pools first, then the small ones, by stream."""
         return [self._pools[key] for key in sorted(self._pools)]
 
     def _cached_block(self, pool: BlockPool, size: int) -> Block | None:
-        """The best fit among the free blocks, taken out of the pool."""
+        """Return the best fit among the free blocks, taken out of the pool; None if there is no fit."""
         if not pool.is_small:
             self._num_large_searches += 1
         position = pool.position_of_at_least(size)
@@ -225,7 +225,7 @@ class CachingAllocator:
         return pool.pop(position)
 
     def _may_serve(self, block: Block, size: int) -> bool:
-        """Unsplittable blocks are kept for requests of about their size."""
+        """Reserve unsplittable blocks for requests of about their size."""
         max_split_size = self.config.max_split_size_bytes
         assert max_split_size is not None
         if size < max_split_size:
@@ -248,7 +248,7 @@ class CachingAllocator:
     # --- taking from the driver, and giving back to it ---------------------------------------------------------------
 
     def _new_block(self, pool: BlockPool, size: int) -> Block | None:
-        """A block from the driver. If it refuses: first unsplittable cached blocks go back, then all that is cached."""
+        """Take a block from the driver; if it refuses, release unsplittable cached blocks, then the cache."""
         self._collect_garbage()
         block = self._take(pool, size)
         if block is None and self._release_unsplittable(pool, size):
@@ -288,7 +288,7 @@ class CachingAllocator:
         return released >= size
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, give back the large segments that have been idle for longer than the average one."""
+        """Above the threshold, give back large segments that have been idle for at least the average time."""
         segments, share = self._segments, self.config.garbage_collection_threshold
         if self._allowed_bytes is None or share == 0 or isinstance(segments, ExpandableSegments):
             return
@@ -339,14 +339,14 @@ class CachingAllocator:
 
 
 def _round_up_to_division(size: int, divisions: int) -> int:
-    """Up to the next of the parts into which the interval between two powers of two is divided."""
+    """Round up to the next of the parts into which the interval between two powers of two is divided."""
     power = 1 << (size.bit_length() - 1)
     part = power // divisions
     return -(-size // part) * part
 
 
 def _least_expandable(pool: BlockPool, position: int) -> int:
-    """Of a block that can grow, its size once grown counts: go on to larger ones as long as that gets smaller."""
+    """Compare blocks that can grow by their grown size: move to larger ones as long as that size shrinks."""
     while position + 1 < len(pool) and _grown_size(pool[position + 1]) < _grown_size(pool[position]):
         position += 1
     return position

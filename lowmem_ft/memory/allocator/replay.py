@@ -1,4 +1,4 @@
-"""What a timeline takes on a real device: its allocations, replayed by the caching allocator."""
+"""Device memory that a timeline takes: its allocations, replayed by the caching allocator."""
 
 from __future__ import annotations
 
@@ -17,15 +17,16 @@ class Replay:
     """The allocator's counters over a timeline. Positions are indices of its events.
 
     Args:
-        allocated_bytes: in use after each event; it ends before the event that did not fit.
-        reserved_bytes: held from the driver after each event; likewise.
-        block_bytes: what each allocation of the timeline really took, by its index; 0 if it lies elsewhere.
-        peak_allocated_bytes: the most in use.
+        allocated_bytes: bytes in use after each event; ends before the event that did not fit.
+        reserved_bytes: bytes held from the driver after each event; ends likewise.
+        block_bytes: size of the block that served each allocation of the timeline, by its index; 0 if it is stored
+            elsewhere.
+        peak_allocated_bytes: the most bytes in use.
         peak_allocated_at: position of the event that first reached it; None if nothing was allocated.
-        peak_reserved_bytes: the most held from the driver.
+        peak_reserved_bytes: the most bytes held from the driver.
         peak_reserved_at: position of the event that first reached it; None likewise.
-        num_retries: how often the cache had to be emptied to go on.
-        out_of_memory: why it ended early; None if everything fit.
+        num_retries: number of times that the cache had to be emptied to continue.
+        out_of_memory: the reason for an early end; None if everything fit.
         out_of_memory_at: position of the event that did not fit; None likewise.
     """
 
@@ -44,15 +45,15 @@ class Replay:
 def replay(
     timeline: Timeline, allocator: CachingAllocator, *, places: Sequence[Place] = ("device",)
 ) -> Replay:
-    """The counters of an allocator that serves a timeline, up to its end or to the first request that does not fit.
+    """Return the counters of an allocator that serves a timeline, up to its end or the first request that does not fit.
 
     ``capacity_bytes`` changes nothing before the allocator reaches it: one replay without it answers for every device
-    that its reserved peak fits into.
+    that can hold its reserved peak.
 
     Args:
-        timeline: what is asked for, in order.
+        timeline: requests and frees, in order.
         allocator: a fresh one; left in its last state, so that a snapshot of it can be taken.
-        places: where an allocation must lie to be served; others take nothing.
+        places: places whose allocations are served; those of others take nothing.
 
     Returns:
         The counters after every event, the peaks and the failure, if any.
@@ -63,7 +64,7 @@ def replay(
 
 
 class Replaying:
-    """A replay under way; see :func:`replay`."""
+    """A replay in progress; see :func:`replay`."""
 
     def __init__(
         self, timeline: Timeline, allocator: CachingAllocator, *, places: Sequence[Place] = ("device",)
@@ -79,7 +80,7 @@ class Replaying:
         self._failure: OutOfMemory | None = None
 
     def run(self, until: int | None = None) -> None:
-        """Go on to the event at a position, or to the end; or else to the first request that does not fit."""
+        """Continue to the event at a position, or to the end; stop early at the first request that does not fit."""
         allocator, live = self._allocator, self._live
         allocations, events = self._timeline.allocations, self._timeline.events
         is_served = [allocation.place in self._places for allocation in allocations]
@@ -108,7 +109,7 @@ class Replaying:
             self._reserved.append(allocator.reserved_bytes)
 
     def counters(self) -> Replay:
-        """The counters so far."""
+        """Return the counters so far."""
         peak_allocated, peak_allocated_at = self._peak_allocated
         peak_reserved, peak_reserved_at = self._peak_reserved
         return Replay(
@@ -125,13 +126,13 @@ class Replaying:
         )
 
     def peak_reserved_bytes_on(self, timeline: Timeline) -> int:
-        """What an allocator without limits would hold at most, if from here on it served another timeline.
+        """Return the peak that an unlimited allocator would hold if it served another timeline from this point on.
 
         Args:
-            timeline: which so far is the same.
+            timeline: a timeline with the same events so far.
         """
         allocator, copies = self._allocator.copied()
-        # What has no bytes lies nowhere.
+        # Allocations without bytes have no copy: any block does.
         live = {index: copies.get(block, block) for index, block in self._live.items()}
         allocations = timeline.allocations
         for kind, index in timeline.events[len(self._allocated) :]:

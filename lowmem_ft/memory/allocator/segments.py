@@ -1,4 +1,4 @@
-"""Where the caching allocator's memory comes from: segments of fixed size, or address ranges that grow."""
+"""The source of the caching allocator's memory: segments of fixed size, or address ranges that grow."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ Action = Literal[
 
 
 class TraceEntry(NamedTuple):
-    """Something the allocator did, in the words of ``torch.cuda.memory._record_memory_history``.
+    """One action of the allocator, in the words of ``torch.cuda.memory._record_memory_history``.
 
-    ``size`` is what was asked for (``alloc``, ``free_*``) or what the driver gave (``segment_*``), in bytes. The
+    ``size`` is the size of the request (``alloc``, ``free_*``) or of the driver's memory (``segment_*``), in bytes. The
     address of an ``oom`` is the memory that was still free, as upstream has it.
     """
 
@@ -34,11 +34,11 @@ class TraceEntry(NamedTuple):
 
 
 class Driver:
-    """What the driver has given out, under a limit. No address is given out twice.
+    """The memory that the driver has given out, under a limit. It gives out no address twice.
 
     Args:
-        capacity_bytes: what there is; None: no limit.
-        trace: collects entries; None: nobody asks.
+        capacity_bytes: all of its memory; None: no limit.
+        trace: receives entries; None: no trace.
     """
 
     def __init__(self, capacity_bytes: int | None, trace: list[TraceEntry] | None) -> None:
@@ -49,12 +49,12 @@ class Driver:
         self._lowest_address = self._highest_address = _FIRST_ADDRESS
 
     def continue_from(self, other: Driver) -> None:
-        """Have given out what another has."""
+        """Take over another driver's state."""
         self.reserved_bytes, self.peak_reserved_bytes = other.reserved_bytes, other.peak_reserved_bytes
         self._lowest_address, self._highest_address = other._lowest_address, other._highest_address
 
     def take(self, size: int) -> bool:
-        """Reserve memory; False if there is not enough."""
+        """Reserve memory; return False if there is not enough."""
         reserved = self.reserved_bytes + size
         if self.capacity_bytes is not None and reserved > self.capacity_bytes:
             return False
@@ -63,20 +63,20 @@ class Driver:
         return True
 
     def give_back(self, size: int) -> None:
-        """Return memory."""
+        """Give reserved memory back."""
         self.reserved_bytes -= size
 
     def address_of_segment(self, size: int) -> int:
-        """The start of fresh address space for a segment: ``cudaMalloc`` goes down, so later ones lie lower.
+        """Return the start of fresh address space for a segment: ``cudaMalloc`` goes down, so later ones are lower.
 
-        Among cached blocks of one size the allocator takes the lowest, so this decides what is reserved by steps that
-        free several large blocks of one size: with eager attention it was 4 to 9 % on a T4 (tests/data/measured).
+        Among cached blocks of one size the allocator takes the lowest, so this decides how much is reserved by steps
+        that free several large blocks of one size: with eager attention it was 4 to 9 % on a T4 (tests/data/measured).
         """
         self._lowest_address = (self._lowest_address - size) // DRIVER_PAGE_BYTES * DRIVER_PAGE_BYTES
         return self._lowest_address
 
     def address_of_range(self, size: int, alignment: int) -> int:
-        """The start of fresh address space that memory is mapped into as it is needed."""
+        """Return the start of fresh address space into which memory is mapped as it is needed."""
         address = _round_up(self._highest_address, alignment)
         self._highest_address = address + size
         return address
@@ -88,10 +88,10 @@ class Driver:
 
 
 class FixedSegments:
-    """Each segment is one ``cudaMalloc``, and goes back only in one piece.
+    """Segments that are each one ``cudaMalloc``, and go back only in one piece.
 
     Args:
-        driver: who gives.
+        driver: the source of memory.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -100,10 +100,10 @@ class FixedSegments:
         self._driver = driver
 
     def take(self, pool: BlockPool, size: int, segment_size: int) -> Block | None:
-        """A new segment as one free block that is in no pool; None if the driver has not enough.
+        """Return a new segment as one free block that is in no pool; None if the driver has too little.
 
         Args:
-            pool: where the block belongs.
+            pool: the pool of the block.
             size: bytes that it must hold.
             segment_size: bytes of a segment for that size.
         """
@@ -124,7 +124,7 @@ class FixedSegments:
         self._driver.record("segment_free", block.address, block.size, block.pool.stream)
 
     def release_cached(self, pools: Iterable[BlockPool]) -> None:
-        """Give back every segment that is free as a whole."""
+        """Give back every segment that is entirely free."""
         for pool in pools:
             for block in pool:
                 if not block.is_split:
@@ -132,10 +132,10 @@ class FixedSegments:
 
 
 class ExpandableSegments:
-    """Each pool has one long address range, and memory is mapped behind it page by page where it is needed.
+    """Address ranges, one for each pool, into which memory is mapped page by page as needed.
 
     Args:
-        driver: who gives.
+        driver: the source of memory.
         large_page_size: bytes of a page of the large pool.
     """
 
@@ -146,12 +146,12 @@ class ExpandableSegments:
         self._large_page_size = large_page_size
 
     def take(self, pool: BlockPool, size: int, segment_size: int) -> Block | None:
-        """The lowest free stretch that is long enough, mapped and in no pool; None if the driver has not enough.
+        """Return the lowest free stretch of enough length, mapped and in no pool; None if the driver has too little.
 
         Args:
-            pool: where the block belongs.
+            pool: the pool of the block.
             size: bytes that it must hold.
-            segment_size: not used: what is missing is mapped.
+            segment_size: not used: only missing memory is mapped.
         """
         block = self._find(pool, size)
         if not block.is_mapped:
@@ -188,7 +188,7 @@ class ExpandableSegments:
     def _new_range(self, pool: BlockPool, size: int) -> Block:
         page = self._page_size(pool)
         range_size = _round_up(max(size, _RANGE_BYTES), page)
-        # Aligned to its pages, so that an address says which page it lies on.
+        # Aligned to its pages, so that an address determines its page.
         address = self._driver.address_of_range(range_size, alignment=page)
         block = Block(pool, address, range_size, is_mapped=False)
         self.heads[block.address] = block
@@ -196,7 +196,7 @@ class ExpandableSegments:
         return block
 
     def _map(self, block: Block, size: int) -> Block | None:
-        """Put memory behind the start of an unmapped block; the cached block that it is now part of."""
+        """Map memory to the start of an unmapped block; return the cached block that it is now part of."""
         page = self._page_size(block.pool)
         size = _round_up(size, page)
         if not self._driver.take(size):
@@ -211,7 +211,7 @@ class ExpandableSegments:
         return block
 
     def _unmap(self, block: Block) -> None:
-        """Take the memory away from the whole pages inside a cached block."""
+        """Unmap the whole pages inside a cached block."""
         pool, page = block.pool, self._page_size(block.pool)
         first = _round_up(block.address, page)
         last = (block.address + block.size) // page * page
@@ -234,9 +234,9 @@ class ExpandableSegments:
 
 
 DRIVER_PAGE_BYTES = 2 * MIB
-"""The driver gives memory in such pages. Source: c10/cuda/CUDACachingAllocator.cpp, note "Expandable Segments"."""
+"""The size of the driver's pages. Source: c10/cuda/CUDACachingAllocator.cpp, note "Expandable Segments"."""
 
-# Upstream reserves 9/8 of the GPU's memory for each range, far more than a run fills; so is this.
+# Upstream reserves 9/8 of the GPU's memory for each range, far more than a run fills; so does this.
 _RANGE_BYTES = 16 * TIB
 _FIRST_ADDRESS = 0x7F00_0000_0000
 
@@ -246,7 +246,7 @@ def _round_up(size: int, multiple: int) -> int:
 
 
 def _free_bytes_from(start: Block, enough: int) -> int:
-    """Bytes of the free blocks, mapped or not, in a row from one on; no more are counted than are enough."""
+    """Count the bytes of consecutive free blocks, mapped or not, from one on; stops once they are enough."""
     total = 0
     block: Block | None = start
     while block is not None and not block.is_allocated and total < enough:

@@ -1,10 +1,10 @@
-"""Every name of another library that the package relies on and that the library does not document, with what for.
+"""Every undocumented name of another library that the package relies on, with its purpose.
 
-Tests hold the list to the installed libraries and the sources to the list: a name that a library renames fails, and so
-does a new one that nobody wrote down. Where a name is used is found by searching for it.
+Tests compare the list with the installed libraries and the sources with the list: a name that a library renames fails,
+and so does a new one that is missing here. To find where a name is used, search for it.
 
-A row belongs to an owner: a module, or a class; ``nn.Module()`` with brackets is an object of it, whose attributes are
-there only once it is made. What operators take is read off their schemas as it is off functions.
+A row belongs to an owner: a module, or a class; ``nn.Module()`` with brackets is an object of it, whose attributes
+exist only once it is made. Tests read an operator's parameters from its schema, a function's from its signature.
 """
 
 from __future__ import annotations

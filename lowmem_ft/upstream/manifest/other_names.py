@@ -1,4 +1,4 @@
-"""Of Accelerate, PEFT, bitsandbytes, datasets, DeepSpeed and TRL."""
+"""Names of Accelerate, PEFT, bitsandbytes, datasets, DeepSpeed and TRL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of torch, but for its operators."""
+"""Names of torch, except its operators."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ TORCH = (
     replaced(
         "torch.utils.data._utils.worker",
         "_worker_loop",
-        None,  # torch 2.14 calls one of them otherwise
+        None,  # torch 2.14 renames one of them
         "processes of a data loader make real tensors",
     ),
     *each("module", "torch.utils.data._utils", "worker", "see the row above"),

@@ -1,4 +1,4 @@
-"""Of torch's operators."""
+"""Names of torch's operators."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Of transformers."""
+"""Names of transformers."""
 
 from __future__ import annotations
 

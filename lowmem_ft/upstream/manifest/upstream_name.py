@@ -1,4 +1,4 @@
-"""One name of another library that it does not document, and the ways to write it down."""
+"""One undocumented name of another library, and the ways to write it down."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class UpstreamName:
     Attributes:
         owner: the module or class that has it, such as ``torch._C`` or ``torch.nn.Module()``.
         name: the name itself.
-        purpose: what it is relied on for.
+        purpose: what the package needs it for.
         kind: what it must be; ``called``: a function or operator of theirs that we call; ``replaced``: a function of
-            theirs in whose place they call ours.
-        parameters: of what is called, those that we pass: by position up to ``*``, by name behind it. Of what is
-            replaced, all that it has. None where it tells nobody, as most of what is written in C++, or where ours
-            passes on whatever it is given.
-        type_name: of data, its type's name; empty: any.
+            theirs that we replace by one of ours, which they call.
+        parameters: for ``called``, the parameters that we pass: by position up to ``*``, by name after it. For
+            ``replaced``, all that it has. None if the function does not reveal them, as most of those written in C++,
+            or if ours passes on whatever it receives.
+        type_name: for ``data``, its type's name; empty: any.
     """
 
     owner: str
@@ -34,7 +34,7 @@ class UpstreamName:
 
     @property
     def path(self) -> str:
-        """Such as ``torch._C._current_graph_task_id``."""
+        """Full name, such as ``torch._C._current_graph_task_id``."""
         return f"{self.owner}.{self.name}"
 
     @property
@@ -44,21 +44,21 @@ class UpstreamName:
 
 
 def called(owner: str, name: str, parameters: str | None, purpose: str) -> UpstreamName:
-    """A function or operator that we call, and the parameters we pass; None: it tells nobody."""
+    """Make the row of a function or operator that we call, with the parameters we pass; None: they are not known."""
     return UpstreamName(
         owner, name, purpose, "called", None if parameters is None else tuple(parameters.split())
     )
 
 
 def replaced(owner: str, name: str, parameters: str | None, purpose: str) -> UpstreamName:
-    """A function in whose place ours is called, and all its parameters; None: ours takes any."""
+    """Make the row of a function that we replace, with all its parameters; None: ours takes any."""
     return UpstreamName(
         owner, name, purpose, "replaced", None if parameters is None else tuple(parameters.split())
     )
 
 
 def data(owner: str, names: str, purpose: str, type_name: str = "") -> Iterator[UpstreamName]:
-    """Attributes, and their type's name."""
+    """Yield rows of attributes, with their type's name."""
     for name in names.split():
         yield UpstreamName(owner, name, purpose, "data", type_name=type_name)
 
@@ -66,6 +66,6 @@ def data(owner: str, names: str, purpose: str, type_name: str = "") -> Iterator[
 def each(
     kind: Literal["called", "class", "module"], owner: str, names: str, purpose: str
 ) -> Iterator[UpstreamName]:
-    """Several of a kind that are relied on for one thing."""
+    """Yield rows of several names of one kind and one purpose."""
     for name in names.split():
         yield UpstreamName(owner, name, purpose, kind)
