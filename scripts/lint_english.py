@@ -7,6 +7,7 @@ Prints one line per finding with a better wording, and exits with 1 if there are
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
 import re
@@ -36,7 +37,7 @@ WORDS = {
     r"(stands?|stood|lies?|lay|lying) (in(?! for)|on|at|there|here|above|below|between)": "is, is stored",
     r"nobody": "no one, or name the actor",
     r"somebody('s)?": "a user, another program",
-    r"(?<!model )cards?": "GPU",
+    r"(?<!model )(?<!--)cards?": "GPU",
     r"whose ever": "whoever's",
 }
 """Patterns and their replacements."""
@@ -78,17 +79,20 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                     yield after.lineno, value.value
 
 
-def main(paths: list[str]) -> int:
-    """Print the findings of files and folders; return 1 if there are any."""
-    roots = [Path(path) for path in paths] or [ROOT / folder for folder in FOLDERS]
-    files = [file for root in roots for file in (sorted(root.rglob("*.py")) if root.is_dir() else [root])]
+def main() -> int:
+    """Print the findings; return 1 if there are any."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("paths", nargs="*", type=Path, help=f"default: {' and '.join(FOLDERS)}")
     count = 0
-    for file in files:
-        for line, words in sorted(findings(file.read_text(encoding="utf-8"))):
-            print(f"{file}:{line}: {words}")
-            count += 1
+    for root in parser.parse_args().paths or [ROOT / folder for folder in FOLDERS]:
+        for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
+            for line, words in sorted(findings(file.read_text(encoding="utf-8"))):
+                print(f"{file}:{line}: {words}")
+                count += 1
     return int(count > 0)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())
