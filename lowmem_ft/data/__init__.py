@@ -1,6 +1,6 @@
-"""Training data: from files or the hub to the micro-batches of an optimizer step.
+"""Training data, from files or the hub to the micro-batches of an optimizer step.
 
-Names resolve on first use, so that reading a recipe (which needs ``DataConfig`` alone) does not import torch.
+Names resolve on first use, so that reading a recipe (which needs only ``DataConfig``) does not import torch.
 """
 
 from __future__ import annotations

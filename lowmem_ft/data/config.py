@@ -1,4 +1,4 @@
-"""Which examples to train on, how to read them, and which of their tokens to learn."""
+"""The choice of examples to train on, how to read them, and which of their tokens to learn."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOST_PROCESSES = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """The training data, an optional held-out part, and what becomes of an example on its way to a batch."""
+    """The training data, an optional held-out part, and the processing of examples into batches."""
 
     path: str | None = knob(
         None,
@@ -98,14 +98,14 @@ class DataConfig:
     num_proc: int | None = knob(None, "Processes that tokenize; null: this one.")
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves, before any file is looked at; empty if nothing is."""
+        """Return the rules that these values break by themselves, before any file is read; empty if they are valid."""
         return [message for broken, message in self._rules() if broken]
 
     def refuse_positions(self, limit: int | None) -> None:
-        """Refuse rows that are longer than a model takes.
+        """Reject rows that are longer than a model accepts.
 
         Args:
-            limit: of the model, in tokens; None: it has none.
+            limit: the model's, in tokens; None: it has none.
 
         Raises:
             DataError: if they are.

@@ -1,4 +1,4 @@
-"""Rows to train on, in the order of an epoch: read from a memory-mapped table, or made while the data streams in.
+"""Rows to train on, in the order of an epoch: read from a memory-mapped table, or created while the data streams in.
 
 A row is one example, or with packing several that share a row of the batch. Axes: T tokens of one example.
 """
@@ -22,16 +22,16 @@ from lowmem_ft.data.summary import DataSummary, LengthLimits, Outcome, summarise
 logger = logging.getLogger(__name__)
 
 JUDGED_EXAMPLES = 256
-"""Of a stream: enough to say what share of it is lost, and few enough to say so in time."""
+"""Examples of a stream that are judged: enough to say what share of it is lost, few enough to say so early."""
 
 PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
 
 
 class Examples(Protocol):
-    """What a data stream needs of its examples.
+    """Examples in the form that a data stream needs.
 
-    ``order`` gives references to the rows of an epoch, so that a process reads only the rows of its own micro-batches.
+    ``order`` yields references to the rows of an epoch, so that a process reads only the rows of its own micro-batches.
     """
 
     @property
@@ -40,22 +40,22 @@ class Examples(Protocol):
         ...
 
     def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Any]:
-        """References to the rows of an epoch from the row at ``start`` on; the same in every process."""
+        """Yield references to the rows of an epoch from the row at ``start`` on; the same in every process."""
         ...
 
     def read(self, reference: Any) -> Row:
-        """The row of a reference."""
+        """Return the row of a reference."""
         ...
 
 
 class MappedExamples:
-    """Examples in a memory-mapped table: any row can be read at once, and resuming costs nothing.
+    """Examples in a memory-mapped table: random access, and resuming costs nothing.
 
     Args:
         table: tokenized examples with the columns ``tokenizing.TOKENIZED``, all of them kept ones.
-        shuffle: a new order in each epoch.
-        group_by_length: neighbours have similar lengths.
-        packed: which examples share a row; None: each has its own.
+        shuffle: whether each epoch has a new order.
+        group_by_length: whether neighbours have similar lengths.
+        packed: assignment of examples to rows; None: each has its own.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class MappedExamples:
         return len(self.row_lengths)
 
     def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[int]:
-        """Row indices of an epoch from ``start`` on."""
+        """Yield the row indices of an epoch from ``start`` on."""
         order = epoch_order(
             self.row_lengths,
             seed=seed,
@@ -90,26 +90,26 @@ class MappedExamples:
         return iter(order[start:].tolist())
 
     def read(self, reference: int) -> Row:
-        """The row at an index."""
+        """Return the row at an index."""
         members = [reference] if self._packed is None else self._packed.row(reference).tolist()
         return [_example(self._table[index]) for index in members]
 
     def head(self, count: int) -> list[TokenizedExample]:
-        """The first examples in the order of the source."""
+        """Return the first examples in the order of the source."""
         return [_example(self._table[index]) for index in range(min(count, len(self._table)))]
 
 
 class StreamedExamples:
-    """Examples that are read and tokenized while the epoch runs; nothing but the buffers is kept.
+    """Examples that are read and tokenized while the epoch runs; only the buffers are kept.
 
-    A process reads the whole stream and uses its own share. Resuming replays the epoch up to where it was.
+    A process reads the whole stream and uses its own share. Resuming replays the epoch up to the position.
 
     Args:
-        tokenized: gives the epoch from its start, in tokenized batches of columns ``tokenizing.TOKENIZED``.
-        source: where the data comes from, for messages.
+        tokenized: starts the epoch again and yields tokenized batches of columns ``tokenizing.TOKENIZED``.
+        source: the origin of the data, for messages.
         shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
         pack_to: tokens of a packed row, or None.
-        limits: what cuts examples, for messages.
+        limits: limits that cut examples, for messages.
     """
 
     num_rows = None
@@ -128,7 +128,7 @@ class StreamedExamples:
         self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
 
     def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Row]:
-        """The rows of an epoch themselves; those before ``start`` are read again and passed over."""
+        """Yield the rows of an epoch themselves; those before ``start`` are read again and skipped."""
         examples = self._examples()
         if self._shuffle_buffer_size > 1:
             examples = _shuffled(examples, self._shuffle_buffer_size, np.random.default_rng([seed, epoch]))
@@ -142,11 +142,11 @@ class StreamedExamples:
         return rows
 
     def read(self, reference: Row) -> Row:
-        """The row itself."""
+        """Return the row itself."""
         return reference
 
     def head(self, count: int) -> list[TokenizedExample]:
-        """The first examples in the order of the source."""
+        """Return the first examples in the order of the source."""
         return list(islice(self._examples(), count))
 
     def _examples(self) -> Iterator[TokenizedExample]:
@@ -166,7 +166,7 @@ class StreamedExamples:
 
 
 def column(table: datasets.Dataset, name: str) -> np.ndarray:
-    """One column of numbers of a table, without reading the others."""
+    """Return one numeric column of a table, without reading the others."""
     values: Any = table.select_columns([name]).with_format("numpy")[:]
     return np.asarray(values[name])
 
@@ -180,7 +180,7 @@ def _example(tokenized: dict[str, Any]) -> TokenizedExample:
 def _shuffled(
     examples: Iterator[TokenizedExample], buffer_size: int, generator: np.random.Generator
 ) -> Iterator[TokenizedExample]:
-    """The examples, each drawn at random from a buffer that the next one then refills."""
+    """Yield the examples, each drawn at random from a buffer that the next one then refills."""
     buffer = list(islice(examples, buffer_size))
     for example in examples:
         drawn = int(generator.integers(len(buffer)))

@@ -1,4 +1,4 @@
-"""From ``DataConfig`` to examples that a run can train on."""
+"""Loading of the examples that a run can train on, from its ``DataConfig``."""
 
 from __future__ import annotations
 
@@ -45,19 +45,19 @@ logger = logging.getLogger(__name__)
 TOKENIZING_BATCH_ROWS = 1000
 STREAMING_BATCH_ROWS = 64
 NUM_EXAMPLES_TO_LOOK_AT = 32
-"""Of the training data, before the first step: fewer than a streamed batch, which is tokenized anyway."""
+"""Training examples checked before the first step: fewer than a streamed batch, which is tokenized anyway."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedData:
-    """What a run trains and evaluates on.
+    """The data that a run trains and evaluates on.
 
     Args:
         train: training examples.
         evaluation: held-out examples in their own order, or None.
         summary: counts of the training data, or None when streaming (they are logged after each epoch).
         evaluation_summary: counts of the held-out data, or None.
-        collate: makes batches of either.
+        collate: collates batches of either.
     """
 
     train: Examples
@@ -76,21 +76,21 @@ def load_data(
     attn_implementation: str,
     vocab_size: int | None = None,
 ) -> PreparedData:
-    """Tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
+    """Load tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
 
     With several processes, let the first one call it before the others: it tokenizes, they find the result
     in the cache.
 
     Args:
         config: the recipe's ``data``.
-        tokenizer: changed in place where it lacks a pad token or a chat template, so that these are saved with it.
-        max_positions: longest input of the model in tokens, or None where it has no limit.
+        tokenizer: changed in place if it lacks a pad token or a chat template, so that these are saved with it.
+        max_positions: longest input of the model in tokens, or None if it has no limit.
         seed: chooses the held-out examples of ``data.eval_size``.
         attn_implementation: the model's attention; it decides how packed rows are laid out.
         vocab_size: rows of the model's embedding, which no token id may exceed; None: not checked.
 
     Returns:
-        The data; what was left out, cut and learnt is logged, with one example as the model reads it.
+        The data. It logs the examples left out, cut and learnt, and one example as the model reads it.
 
     Raises:
         DataError: if the configuration, the source, an example or the tokenizer is unfit, or nothing is left to learn.
@@ -219,7 +219,7 @@ def _tokenization(
 def _tell_of_unused(
     example_format: ExampleFormat, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase, source: Source
 ) -> None:
-    """All of them, once; what is lost with those that other tools read is counted and warned of when it is known."""
+    """Log all unused fields, once; the loss from those that other tools read is counted and warned about later."""
     template = tokenizer.get_chat_template() if example_format.is_chat(row) else None
     left = columns_left(example_format, list(row))
     keys = keys_left(example_format, row, template)
@@ -237,7 +237,7 @@ def _tokenize(
     *,
     is_train: bool,
 ) -> datasets.Dataset:
-    """The tokenized table of a split, dropped examples included, from the cache if it was made before."""
+    """Return the tokenized table of a split, including dropped examples, from the cache if it was made before."""
     rows = open_split(config, source, is_train=is_train)
     try:
         tokenization = _tokenization(config, source, tokenizer, vocab_size, rows[0])
@@ -255,12 +255,12 @@ def _tokenize(
             new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
             desc=f"Tokenizing {source}",
         )
-    except UnicodeDecodeError as error:  # Arrow takes any bytes for text; only reading a row decodes them
+    except UnicodeDecodeError as error:  # Arrow accepts any bytes as text; only reading a row decodes them
         raise reading_error(error, source) from error
 
 
 def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """The table in two parts; the pieces of one document stay together."""
+    """Split the table in two; the pieces of one document stay together."""
     sample_ids = column(table, "sample_id")
     candidates = np.unique(sample_ids)
     count = num_held_out(size, len(candidates))
@@ -334,7 +334,7 @@ def _tokenized_batches(
 
 
 def _batches(rows: Any, source: Source, *, batch_rows: int) -> Iterator[dict[str, list[Any]]]:
-    """Batches of raw columns; a stream meets a malformed file only here."""
+    """Yield batches of raw columns; a stream meets a malformed file only here."""
     try:
         yield from rows.iter(batch_size=batch_rows)
     except READING_ERRORS as error:

@@ -1,4 +1,4 @@
-"""What became of the data on its way to the model: read, left out and why, cut, learnt."""
+"""Counts of the data on its way to the model: read, left out and why, cut, learnt."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MUCH_UNKNOWN = 0.1
-"""Share of unknown tokens that is worth a warning; names and emoji make up some percent of good data."""
+"""Share of unknown tokens that is worth a warning; names and emoji make up a few percent of good data."""
 
 
 MUCH_LOST = 0.05
@@ -33,7 +33,7 @@ COVERED = 0.95
 
 
 class Outcome(IntEnum):
-    """What became of one tokenized example; stored with it."""
+    """The fate of one tokenized example, stored with it."""
 
     KEPT = 0
     EMPTY = 1
@@ -51,7 +51,7 @@ class Outcome(IntEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthLimits:
-    """What cuts an example: the recipe's ``max_length``, within the longest input ``of_model``; None: nothing does."""
+    """Limits that cut an example: the recipe's ``max_length``, within the model's longest input; None: no limit."""
 
     max_length: int | None
     of_model: int | None
@@ -62,10 +62,10 @@ class DataSummary:
     """Counts over the examples read.
 
     Args:
-        outcomes: examples by what became of them; of text, the pieces it was split into.
-        num_cut: examples that lost tokens to ``max_length``; of text, documents that were split.
+        outcomes: examples by outcome; for text, the pieces that it was split into.
+        num_cut: examples that lost tokens to ``max_length``; for text, documents that were split.
         num_answers_cut: examples that lost tokens to be learnt.
-        whole_lengths: examples by their tokens before anything was cut; of text, pieces.
+        whole_lengths: examples by their tokens before anything was cut; for text, pieces.
         num_tokens: tokens kept.
         num_label_tokens: tokens kept that are learnt.
         longest: tokens of the longest example kept.
@@ -119,7 +119,7 @@ class DataSummary:
         )
 
     def log(self, source: str, limits: LengthLimits, *, warn: bool = True) -> None:
-        """Write down the counts, a line each, none about what did not happen; of what loses much, warn if wanted."""
+        """Log the counts, a line each, omitting what did not happen; warn about large losses if wanted."""
         logger.info("%s: %s", source, self._kept())
         if warn:
             self.warn(source, limits)
@@ -127,7 +127,7 @@ class DataSummary:
             logger.info("%s: %s", source, line)
 
     def warn(self, source: str, limits: LengthLimits) -> bool:
-        """Warn of fields that are not used, and of what loses much (:data:`MUCH_LOST`); say whether there was any."""
+        """Warn about unused fields and large losses (:data:`MUCH_LOST`); return whether there were any."""
         lost = list(self._not_used())
         lost += [self._left_out(why) for why, count in self.dropped.items() if self._is_much(count)]
         if self._is_much(self.num_answers_cut):
@@ -138,7 +138,7 @@ class DataSummary:
 
     @property
     def num_read(self) -> int:
-        """Examples that were read, of text the pieces."""
+        """Examples that were read; for text, the pieces."""
         return sum(self.outcomes.values())
 
     def _is_much(self, count: int) -> bool:
@@ -190,10 +190,10 @@ class DataSummary:
         return f"{count:,} of {self.num_read:,} ({count / self.num_read:.1%})"
 
     def require_examples(self, source: str) -> None:
-        """Stop where nothing is left to learn.
+        """Raise an error if nothing is left to learn.
 
         Args:
-            source: where the data comes from.
+            source: the origin of the data, for the message.
 
         Raises:
             DataError: if no example was kept; it says why.
@@ -223,14 +223,14 @@ SUMMARISED = (
     "num_whole_tokens",
     "unused_fields",
 )
-"""The columns of tokenized examples that a summary counts."""
+"""Columns of tokenized examples that a summary counts."""
 
 
 def summarise(columns: Mapping[str, Any]) -> DataSummary:
-    """The counts over tokenized examples, dropped ones among them (with 0 tokens).
+    """Count tokenized examples, including dropped ones (with 0 tokens).
 
     Args:
-        columns: the columns :data:`SUMMARISED`, others perhaps beside them.
+        columns: the columns :data:`SUMMARISED`, and possibly others.
 
     Returns:
         The counts, without packing.
@@ -255,11 +255,11 @@ def _counted(values: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def _covering_length(lengths: Counter[int], share: float) -> int:
-    """The least ``data.max_length``, as a multiple of what rows are padded to, that holds a share of examples whole.
+    """Return the smallest ``data.max_length`` (a multiple of the row padding) that holds a share of examples whole.
 
     Args:
         lengths: examples by their tokens; at least one.
-        share: of the examples, such as 0.95.
+        share: share of the examples, such as 0.95.
 
     Returns:
         Tokens.
@@ -271,18 +271,18 @@ def _covering_length(lengths: Counter[int], share: float) -> int:
 
 
 def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Look for text that the tokenizer has no tokens for; byte-level tokenizers have one for any.
+    """Check for text that the tokenizer has no tokens for; byte-level tokenizers have one for any.
 
     Args:
         examples: some of the data.
-        tokenizer: it made them.
+        tokenizer: the tokenizer that made them.
 
     Raises:
-        DataError: if all that is learnt is the unknown token.
+        DataError: if only the unknown token would be learnt.
     """
     unknown_id: Any = tokenizer.unk_token_id
     if unknown_id in (None, tokenizer.eos_token_id, tokenizer.pad_token_id):
-        return  # GPT-2 calls its EOS unknown too, and never needs it for that
+        return  # GPT-2 uses its EOS as the unknown token too, but never needs it as such
     learnt = np.concatenate([example.labels_T[example.labels_T != IGNORED_LABEL] for example in examples])
     text = learnt[(learnt == unknown_id) | ~np.isin(learnt, tokenizer.all_special_ids)]
     share = float(np.mean(text == unknown_id)) if len(text) else 0.0
@@ -303,7 +303,7 @@ def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrain
 def marked_text(
     input_ids_T: np.ndarray, labels_T: np.ndarray, tokenizer: PreTrainedTokenizerBase, limit: int = 2000
 ) -> str:
-    """An example as the model reads it, the learnt parts between ``⟦`` and ``⟧``.
+    """Return an example as the model reads it, with the learnt parts between ``⟦`` and ``⟧``.
 
     Args:
         input_ids_T: token ids.

@@ -1,6 +1,6 @@
 """Models and tokenizers: read from hub, folder or GGUF; written as vanilla checkpoints.
 
-Names resolve on first use, so that reading a recipe (which needs ``ModelConfig`` alone) does not import torch.
+Names resolve on first use, so that reading a recipe (which needs only ``ModelConfig``) does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What of an architecture can be known without weights: catalogue names, and config.json files that lack something."""
+"""Architectures known without weights: catalogue names, and checks for incomplete config.json files."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 
 def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
-    """The architecture as the catalogue has it; None if it does not have this model, or not this revision of it.
+    """Return the catalogue's architecture; None if it lacks this model, or this revision of it.
 
-    A local folder of the same name comes first, as everywhere.
+    A local folder of the same name takes precedence, as everywhere.
     """
     name = config.name_or_path or ""
     found = find_architecture(name)
@@ -36,12 +36,12 @@ def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
 
 
 def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: PretrainedConfig) -> None:
-    """Refuse a config.json without the sizes of its model: transformers fills in those of some other model.
+    """Reject a config.json without the sizes of its model: transformers fills in those of some other model.
 
     Args:
-        name: the folder or hub id it was read from.
+        name: the folder or hub id that it was read from.
         written: the file's own fields.
-        hf_config: what transformers made of them.
+        hf_config: the config that transformers made of them.
 
     Raises:
         ModelError: if a size is not in the file; names all that are missing.
@@ -49,14 +49,14 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     model_type = hf_config.model_type
     own_code = model_type not in CONFIG_MAPPING or type(hf_config) is not CONFIG_MAPPING[model_type]
     if own_code or "text_config" in written:
-        return  # the model's own code, and models of several parts, may know their sizes
+        return  # remote code, and models of several parts, may know their sizes
     defaults = type(hf_config)()
     missing = [
         field
         for field in SIZES
         if hasattr(hf_config, field)
         and not {field, hf_config.attribute_map.get(field, field)} & written.keys()
-        # Where the file has the size under a name of former times (bloom's n_embed), it is not the default's.
+        # If the file has the size under an old name (bloom's n_embed), it differs from the default's.
         and getattr(hf_config, field) == getattr(defaults, field)
     ]
     if missing:

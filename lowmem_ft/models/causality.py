@@ -1,7 +1,7 @@
-"""Does an architecture predict each token from the ones before it, and from nothing else?
+"""Check that an architecture predicts each token only from the ones before it.
 
 transformers has a causal LM class for many encoders too, which are causal only if their config says ``is_decoder``.
-Trained as they come, they see the very token that they are to predict.
+Trained without it, they see the very token that they are to predict.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _NEITHER_CONFIG_NOR_MODULES_TELL = {
 
 
 def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
-    """Refuse encoders, encoder-decoders, and decoders whose attention is switched to both directions.
+    """Reject encoders, encoder-decoders, and decoders whose attention is switched to both directions.
 
-    Not every config tells, of models with code of their own least of all: ``training/causality_check.py`` asks the
+    Not every config shows it, least of all those of models with remote code: ``training/causality_check.py`` checks the
     weights.
 
     Args:
-        name: the model, as the user calls it.
+        name: the model's name in the recipe.
         hf_config: its architecture; transformers has a causal LM class for it.
 
     Raises:
@@ -40,7 +40,7 @@ def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
 
 
 def _bidirectional_by(hf_config: PretrainedConfig) -> str:
-    """What makes it bidirectional; empty if nothing does."""
+    """Return what makes it bidirectional; empty if nothing does."""
     if hf_config.is_encoder_decoder:
         return "an encoder-decoder (is_encoder_decoder=true in its config.json)"
     if reason := _NEITHER_CONFIG_NOR_MODULES_TELL.get(hf_config.model_type):
@@ -61,11 +61,11 @@ def _bidirectional_by(hf_config: PretrainedConfig) -> str:
 
 
 def _is_an_encoder_without_switch(hf_config: Any) -> bool:
-    """Whether ``is_decoder=false`` means something to the modules: GPT-NeoX has the field, and never looks at it."""
+    """Return whether ``is_decoder=false`` has an effect on the modules: GPT-NeoX has the field, and never reads it."""
     if getattr(hf_config, "is_decoder", None) is not False:
         return False
     if type(hf_config) not in AutoModelForCausalLM._model_mapping:
-        return False  # code of its own: its weights are asked
+        return False  # remote code: its weights are checked
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config, trust_remote_code=False)
     return any(getattr(module, "is_causal", None) is False for module in model.modules())

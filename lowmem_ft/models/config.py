@@ -1,4 +1,4 @@
-"""Which model to train, from where, in which type."""
+"""The model to train: its source, type and quantisation."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ class ModelConfig:
 
     @property
     def is_gguf(self) -> bool:
-        """Whether the weights are in a GGUF file."""
+        """True if the weights are in a GGUF file."""
         return self.gguf_file is not None or (self.name_or_path or "").endswith(".gguf")
 
     def require_packages(self) -> None:
-        """Refuse quantisation, or a GGUF file, without the package that reads it.
+        """Reject quantisation, or a GGUF file, if the package for it is not installed.
 
         Raises:
             MissingPackageError: if it is not installed.

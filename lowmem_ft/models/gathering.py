@@ -1,4 +1,4 @@
-"""Write a model that several processes hold parts of as one that vanilla ``from_pretrained`` loads."""
+"""Gather a model sharded among several processes, and write it as one that vanilla ``from_pretrained`` loads."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class _Source:
     """A weight of the model.
 
     Args:
-        name: in the model.
-        saved: what is made of it, by the names in files, on the meta device.
+        name: its name in the model.
+        saved: the tensors made from it, by their names in files, on the meta device.
     """
 
     name: str
@@ -46,17 +46,17 @@ def write_gathered_weights(
 ) -> None:
     """Write the weights to files of at most ``most_bytes``; every process calls this.
 
-    Each weight is gathered by itself, so that what a process holds of others' at a time is one weight. The one that
-    writes holds those of a file beside it, on the host. One whose writing fails goes on gathering, as the others do.
+    Each weight is gathered by itself, so that a process holds only one weight of the others' at a time. The writing
+    process also holds those of one file, on the host. If its writing fails, it continues gathering, as the others do.
 
     Args:
-        model: with sharded parameters.
-        folder: that is there.
+        model: the model, with sharded parameters.
+        folder: an existing folder.
         writes: whether this process writes.
-        most_bytes: of the tensors in a file; a weight that is larger has one of its own.
+        most_bytes: maximum bytes of the tensors in a file; a larger weight has its own.
 
     Raises:
-        CheckpointError: if it has a conversion of weights that cannot be taken back one weight at a time.
+        CheckpointError: if the model has a conversion of weights that cannot be reverted one weight at a time.
         OSError: if a file cannot be written.
     """
     tensors = saved_tensors(model)
@@ -73,7 +73,7 @@ def write_gathered_weights(
             try:
                 contiguous = {name: tensor.contiguous() for name, tensor in together.items()}
                 save_file(contiguous, folder / name, {"format": "pt"})
-            except Exception as error:  # whatever it is: the others would wait for what is not gathered here
+            except Exception as error:  # any error: the others would wait for what is not gathered here
                 problem = error
     if writes and problem is None and len(files) > 1:
         _write_index(model, folder, files)
@@ -82,7 +82,7 @@ def write_gathered_weights(
 
 
 def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """What is saved of a model, by its names in it: each parameter by one of its names, and buffers."""
+    """Return the tensors of a model to save, by name: each parameter by one of its names, and buffers."""
     ignored = model._keys_to_ignore_on_save or ()
     parameters = dict(model.named_parameters())
     every_name = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -91,7 +91,7 @@ def saved_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def refuse_unsaveable(model: PreTrainedModel) -> None:
-    """Refuse, before a model is trained, one that :func:`write_gathered_weights` could not write.
+    """Reject, before training, a model that :func:`write_gathered_weights` could not write.
 
     Raises:
         CheckpointError: naming the weights.
@@ -123,7 +123,7 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[_Sou
 
 
 def _plan(sources: list[_Source], most_bytes: int) -> list[list[_Source]]:
-    """Which weights go into which file."""
+    """Assign the weights to files."""
     files: list[list[_Source]] = []
     num_bytes = math.inf
     for source in sources:
@@ -136,7 +136,7 @@ def _plan(sources: list[_Source], most_bytes: int) -> list[list[_Source]]:
 
 
 def _file_names(num_files: int) -> Iterator[str]:
-    """As transformers names them."""
+    """Yield the files' names as transformers forms them."""
     if num_files == 1:
         yield WEIGHTS_FILE
         return

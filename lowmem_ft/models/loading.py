@@ -46,28 +46,28 @@ from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 logger = logging.getLogger(__name__)
 
 _DAMAGED_GGUF = (struct.error, IndexError, KeyError)
-"""What the readers of GGUF raise, beside ValueError, for a file that ends early or holds nonsense."""
+"""Errors of the GGUF readers, in addition to ValueError, for a file that ends early or holds nonsense."""
 
 _BY_WHAT_IS_WRITTEN = (StrictDataclassError, ArithmeticError, AttributeError, TypeError, *_DAMAGED_GGUF)
-"""What transformers trips over, beside OSError and ValueError, where a config's or tokenizer's JSON says odd things."""
+"""Errors of transformers, in addition to OSError and ValueError, for odd values in a config's or tokenizer's JSON."""
 
 
 _OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "RewardModel", "ForMultipleChoice")
-"""How the names of classes end whose heads say no next token."""
+"""Suffixes of the names of classes whose heads predict no next token."""
 
 
 def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
-    """The architecture of the model, without its weights.
+    """Load the architecture of the model, without its weights.
 
     Args:
         config: the recipe's model group.
-        architecture_only: the weights will not be asked for, so that the catalogue's copy serves for the models it has,
-            gated ones too, without a network.
+        architecture_only: the weights will not be needed, so that the catalogue's copy is enough for the models it has,
+            including gated ones, without a network.
 
     Raises:
         ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM (an
-            encoder is none, though transformers has a class that would take it); or if its config.json is invalid or
-            incomplete.
+            encoder is not one, although transformers has a class that would accept it); or if its config.json is
+            invalid or incomplete.
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         return catalogued
@@ -85,7 +85,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         )
     try:
         hf_config = AutoConfig.from_pretrained(path, **source)
-        del source["trust_remote_code"]  # for Auto classes alone
+        del source["trust_remote_code"]  # only for Auto classes
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
     except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         raise _explained(config, error) from error
@@ -95,7 +95,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
                 f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
                 f"{hf_config.model_type!r}, which transformers has no causal LM for. Choose a decoder model."
             )
-        # transformers asks only where the config itself is of a class of its own; causal_lm_class() asks nobody.
+        # transformers asks only if the config itself is of a remote class; causal_lm_class() never asks.
         if not config.trust_remote_code:
             raise _brings_code(path)
     refuse_quantized(
@@ -108,7 +108,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """The tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
+    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
 
     Raises:
         ModelError: if no tokenizer can be read there, or one without a vocabulary.
@@ -128,7 +128,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         if not is_panic(error):
             raise
         raise not_a_tokenizer(path, f"its tokenizer.json is damaged: {_first_line(error)}") from error
-    # Where there are no files, transformers makes up one that knows its special tokens alone.
+    # If there are no files, transformers makes up one that knows only its special tokens.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
         raise ModelError(
             f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
@@ -146,20 +146,20 @@ def load_model(
     seed: int,
     mixed_precision: str = "no",
 ) -> PreTrainedModel:
-    """The model with its weights on ``device`` at ``model.dtype``, or in ``model.quantization``'s 4 or 8 bits.
+    """Load the model with its weights on ``device`` at ``model.dtype``, or in ``model.quantization``'s 4 or 8 bits.
 
-    A weight is quantised as soon as it is read: no copy of the model in 16 bits comes first.
+    A weight is quantised as soon as it is read: there is never a copy of the model in 16 bits.
 
     Args:
         config: the recipe's model group.
         hf_config: what :func:`load_model_config` returned for it.
         attn_implementation: the attention kernel chosen for this run.
-        device: where the weights go; each tensor is copied there as it is read.
+        device: the device of the weights; each tensor is copied there as it is read.
         seed: seeds the initial weights when ``model.weights`` is ``random``.
-        mixed_precision: of the run; decides the type that quantised weights are unpacked to.
+        mixed_precision: that of the run; decides the type that quantised weights are unpacked to.
 
     Raises:
-        ModelError: if weights are missing, are no safetensors, or do not match the architecture.
+        ModelError: if weights are missing, are not safetensors, or do not match the architecture.
     """
     bits = quantization_config(config, compute_dtype(weights_dtype(config, hf_config), mixed_precision))
     if config.weights == "random":
@@ -175,7 +175,7 @@ def load_model(
         "attn_implementation": attn_implementation,
         "device_map": {"": device},
         "output_loading_info": True,
-        "ignore_mismatched_sizes": True,  # they are in the report, which is refused below with its names
+        "ignore_mismatched_sizes": True,  # they are in the report, from which they are rejected by name below
     }
     if bits is not None:
         options["quantization_config"] = bits
@@ -183,7 +183,7 @@ def load_model(
         read = _from_gguf if "gguf_file" in source else _from_safetensors
         model, report = read(source.pop("path"), source, options)
     except torch.OutOfMemoryError:
-        raise  # no fault of the checkpoint's
+        raise  # not the checkpoint's fault
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *_DAMAGED_GGUF) as error:
         raise _explained(config, error) from error
     _refuse_missing_weights(config, hf_config, report)
@@ -194,12 +194,12 @@ def load_model(
 
 
 def compute_dtype(dtype: torch.dtype, mixed_precision: str) -> torch.dtype:
-    """The type that matrix products run in: autocast's where it is on, else the weights' own."""
+    """Return the type that matrix products run in: autocast's if it is on, else the weights' own."""
     return {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mixed_precision, dtype)
 
 
 def weights_dtype(config: ModelConfig, hf_config: PretrainedConfig) -> torch.dtype:
-    """The type the weights will be kept in; ``auto`` is the type that the checkpoint's config names."""
+    """Return the type that the weights will be kept in; ``auto`` is the type that the checkpoint's config names."""
     dtype = _dtype(config)
     if isinstance(dtype, torch.dtype):
         return dtype
@@ -207,19 +207,19 @@ def weights_dtype(config: ModelConfig, hf_config: PretrainedConfig) -> torch.dty
 
 
 def max_positions(hf_config: PretrainedConfig) -> int | None:
-    """The longest sequence the architecture was made for, in tokens; None where the config names no limit."""
+    """Return the longest sequence that the architecture was made for, in tokens; None if the config names no limit."""
     text_config = hf_config.get_text_config()
     return limit_of_positions(lambda name: getattr(text_config, name, None))
 
 
 def vocab_size(hf_config: PretrainedConfig) -> int | None:
-    """Rows of the embedding: every token id lies below it; None where the config does not say."""
+    """Return the rows of the embedding, which bound every token id; None if the config does not say."""
     size = getattr(hf_config.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
 
 
 def source_of(config: ModelConfig) -> dict[str, Any]:
-    """Where to read from: ``path`` and the keyword arguments that every ``from_pretrained`` understands.
+    """Return ``path`` and the keyword arguments to read from it that every ``from_pretrained`` understands.
 
     Raises:
         ModelError: if it looks like a path and nothing is there.
@@ -256,7 +256,7 @@ def _dtype(config: ModelConfig) -> torch.dtype | str:
 def _from_safetensors(
     path: str, source: dict[str, Any], options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    source.pop("trust_remote_code")  # decided when the config was read
+    source.pop("trust_remote_code")  # settled when the config was read
     model_class: Any = causal_lm_class(options["config"], path, **source)
     model, report = model_class.from_pretrained(None, state_dict=lazy_weights(path, **source), **options)
     model.name_or_path = model.config.name_or_path = path
@@ -304,13 +304,13 @@ def _random_model(
 
 
 def _dequantize_gguf() -> Any:
-    """How to ask for plain weights from a GGUF file; a transformers that has no such config always unpacks."""
+    """Return the config for plain weights of a GGUF file; a transformers without such a config always unpacks."""
     config_class = getattr(transformers, "GgufConfig", None)
     return config_class(dequantize=True) if config_class else None
 
 
 def _refuse_missing_weights(config: ModelConfig, hf_config: PretrainedConfig, report: dict[str, Any]) -> None:
-    """Weights that the checkpoint lacks would silently be trained from random values."""
+    """Reject a checkpoint that lacks weights, which would silently be trained from random values."""
     wrong = {
         kind: sorted(map(_weight_name, report.get(kind) or ()))
         for kind in ("missing_keys", "mismatched_keys")
@@ -334,12 +334,12 @@ def _refuse_missing_weights(config: ModelConfig, hf_config: PretrainedConfig, re
 
 
 def _weight_name(key: str | tuple[str, torch.Size, torch.Size]) -> str:
-    """A missing weight is reported by name, a mismatched one with its two shapes."""
+    """Return a weight's name: a missing one is reported by name, a mismatched one with its two shapes."""
     return key if isinstance(key, str) else f"{key[0]} {list(key[1])} instead of {list(key[2])}"
 
 
 def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPackageError:
-    """The user's way out of whatever transformers or the hub raised."""
+    """Return an error that tells users the way out of whatever transformers or the hub raised."""
     name = hub_id_of(config.name_or_path or "")
     causes = _cause_names(error)
     if isinstance(error, ImportError) and "gguf" in str(error).lower():

@@ -16,19 +16,19 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.system.malloc import return_free_memory
 
 _ONE_AFTER_THE_OTHER = "HF_DEACTIVATE_ASYNC_LOAD"
-"""The environment variable by which transformers reads a weight when its turn comes, not all of them beforehand."""
+"""Environment variable that makes transformers read each weight on demand, not all of them beforehand."""
 
 
 @contextlib.contextmanager
 def weights_in_files(host: HostMemory) -> Iterator[None]:
-    """Lets every weight that a module gets in a block move to a file at once, if ``host`` keeps weights in files.
+    """Move every weight that a module gets in a ``with`` block to a file at once, if ``host`` keeps weights in files.
 
-    What is in RAM at a time is one weight and what it is made from: a tensor of another type, or the experts of a layer
-    that become one tensor; besides, the scales of quantised weights. A GGUF file, though, transformers unpacks to RAM
-    before any module gets a weight.
+    RAM holds one weight at a time and its sources: a tensor of another type, or the experts of a layer that become one
+    tensor; and the scales of quantised weights. Only for a GGUF file, transformers unpacks all weights to RAM before
+    any module gets one.
 
     Args:
-        host: where the weights wait.
+        host: the host memory that keeps the weights.
     """
     if host.files_for("parameter") is None:
         yield
@@ -43,7 +43,7 @@ def weights_in_files(host: HostMemory) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_after_the_other() -> Iterator[None]:
-    """Has transformers read each weight when its turn comes in a block, not all of them beforehand."""
+    """Make transformers read each weight on demand in a ``with`` block, not all of them beforehand."""
     before = os.environ.get(_ONE_AFTER_THE_OTHER)
     os.environ[_ONE_AFTER_THE_OTHER] = "1"
     try:
@@ -56,9 +56,9 @@ def one_after_the_other() -> Iterator[None]:
 
 @torch.no_grad()
 def _move(host: HostMemory, module: nn.Module, name: str, weight: nn.Parameter) -> None:
-    if weight.is_meta or is_in_file(weight):  # yet to come, or here under another name that it is tied to
+    if weight.is_meta or is_in_file(weight):  # not yet loaded, or moved under another name that it is tied to
         return
-    is_int8 = getattr(weight, "CB", None) is not None  # of bitsandbytes, which holds its values by two names
+    is_int8 = getattr(weight, "CB", None) is not None  # bitsandbytes', which holds its values by two names
     weight.data = host.allocate(weight.shape, weight.dtype, "parameter").copy_(weight.data)
     if is_int8:
         weight.CB = weight.data  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What a checkpoint knows of weights beyond the type that they are loaded in."""
+"""Master weights from a checkpoint that is finer than the type its weights are loaded in."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _MappedWeight:
     """A tensor of a mapped file, in the form that ``from_pretrained(state_dict=...)`` takes.
 
     Attributes:
-        address: of the tensor that has been taken; 0 before.
+        address: address of the tensor that has been read; 0 before.
     """
 
     def __init__(self, values: Any) -> None:
@@ -33,7 +33,7 @@ class _MappedWeight:
         self.address = 0
 
     def __getitem__(self, index: Any) -> Tensor:
-        """The file's own pages, not yet in memory: safetensors reads some of them ahead."""
+        """Return the file's own pages, not yet in memory: safetensors prefetches some of them."""
         tensor = self._values[index]
         forget_pages(tensor)
         self.address = tensor.data_ptr()
@@ -44,12 +44,12 @@ class MasterWeights:
     """A model in float32, on the host, to be read once, weight by weight.
 
     Args:
-        model: with those weights.
-        in_files: addresses of the tensors that are pages of a file as they stand.
-        present: the model that was read from the same files; None: its weights are theirs, rounded.
+        model: the model with those weights.
+        in_files: addresses of the tensors that are unchanged pages of a file.
+        present: the model that was read from the same files; None: its weights equal theirs, rounded.
 
     Attributes:
-        changed: names of weights of ``present`` that are no longer, as far as they have been read.
+        changed: names of the weights of ``present`` that no longer do, among those read so far.
     """
 
     def __init__(
@@ -59,10 +59,10 @@ class MasterWeights:
         self.changed: set[str] = set()
 
     def values(self, name: str) -> Callable[[int, int], Tensor]:
-        """A parameter's reader, which takes the first element and the one after the last of those it is to return.
+        """Return a parameter's reader, which takes the first element and the one after the last of those to return.
 
-        What it has read of a file leaves memory at once: the checkpoint would be a second model until all is read.
-        Elements that somebody has changed since they were read are as they are now.
+        The pages of a file that it has read leave memory at once: the checkpoint would be a second model until all is
+        read. Elements that other code has changed since they were loaded have their current values.
         """
         if self._present is None:
             return self._as_in_file(name)
@@ -99,20 +99,20 @@ class MasterWeights:
 def load_master_weights(
     config: ModelConfig, hf_config: PretrainedConfig, present: nn.Module | None = None
 ) -> MasterWeights | None:
-    """The model once more, in float32, on the host, if the checkpoint is finer than its bfloat16 weights.
+    """Load the model once more, in float32, on the host, if the checkpoint is finer than its bfloat16 weights.
 
-    A master weight that began with the rounded one would have all its lower bits zero: until the updates of many steps
-    have added up to half a bfloat16 unit, hardly a weight would move.
+    A master weight that began with the rounded one would have all its lower bits zero: hardly a weight would move until
+    the updates of many steps have added up to half a bfloat16 unit.
 
     Args:
         config: the recipe's model group.
         hf_config: what ``load_model_config`` returned for it.
-        present: the model that was read, where others may have changed its weights since: they then hold.
+        present: the model that was read, if other code may have changed its weights since: these then count.
 
     Returns:
         Its weights: float32 ones are mapped from the files, and in memory while they are read; those of other types,
         and of GGUF files, take 4 bytes each. None if ``load_model`` has rounded nothing, or only the smaller
-        part of the weights (some checkpoints have norms alone in float32): it is not worth those bytes.
+        part of the weights (some checkpoints have only norms in float32): it is not worth those bytes.
 
     Raises:
         ModelError: if the weights cannot be read.
@@ -126,13 +126,13 @@ def load_master_weights(
             in_float32, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0
         )
         return MasterWeights(model, present=present)
-    del source["trust_remote_code"]  # decided when the config was read
+    del source["trust_remote_code"]  # settled when the config was read
     path = source.pop("path")
     read = lazy_weights(path, backend="mmap", **source)
     mapped = {
         name: _MappedWeight(values) for name, values in read.items() if not isinstance(values, LazyWeight)
     }
-    weights: dict[str, Any] = {**read, **mapped}  # what is put together from parts is no file's page
+    weights: dict[str, Any] = {**read, **mapped}  # a tensor joined from parts is no file's page
     if _finer_share(weights.values()) < 0.5:
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
@@ -141,7 +141,7 @@ def load_master_weights(
 
 
 def _finer_share(weights: Iterable[Any]) -> float:
-    """Of all elements, those that bfloat16 rounds."""
+    """Return the share of all elements that bfloat16 rounds."""
     finer = total = 0
     for weight in weights:
         num_elements = math.prod(weight.get_shape())

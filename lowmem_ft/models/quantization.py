@@ -3,7 +3,7 @@
 The head and the embeddings keep their type: they are a small part of the weights and the most sensitive one. Norms keep
 theirs too. PEFT's ``prepare_model_for_kbit_training`` would copy all of these to float32, 2.1 GB more for a model of 8B
 parameters, so that 16-bit training gets exact norms; the norms of transformers compute in float32 by themselves, and
-gradients of frozen weights are never made.
+gradients of frozen weights are never computed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
-    """What ``from_pretrained`` takes to quantise each weight as it is read; None where weights stay as they are.
+    """Return the config with which ``from_pretrained`` quantises each weight as it is read; None without quantisation.
 
     Args:
         config: the recipe's model group.
@@ -42,7 +42,7 @@ def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> Bits
 
 
 def quantize_linear_layers(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
-    """Quantise in place the layers that ``from_pretrained`` would: for weights that come from no checkpoint.
+    """Quantise in place the layers that ``from_pretrained`` would, for weights that come from no checkpoint.
 
     Args:
         model: its weights may be on the meta device; there the layers change, and hold nothing.
@@ -62,10 +62,10 @@ def quantize_linear_layers(model: PreTrainedModel, bits: BitsAndBytesConfig) -> 
 
 
 def keep_one_layout(model: nn.Module) -> None:
-    """Keep 4-bit weights on a CPU in the one layout that backward can read.
+    """Keep 4-bit weights on a CPU in the only layout that backward can read.
 
     On processors with AVX512-BF16 bitsandbytes repacks a layer's weight in its first evaluation, for a faster kernel
-    that has no derivative; training would go on with products that hand no gradient down (bitsandbytes 0.50.2,
+    that has no derivative; training would continue with products that pass no gradient on (bitsandbytes 0.50.2,
     ``Linear4bit.forward``).
     """
     for module in model.modules():
@@ -74,7 +74,7 @@ def keep_one_layout(model: nn.Module) -> None:
 
 
 def log_quantization(model: nn.Module, quantization: str) -> None:
-    """Say how much of a model is quantised; fused experts, which are no linear layers, are not."""
+    """Log how much of a model is quantised; fused experts, which are no linear layers, are not."""
     sizes = [(logical_numel(parameter), parameter.is_floating_point()) for parameter in model.parameters()]
     logger.info(
         "Quantization: %s for %s of %s weights; the head, embeddings and norms keep their type.",
@@ -85,16 +85,16 @@ def log_quantization(model: nn.Module, quantization: str) -> None:
 
 
 def _fill(module: Any, original: Any) -> None:
-    """Give a layer that transformers has put in another's place its weight and bias."""
+    """Give a layer that transformers has substituted for another its weight and bias."""
     from bitsandbytes import nn as bitsandbytes_nn
 
     values: Tensor = original.weight.data
     if module.source_cls is not nn.Linear:
-        values = values.T  # GPT-2's Conv1D keeps its weight the other way round
+        values = values.T  # GPT-2's Conv1D keeps its weight transposed
     device = values.device
     parameter_class: Any = getattr(bitsandbytes_nn, type(module.weight).__name__)
     if parameter_class is bitsandbytes_nn.Int8Params and not values.is_meta:
-        values = values.cpu()  # it quantises on its way from there
+        values = values.cpu()  # it quantises on the copy from there
     settings = {key: value for key, value in vars(module.weight).items() if key != "SCB"}
     weight: Any = parameter_class(values, requires_grad=False, **settings)
     module.weight = weight if values.is_meta else weight.to(device)

@@ -1,4 +1,4 @@
-"""Write a model that vanilla ``from_pretrained`` loads, and prove it by reading the folder back."""
+"""Saving a model that vanilla ``from_pretrained`` loads, verified by reading the folder back."""
 
 from __future__ import annotations
 
@@ -19,11 +19,14 @@ from lowmem_ft.tensors.local_shards import whole_shape
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of one weight file. Weights on a GPU are copied to the host a file at a time: transformers' 50 GB would be all."""
+"""Maximum bytes of one weight file.
+
+Weights on a GPU are copied to the host a file at a time: with transformers' 50 GB that would be all of them.
+"""
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write weights (safetensors), config, generation config and tokenizer, then check what was written.
+    """Write weights (safetensors), config, generation config and tokenizer, then verify the folder.
 
     Raises:
         CheckpointError: if the folder, read back, does not hold this model.
@@ -35,7 +38,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write all of a model but its weights: config, generation config, and code of its own if it has any."""
+    """Write all of a model except its weights: config, generation config, and its remote code if it has any."""
     with _quiet_transformers():
         model.save_pretrained(folder, state_dict={})
 
@@ -61,7 +64,7 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
                 device_map={"": "meta"},
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
-                # Where transformers put the model's own code, which has been running all along.
+                # Safe: it is the model's own code, which transformers put there and which has been running all along.
                 trust_remote_code=_has_own_code(model),
             )
     except (OSError, ValueError, SafetensorError) as error:
@@ -87,12 +90,12 @@ def _kind(parameter: torch.Tensor | None) -> tuple[tuple[int, ...], torch.dtype]
 
 
 def _has_own_code(model: PreTrainedModel) -> bool:
-    # Of all its classes: fully_shard makes one of its own of the model's.
+    # Checks all of its classes: fully_shard derives a class from the model's.
     return any(kind.__module__.startswith("transformers_modules.") for kind in type(model).__mro__)
 
 
 def _ties(model: PreTrainedModel) -> list[list[str]]:
-    """Groups of names that share one parameter."""
+    """Return groups of names that share one parameter."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -101,7 +104,7 @@ def _ties(model: PreTrainedModel) -> list[list[str]]:
 
 @contextlib.contextmanager
 def _quiet_transformers() -> Iterator[None]:
-    """No progress bars and load reports from transformers: our own message says what happened."""
+    """Suppress progress bars and load reports of transformers: our own message reports the result."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

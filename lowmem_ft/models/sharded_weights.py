@@ -1,4 +1,4 @@
-"""Loading a model of which each process keeps its own rows, so that none holds the whole."""
+"""Loading a model of which each process keeps its own rows, so that no process holds the whole."""
 
 from __future__ import annotations
 
@@ -18,16 +18,15 @@ from lowmem_ft.tensors.local_shards import rows_of
 def weights_in_shards(
     num_processes: int, process_index: int, device: torch.device
 ) -> Iterator[dict[nn.Parameter, torch.Tensor]]:
-    """Lets every weight that a module gets in a block keep this process's rows alone.
+    """Make every weight that a module gets in a ``with`` block keep only this process's rows.
 
-    A weight is hollow afterwards: it has its shape and type, and no memory. Every
-    process reads every file; what is in RAM at a time is one weight and what it is made from, as in
-    ``mapped_weights.py``.
+    A weight is hollow afterwards: it has its shape and type, and no memory. Every process reads every file; RAM holds
+    one weight at a time and its sources, as in ``mapped_weights.py``.
 
     Args:
-        num_processes: among which rows are dealt out.
-        process_index: of this process.
-        device: where its rows go.
+        num_processes: number of processes that share the rows.
+        process_index: index of this process.
+        device: the device of its rows.
 
     Yields:
         By parameter, its rows; filled while the block runs.
@@ -36,7 +35,7 @@ def weights_in_shards(
 
     @torch.no_grad()
     def cut(module: nn.Module, name: str, weight: nn.Parameter) -> None:
-        # What is on meta is yet to come; what has rows is here by the name it is tied to.
+        # A weight on meta is not loaded yet; one with rows is here under the name it is tied to.
         if weight.is_meta or weight in rows or weight.ndim == 0:
             return
         first, end = rows_of(len(weight), num_processes, process_index)

@@ -1,6 +1,6 @@
 """Optimizers by name, and their state as plain named tensors.
 
-Names resolve on first use, so that reading a recipe (which needs ``OptimizerConfig`` alone) does not import torch.
+Names resolve on first use, so that reading a recipe (which needs only ``OptimizerConfig``) does not import torch.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""The former place of :mod:`lowmem_ft.optimizers.updates.adamw`."""
+"""Former location of :mod:`lowmem_ft.optimizers.updates.adamw`."""
 
 from lowmem_ft.foundation.moved import moved
 

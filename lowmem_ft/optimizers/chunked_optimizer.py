@@ -1,4 +1,4 @@
-"""The optimizer: one update in float32, run chunk by chunk over weights and state in whatever format they are kept.
+"""The optimizer: one update in float32, run chunk by chunk over weights and state in any storage format.
 
 A step never holds more than a few chunks in float32, however large a parameter is, and a slice of a parameter can be
 updated as soon as its gradient is finished.
@@ -35,38 +35,42 @@ from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.local_shards import first_element, is_sharded, local_part
 
 CPU_CHUNK_ELEMENTS = 2**18
-"""A chunk and its state stay in a core's cache: four times as fast as whole tensors (Xeon, 2 threads, float32)."""
+"""Elements of a chunk that, with its state, fits in a core's cache: four times as fast as whole tensors.
+
+Measured on a Xeon with 2 threads in float32.
+"""
 
 GPU_CHUNK_ELEMENTS = 2**22
-"""16 MiB a float32 temporary, and kernels long enough to hide their launch."""
+"""Elements of a chunk on a GPU: 16 MiB per float32 temporary, and kernels long enough to hide their launch."""
 
 UpdateHook = Callable[[nn.Parameter, int, Tensor, Tensor, Mapping[str, Any]], Callable[[], None] | None]
 
 
 class ChunkedOptimizer(Optimizer):
-    """One of our optimizers over parameters whose weights and state are kept in any of the formats.
+    """An optimizer of ours over parameters whose weights and state are kept in any of the formats.
 
-    Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, whatever the parameters.
-    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the size of chunks changes nothing.
+    Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, however large parameters
+    are.
+    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the chunk size changes nothing.
     Limits: weights changed from outside (loaded, averaged) keep the lower bits of their masters until
-    :meth:`adopt_weights`. Weights that are not contiguous are copied whole while they are updated. Of a parameter that
-    ``fully_shard`` has cut, each process updates its own rows, with the random bits that one process would draw for
-    them; make the optimizer after sharding. 8-bit blocks begin anew in each process's rows. A rule that measures whole
-    parameters refuses.
+    :meth:`adopt_weights`. Weights that are not contiguous are copied whole while they are updated. If ``fully_shard``
+    has sharded a parameter, each process updates its own rows, with the random bits that one process would draw for
+    them; create the optimizer after sharding. 8-bit blocks restart in each process's rows. A rule that measures whole
+    parameters rejects sharded ones.
 
     Args:
         params: parameters or groups of them.
         rule: the update.
-        defaults: hyperparameters that the rule reads, ``lr`` among them.
+        defaults: hyperparameters that the rule reads, including ``lr``.
         state: format of the running averages: ``fp32``, ``bf16`` or ``8bit``.
-        master: what 16-bit weights keep beside them (see ``master_formats``); float32 weights need nothing.
-        seed: of the random rounding.
+        master: format of the master of 16-bit weights (see ``master_formats``); float32 weights need none.
+        seed: seed of the random rounding.
 
     Attributes:
-        home: where state waits; set it before state is allocated.
-        chunk_elements: elements updated at a time, a multiple of 256; None: by the device's kind.
-        kernel: ``auto`` updates by one Triton kernel a chunk on an NVIDIA GPU where that works, and else operation by
-            operation, as ``eager`` does everywhere; ``triton`` demands it. See ``triton_choice``.
+        home: the storage of state; set it before state is allocated.
+        chunk_elements: elements updated at a time, a multiple of 256; None: depends on the device type.
+        kernel: ``auto`` updates with one Triton kernel per chunk on an NVIDIA GPU if that works, and else operation by
+            operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_availability``.
     """
 
     def __init__(
@@ -92,7 +96,7 @@ class ChunkedOptimizer(Optimizer):
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters after all others: random rounding goes by their numbers."""
+        """Add parameters after all others: random rounding depends on their numbers."""
         super().add_param_group(param_group)
         for parameter in self.param_groups[-1]["params"]:
             if isinstance(self.rule, WholeParameterRule) and is_sharded(parameter):
@@ -135,31 +139,31 @@ class ChunkedOptimizer(Optimizer):
     ) -> None:
         """Update the given slices of parameters now.
 
-        A parameter's step number goes up with the slice that holds its last element.
+        A parameter's step number increases with the slice that holds its last element.
 
         Args:
-            slices: with finished gradients; an iterator is asked for the next one as late as copies allow, so that its
+            slices: slices with finished gradients; an iterator is advanced as late as copies allow, so that its
                 gradients need not exist together.
             scale: factor on the gradients; 0-d, float32, on their device.
-            hyperparameters: by group index, in place of the group's present ones: an update that was deferred takes
-                those of its own step.
+            hyperparameters: by group index, in place of the group's current ones: a deferred update takes those of its
+                own step.
         """
         for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):
             updates: Iterable[SliceUpdate] = (
                 self._slice_update(finished, scale, hyperparameters or {}) for finished in together
             )
             if isinstance(self.rule, WholeParameterRule):
-                updates = list(updates)  # each is measured first, with visits of its own
+                updates = list(updates)  # each is measured first, in a pass over its chunks
             chunks = (chunk for update in self._begun(updates) for chunk in rounds(self._chunks_of(update)))
             for chunk in rounds(self._visits(chunks, device)):
                 self._update_chunk(chunk)
 
     @torch.no_grad()
     def allocate_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Allocate what state parameters lack, master weights equal to the weights.
+        """Allocate the state that parameters lack, with master weights equal to the weights.
 
         Args:
-            parameters: of the optimizer; None: all.
+            parameters: parameters of the optimizer; None: all.
         """
         for parameter in self._places if parameters is None else parameters:
             state = self.state[parameter]
@@ -175,7 +179,7 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def adopt_weights(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
-        """Make master weights equal to the weights, once something else has changed these.
+        """Make master weights equal to the weights, after other code has changed the weights.
 
         Args:
             parameters: those that changed; None: all that have state.
@@ -184,17 +188,17 @@ class ChunkedOptimizer(Optimizer):
         for parameter in with_state if parameters is None else parameters:
             for name in self.master_of(parameter).tensors:
                 kept = self.state[parameter][name]
-                # A weight says all but its lower bits, which are then zero.
+                # A weight holds all except the lower bits, which are then zero.
                 kept.copy_(flat_weight(parameter)) if kept.is_floating_point() else kept.zero_()
 
     @torch.no_grad()
     def set_weights(self, parameter: nn.Parameter, values: Callable[[int, int], Tensor]) -> None:
-        """Set a parameter, and what its format keeps beside it, from values finer than its own type.
+        """Set a parameter, and its master, from values finer than its own type.
 
         Args:
             parameter: one of the optimizer's, with state.
-            values: given the first element and the one after the last, these elements of what of the flattened
-                parameter lies in this process.
+            values: given the first element and the one after the last, returns these elements of this process's part of
+                the flattened parameter.
         """
         weight, master, kept = flat_weight(parameter), self.master_of(parameter), self.state[parameter]
         for start, stop in spans(0, weight.numel(), self.chunk_size(weight.device)):
@@ -206,15 +210,15 @@ class ChunkedOptimizer(Optimizer):
         write_back(weight, parameter)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, and the formats, so that an optimizer with other formats can load it."""
+        """Return torch's state dict, and the formats, so that an optimizer with other formats can load it."""
         dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in self._places]
         formats = {"state": self.state_format, "master": self.master_format, "weights": dtypes}
         return {**super().state_dict(), "formats": formats}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state of another optimizer over the same parameters, in whatever formats it kept it.
+        """Load the state of another optimizer over the same parameters, in whatever formats it kept it.
 
-        Load the weights first. Hyperparameters are taken too. See :func:`state_conversion.take_state`.
+        Load the weights first. Hyperparameters are loaded too. See :func:`state_conversion.take_state`.
 
         Raises:
             ValueError: if it has other groups.
@@ -235,31 +239,32 @@ class ChunkedOptimizer(Optimizer):
                 take_state(self, parameter, saved)
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
-        """Have ``hook(parameter, start, weight, gradient, hyperparameters)`` called before each slice's update.
+        """Call ``hook(parameter, start, weight, gradient, hyperparameters)`` before each slice's update from now on.
 
-        Weight and gradient are flat and of that slice alone. What the hook returns is called after the update.
+        Weight and gradient are flat, and only those of that slice. If the hook returns a function, it is called after
+        the update.
         """
         handle = RemovableHandle(self._update_hooks)
         self._update_hooks[handle.id] = hook
         return handle
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
-        """The end of the last copy that brought an updated weight back to where it waits; if it does, wait for it."""
+        """Return the end of the last copy of an updated weight back to the host; a weight on the device has none."""
         return self.home.written(parameter)
 
     @property
     def slice_unit(self) -> int | None:
-        """Slices begin and end at multiples of this, or with their parameter; None: a slice is a whole parameter."""
+        """Unit of slices: they begin and end at multiples of it or with their parameter; None: whole parameters."""
         if isinstance(self.rule, WholeParameterRule):
             return None
         return BLOCK if self.state_format == "8bit" else 1
 
     def master_of(self, parameter: nn.Parameter) -> MasterFormat:
-        """How the float32 value of a parameter is kept."""
+        """Return the format of a parameter's float32 value."""
         return master_format(self.master_format, parameter.dtype)
 
     def averages_of(self, parameter: nn.Parameter) -> dict[str, StateFormat]:
-        """The running averages of a parameter, and how each is kept."""
+        """Return the running averages of a parameter, and each one's format."""
         group = self.param_groups[self._places[parameter][0]]
         averages = self.rule.averages(parameter.shape, group)
         return {name: state_format(self.state_format, signed=signed) for name, signed in averages.items()}
@@ -267,11 +272,11 @@ class ChunkedOptimizer(Optimizer):
     def kept_sizes(
         self, parameter: nn.Parameter, num_elements: int | None = None
     ) -> dict[str, tuple[int, torch.dtype]]:
-        """What waits in ``home`` for a parameter: by name, the number of elements and their type.
+        """Return what ``home`` stores for a parameter: by name, the number of elements and their type.
 
         Args:
             parameter: one of the optimizer's.
-            num_elements: of it, that lie in a process; None: those in this one.
+            num_elements: how many of its elements a process holds; None: as many as this one does.
         """
         num_elements = local_part(parameter).numel() if num_elements is None else num_elements
         sizes = {name: (num_elements, dtype) for name, dtype in self.master_of(parameter).tensors.items()}
@@ -280,17 +285,17 @@ class ChunkedOptimizer(Optimizer):
         return sizes
 
     def random_of(self, parameter: nn.Parameter, step: int, element: int) -> CounterRandom:
-        """The random bits of a parameter's elements from ``element`` of this process on, in its given step."""
+        """Return the random bits of a parameter's elements from this process's ``element`` on, in its given step."""
         number = self._first_elements[parameter] + element
         return CounterRandom(self.seed, step, self._places[parameter][1], number)
 
     def chunk_size(self, device: torch.device) -> int:
-        """Elements that are updated at a time on a device."""
+        """Return the number of elements that are updated at a time on a device."""
         by_device = CPU_CHUNK_ELEMENTS if kernels_of(device) == "cpu" else GPU_CHUNK_ELEMENTS
         return self.chunk_elements or by_device
 
     def _begun(self, updates: Iterable[SliceUpdate]) -> Iterator[SliceUpdate]:
-        """Those with anything to update; a parameter of which nothing lies here has made its step."""
+        """Yield the updates that have elements; a parameter without elements in this process has made its step."""
         for update in updates:
             if update.stop > update.start:
                 yield update
@@ -356,8 +361,8 @@ class ChunkedOptimizer(Optimizer):
     def _visits(
         self, chunks: Iterable[ChunkUpdate], device: torch.device, *, with_weights: bool = True
     ) -> Iterator[ChunkUpdate]:
-        """Each chunk while what is kept of it is on the device; the home may read ahead."""
-        # Not itertools.tee, which holds on to 57 chunks and their gradients.
+        """Yield each chunk while its state is on the device; the home may read ahead."""
+        # Not itertools.tee, which keeps 57 chunks and their gradients alive.
         read: deque[ChunkUpdate] = deque()
 
         def kept() -> Iterator[dict[str, Tensor]]:
@@ -372,7 +377,7 @@ class ChunkedOptimizer(Optimizer):
             chunk.here = {}
 
     def _kept(self, chunk: ChunkUpdate, *, with_weights: bool) -> dict[str, Tensor]:
-        """Views of what is kept of a chunk, where it waits."""
+        """Return views of a chunk's state where it is stored."""
         update, elements, kept = chunk.update, slice(chunk.start, chunk.stop), {}
         state = self.state[update.parameter]
         for name, form in self.averages_of(update.parameter).items():

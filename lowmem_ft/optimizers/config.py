@@ -1,4 +1,4 @@
-"""Which optimizer a run uses, and its hyperparameters; its row is in ``table.py``."""
+"""The optimizer of a run and its hyperparameters; its row is in ``table.py``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
 
 
 class _EffectsOfRows(Mapping[OptimizerName, Effect]):
-    """What each optimizer costs, read in its row when it is asked for."""
+    """Effects of the optimizers, read from their rows on demand."""
 
     def __getitem__(self, name: OptimizerName) -> Effect:
         return OPTIMIZERS[name].effect
@@ -43,7 +43,7 @@ class _EffectsOfRows(Mapping[OptimizerName, Effect]):
 class OptimizerConfig:
     """The optimizer by name and its hyperparameters; the learning rate is ``training.learning_rate``.
 
-    A hyperparameter left at null takes the optimizer's own default; one it does not have is refused.
+    A hyperparameter left at null takes the optimizer's own default; one that it does not have is rejected.
     """
 
     name: OptimizerName = knob(
@@ -91,7 +91,7 @@ class OptimizerConfig:
 
     @property
     def row(self) -> OptimizerRow:
-        """What the table says about the optimizer."""
+        """The optimizer's row in the table."""
         return OPTIMIZERS[self.name]
 
     @property
@@ -101,19 +101,19 @@ class OptimizerConfig:
 
     @property
     def stateless_by(self) -> str | None:
-        """The hyperparameter that leaves the optimizer without running averages by being 0; None: it keeps them."""
+        """The hyperparameter whose value 0 leaves the optimizer without running averages; None: it keeps them."""
         name = self.row.stateless_at_zero
         return name if name is not None and self.hyperparameters()[name] == 0 else None
 
     def hyperparameters(self) -> dict[str, Any]:
-        """What the optimizer is built with beside rate and decay: the values set here over its own defaults."""
+        """Return the optimizer's arguments except rate and decay: the values set here over its own defaults."""
         return {
             name: default if getattr(self, name) is None else getattr(self, name)
             for name, default in self.row.hyperparameters.items()
         }
 
     def problems(self) -> list[str]:
-        """What is wrong with these values on any device: not taken by the optimizer, or out of range."""
+        """Return the rules that these values break on any device: not taken by the optimizer, or out of range."""
         return [
             *_unused(self),
             *_beyond_its_capabilities(self),
@@ -122,11 +122,11 @@ class OptimizerConfig:
         ]
 
     def problems_on(self, device_type: str, kernels: str) -> list[str]:
-        """What is wrong with the optimizer on a device.
+        """Return the rules that the optimizer breaks on a device.
 
         Args:
-            device_type: as torch has it.
-            kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
+            device_type: torch's name for it.
+            kernels: the device type whose kernels it runs: another one if the device is virtual.
         """
         if self.row.devices is not None and kernels not in self.row.devices:
             return [
@@ -136,7 +136,7 @@ class OptimizerConfig:
         return self.problems_on_wsl() if device_type == "cuda" and is_wsl() else []
 
     def problems_on_wsl(self) -> list[str]:
-        """What is wrong with the optimizer on a GPU under Windows' Linux: state that would spill to the host."""
+        """Return the rules that the optimizer breaks on a GPU under WSL: no state that would spill to the host."""
         if self.row.bitsandbytes is None or not self.row.bitsandbytes.paged:
             return []
         return [
@@ -146,7 +146,7 @@ class OptimizerConfig:
         ]
 
     def require_packages(self) -> None:
-        """Refuse an optimizer of bitsandbytes without the package.
+        """Reject an optimizer of bitsandbytes if the package is not installed.
 
         Raises:
             MissingPackageError: if it is not installed.

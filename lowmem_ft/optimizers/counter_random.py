@@ -1,6 +1,6 @@
 """Random bits that are a function of a counter: of seed, step, parameter and element, and of nothing else.
 
-An element therefore gets the same bits on every device, however the work is cut into chunks, and again after a resume.
+An element therefore gets the same bits on every device, for any chunk size, and again after a resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class CounterRandom:
     """The random bits of one parameter in one optimizer step.
 
     Args:
-        seed: the run's.
+        seed: the run's seed.
         step: the optimizer step of that parameter.
         parameter: its number in the optimizer.
         element: number of the first element of the chunk, counted in the flattened parameter.
@@ -31,7 +31,7 @@ class CounterRandom:
     element: int = 0
 
     def key(self, stream: int) -> int:
-        """What :func:`random_bits` takes; users of the same elements take streams of their own."""
+        """Return the key for :func:`random_bits`; users of the same elements take separate streams."""
         key = 0
         for part in (self.seed, self.seed >> 32, self.step, self.parameter, stream):
             key = _hash32(key ^ _hash32((part + _WEYL) & 0xFFFFFFFF))
@@ -39,14 +39,14 @@ class CounterRandom:
 
 
 def random_bits(num_bits: int, key: int, element: int, num_elements: int, device: torch.device) -> Tensor:
-    """Independent uniform integers from 0 to below ``2**num_bits`` (int32).
+    """Return independent uniform integers from 0 to below ``2**num_bits`` (int32).
 
     Args:
         num_bits: 8 or 16; four or two elements share one hash.
-        key: of :meth:`CounterRandom.key`.
+        key: from :meth:`CounterRandom.key`.
         element: number of the first element; elements 2**34 or 2**33 apart get equal bits.
-        num_elements: of the chunk.
-        device: where to make them; int32 operations give the same on all.
+        num_elements: elements of the chunk.
+        device: the device to compute them on; int32 operations give the same on all.
     """
     shared = 32 // num_bits
     first_word, skipped = divmod(element, shared)
@@ -71,7 +71,7 @@ def hash32_(words: Tensor) -> Tensor:
 
 
 def _hash32(word: int) -> int:
-    """The same of one Python number from 0 to below 2**32."""
+    """Return the same hash of one Python number from 0 to below 2**32."""
     word ^= word >> 16
     word = word * _MULTIPLIERS[0] & 0xFFFFFFFF
     word ^= word >> 15
@@ -80,5 +80,5 @@ def _hash32(word: int) -> int:
 
 
 def _as_int32(word: int) -> int:
-    """The signed number of the same 32 bits."""
+    """Return the signed number with the same 32 bits."""
     return (word + 2**31) % 2**32 - 2**31

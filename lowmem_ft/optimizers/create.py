@@ -22,25 +22,25 @@ from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import (
 
 logger = logging.getLogger(__name__)
 
-# Biases and norms by name, as transformers.Trainer.get_decay_parameter_names has them.
+# Names of biases and norms, as in transformers.Trainer.get_decay_parameter_names.
 _NOT_DECAYED = ["bias", "layernorm", "rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 
 
 def create_optimizer(
     model: nn.Module, config: OptimizerConfig, *, learning_rate: float, seed: int = 0
 ) -> Optimizer:
-    """An optimizer over the trainable parameters of a model, grouped as ``transformers.Trainer`` groups them.
+    """Create an optimizer over the trainable parameters of a model, grouped as ``transformers.Trainer`` groups them.
 
-    It refuses what :func:`check_optimizer` refuses, and a model with nothing to train.
+    It rejects what :func:`check_optimizer` rejects, and a model with nothing to train.
 
     Args:
         model: on its final device; move it before, not after.
-        config: which optimizer, and its hyperparameters.
+        config: the optimizer and its hyperparameters.
         learning_rate: the peak learning rate; a schedule may lower it.
-        seed: of the random rounding of weights and state in the formats that have it.
+        seed: seed of the random rounding of weights and state, in the formats that use it.
 
     Returns:
-        A torch optimizer that holds no state yet: that comes with ``allocate_state()`` or with the first step.
+        A torch optimizer that holds no state yet: ``allocate_state()`` or the first step allocates it.
     """
     groups = parameter_groups(model, config.weight_decay)
     check_optimizer(config, groups[0]["params"][0].device)
@@ -63,15 +63,15 @@ def create_optimizer(
 def create_torch_adamw(
     model: nn.Module, config: OptimizerConfig, *, learning_rate: float
 ) -> torch.optim.AdamW:
-    """AdamW of torch, over the same groups, for an engine that keeps masters and state in its own ways.
+    """Create torch's AdamW over the same groups, for an engine that stores masters and state itself.
 
     Args:
-        model: see :func:`create_optimizer`, as for the others.
-        config: ``name`` is adamw; formats have no part in it.
+        model: see :func:`create_optimizer`.
+        config: its ``name`` is adamw; the formats are ignored.
         learning_rate: the peak.
 
     Raises:
-        UserError: for a model with nothing to train.
+        UserError: if the model has nothing to train.
     """
     groups = parameter_groups(model, config.weight_decay)
     _log_choice(config, groups)
@@ -79,11 +79,11 @@ def create_torch_adamw(
 
 
 def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
-    """Refuse an optimizer that cannot run here, before a model is loaded for it.
+    """Reject an optimizer that cannot run here, before a model is loaded for it.
 
     Args:
         config: the optimizer and its hyperparameters.
-        device: where the trained weights will be.
+        device: the device of the trained weights.
 
     Raises:
         UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
@@ -99,14 +99,14 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters with decay, then those without (biases, norms); a tied one once, no group empty.
+    """Group the trainable parameters: with decay, then without (biases, norms); a tied one once, no group empty.
 
     Args:
-        model: frozen parameters of it are left out.
+        model: its frozen parameters are left out.
         weight_decay: decay of the first group.
 
     Returns:
-        One or two groups, as ``torch.optim`` takes them.
+        One or two groups, in the form that ``torch.optim`` takes.
 
     Raises:
         UserError: if no parameter is trainable.
@@ -139,7 +139,7 @@ def _log_choice(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
 
 
 def may_lose_updates(optimizer: Optimizer) -> bool:
-    """Whether an optimizer rounds 16-bit weights to nearest, without a master: then small updates are lost."""
+    """Return whether an optimizer rounds 16-bit weights to nearest, without a master: then small updates are lost."""
     dtypes = {parameter.dtype for group in optimizer.param_groups for parameter in group["params"]}
     is_16_bit = any(dtype.itemsize < 4 for dtype in dtypes)
     return is_16_bit and (not isinstance(optimizer, ChunkedOptimizer) or optimizer.master_format == "none")
@@ -148,7 +148,7 @@ def may_lose_updates(optimizer: Optimizer) -> bool:
 def _built(
     groups: list[dict[str, Any]], config: OptimizerConfig, *, learning_rate: float, seed: int
 ) -> Optimizer:
-    """The optimizer over parameter groups, each with its ``weight_decay``."""
+    """Build the optimizer over parameter groups, each with its ``weight_decay``."""
     defaults = {"lr": learning_rate, **config.hyperparameters()}
     form = config.row.bitsandbytes
     if form is not None:
@@ -158,7 +158,7 @@ def _built(
 
 
 def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None:
-    """Refuse weights that ``optimizer.master`` is not for."""
+    """Reject weights that ``optimizer.master`` does not apply to."""
     dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
     if config.row.bitsandbytes is not None:
         return

@@ -1,4 +1,4 @@
-"""What the documentation of recipe keys says about single optimizers, put together from their rows."""
+"""Help on recipe keys that depends on single optimizers, built from their rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, OPTIMIZERS, OptimizerR
 
 
 def freed_state() -> str:
-    """Bytes of state a parameter that each optimizer spares, from the fewest."""
+    """Return the bytes of state per parameter that each optimizer saves, from the fewest."""
     most = OPTIMIZERS[DEFAULT_OPTIMIZER].state_bytes()
     freed = {name: round(most - row.state_bytes()) for name, row in OPTIMIZERS.items()}
     spared = _by_value({name: num_bytes for name, num_bytes in freed.items() if num_bytes})
@@ -19,7 +19,7 @@ def freed_state() -> str:
 
 
 def values_of(hyperparameter: str) -> str:
-    """What null stands for, and 0 where that leaves no state; bitsandbytes' optimizers are as ours in both."""
+    """Return the meaning of null, and of 0 if it leaves no state; bitsandbytes' optimizers equal ours in both."""
     takers = _takers(hyperparameter)
     defaults = _by_value({name: row.hyperparameters[hyperparameter] for name, row in takers.items()})
     clauses = [f"null: {'; '.join(f'{_typed(default)} for {names}' for default, names in defaults.items())}"]
@@ -35,7 +35,7 @@ def _takers(hyperparameter: str) -> dict[str, OptimizerRow]:
 
 
 def _by_value(values: Mapping[str, Hashable]) -> dict[Any, str]:
-    """The names of those that share a value, as a sentence lists them."""
+    """Group names by value, and list the names of each group in words."""
     names: dict[Hashable, tuple[str, ...]] = defaultdict(tuple)
     for name, value in values.items():
         names[value] += (name,)

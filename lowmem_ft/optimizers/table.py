@@ -1,8 +1,8 @@
-"""The optimizers, one row each: what it is, what it takes, and what it goes together with.
+"""The optimizers, one row each: their updates, hyperparameters and capabilities.
 
 Recipes are checked by these rows before torch is imported, so a row names its update and does not hold it. A new
 optimizer adds its name to :data:`OptimizerName` and a row to :data:`OPTIMIZERS`; nothing else lists optimizers:
-``key_help.py`` makes what people read from the rows.
+``key_help.py`` builds the help texts from the rows.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ OptimizerName = Literal[
     "paged_lion_32bit",
     "paged_lion_8bit",
 ]
-"""What a recipe may say. A type checker holds the keys of :data:`OPTIMIZERS` against it, a test the reverse."""
+"""Names that a recipe may use. A type checker checks the keys of :data:`OPTIMIZERS` against it, a test the reverse."""
 
 StateName = Literal["fp32", "bf16", "8bit"]
 
 DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 
 AVERAGE_BYTES: Mapping[StateName, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
-"""Of one element of a running average; 8 bits have a float32 scale for each block of 256."""
+"""Bytes per element of a running average; 8 bits have a float32 scale for each block of 256."""
 
 Capability = Literal[
     "takes_formats",
@@ -46,12 +46,12 @@ Capability = Literal[
     "keeps_state_on_host",
     "trains_streamed_weights",
 ]
-"""What rules ask a row for."""
+"""Capabilities of a row that rules check."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bitsandbytes:
-    """One of bitsandbytes' optimizers: its class, the bits of its state, and whether that is in managed memory."""
+    """An optimizer of bitsandbytes: its class, the bits of its state, and whether that is in managed memory."""
 
     algorithm: Literal["AdamW", "Lion"]
     bits: Literal[8, 32]
@@ -60,25 +60,27 @@ class Bitsandbytes:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerRow:
-    """One optimizer of the table: ours by its rule, or one of bitsandbytes'.
+    """One optimizer of the table: ours, with its rule, or one of bitsandbytes'.
 
     An update that works on any chunk of a parameter, at any time, has all the capabilities; those are the defaults.
 
     Args:
-        summary: one line for people.
-        hyperparameters: what it takes beside learning rate and weight decay, and its defaults.
-        num_averages: how many running averages it keeps of each element.
-        stateless_at_zero: the hyperparameter with which, at 0, it keeps none; most keep them whatever theirs are.
-        effect: what it costs, and whether it is AdamW's mathematics.
-        rule: where its update is, as ``module:name``: a class of one of the protocols in ``update_rule.py``, made
-            without arguments.
+        summary: one line for users.
+        hyperparameters: those in addition to learning rate and weight decay, and their defaults.
+        num_averages: number of running averages of each element.
+        stateless_at_zero: the hyperparameter whose value 0 leaves it without running averages; None for most
+            optimizers.
+        effect: its cost, and whether it is AdamW's mathematics.
+        rule: its update, as ``module:name``: a class of one of the protocols in ``update_rule.py``, made without
+            arguments.
         bitsandbytes: which of bitsandbytes' optimizers it is, if it has no rule.
-        devices: device types it runs on; None is all of them.
+        devices: device types that it runs on; None: all.
         elsewhere: the name to suggest on other devices.
-        stand_in: the name to suggest for what it is not capable of.
+        stand_in: the name to suggest for a capability that it lacks.
         takes_formats: whether it keeps state and master weights in every format.
-        steps_in_backward: whether it updates one weight while backward still makes the gradients of others.
-        keeps_state_on_host: whether its state may wait in host memory and visit the device chunk by chunk.
+        steps_in_backward: whether it updates one weight while backward still computes the gradients of others.
+        keeps_state_on_host: whether its state may be kept in host memory and streamed through the device chunk by
+            chunk.
         trains_streamed_weights: whether it updates a weight from parts of its gradient, one after the other.
     """
 
@@ -99,29 +101,29 @@ class OptimizerRow:
 
     @property
     def takes_state_formats(self) -> bool:
-        """Whether there are running averages of each element, and every format is one for them."""
+        """True if there are running averages of each element that can be kept in every format."""
         return self.takes_formats and self.num_averages > 0
 
     def update_rule(self) -> UpdateRule | WholeParameterRule:
-        """The update of one of ours; imports torch."""
+        """Return the update of an optimizer of ours; imports torch."""
         assert self.rule is not None
         module, _, name = self.rule.partition(":")
         return getattr(importlib.import_module(module), name)()
 
     def state_bytes(self, state: StateName = "fp32") -> float:
-        """Bytes of state for each element, its averages kept in this format if it takes any."""
+        """Return the bytes of state for each element, with its averages in this format if it takes any."""
         if self.bitsandbytes is not None:
             state = "8bit" if self.bitsandbytes.bits == 8 else "fp32"
         return self.num_averages * AVERAGE_BYTES[state]
 
 
 def optimizers_that(capability: Capability) -> tuple[str, ...]:
-    """The names of those with a capability, in the table's order."""
+    """Return the names of the optimizers with a capability, in the table's order."""
     return tuple(name for name, row in OPTIMIZERS.items() if getattr(row, capability))
 
 
 def listed(names: tuple[str, ...], word: str) -> str:
-    """Names as a sentence lists them: ``a, b or c``."""
+    """List names in words: ``a, b or c``."""
     *others, last = names
     return f"{', '.join(others)} {word} {last}" if others else last
 
@@ -132,9 +134,9 @@ def _row_of_bitsandbytes(
     devices: tuple[str, ...] = ("cuda",),
     elsewhere: OptimizerName = DEFAULT_OPTIMIZER,
 ) -> OptimizerRow:
-    """They have formats of their own, and step over whole parameters after backward."""
+    """Return the row of one that has its own formats, and steps over whole parameters after backward."""
     ours: OptimizerName = "adamw" if form.algorithm == "AdamW" else "lion"
-    # State in 8 bits is rounded to nearest: what changes an average by less is lost, each step anew.
+    # 8-bit state is rounded to nearest: smaller changes of an average are lost, in every step again.
     is_exact = form.algorithm == "AdamW" and form.bits == 32
     return OptimizerRow(
         summary=summary,

@@ -1,1 +1,1 @@
-"""Memory techniques: one a file, each with one verb that switches it on and returns the way back."""
+"""Memory techniques: one per file, each with one verb that enables it and returns the handle that undoes it."""

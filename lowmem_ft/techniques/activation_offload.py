@@ -1,4 +1,4 @@
-"""Activations that wait for the backward pass in host memory, copied out and back beside the computing."""
+"""Activations kept in host memory until the backward pass, copied out and back while the device computes."""
 
 from __future__ import annotations
 
@@ -25,37 +25,37 @@ from lowmem_ft.techniques.technique import Technique
 log = logging.getLogger(__name__)
 
 SMALLEST_BYTES = 64 * 1024
-"""Of a tensor that ``offload.activations=all`` moves: the copy of a smaller one costs more than its memory is worth."""
+"""Smallest tensor in bytes that ``offload.activations=all`` moves: a smaller one's copy costs more than it saves."""
 
 
 _ON_THEIR_WAY = {"inputs": 1, "all": 4}
-"""Tensors that are still on the device when the next one is saved: one layer's time is enough to copy its input."""
+"""Tensors still on the device when the next one is saved: one layer's compute time is enough to copy its input."""
 
 
 def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: HostMemory) -> Technique:
-    """Makes activations wait in host memory: the inputs of checkpointed layers, or all that backward needs.
+    """Keep activations in host memory: the inputs of checkpointed layers, or all that backward needs.
 
-    Each leaves the device on a stream of its own while the layer computes, and comes back one ahead of its use.
+    Each leaves the device on its own stream while the layer computes, and is prefetched one ahead of its use.
 
-    Frees: inputs: of each checkpointed layer its input (batch x tokens x hidden); two of them are on the device at any
-    time. all: every activation of 64 KiB or more, but those on their way.
-    Costs: host memory for what waits, taken when first needed and kept, and two copies of it over PCIe. Those of the
-    inputs hide behind a layer's computing; those of ``all`` hardly, for a layer's activations take longer to copy than
-    to compute.
+    Frees: inputs: the input (batch x tokens x hidden) of each checkpointed layer; two of them are on the device at any
+    time. all: every activation of 64 KiB or more, except those being copied.
+    Costs: host memory for the offloaded tensors, taken when first needed and kept, and two copies of each over PCIe.
+    The copies of inputs overlap with a layer's compute; those of ``all`` hardly do, as a layer's activations take
+    longer to copy than to compute.
     Equals: the same losses and gradients bit for bit.
-    Limits: on a CPU the copies are made too, and free nothing. Tensors with gaps or overlaps in memory stay.
-    Source: ZeRO, 2019 (arXiv:1910.02054), whose P_a+cpu moves the checkpoints of activations to the host.
+    Limits: on a CPU the copies are made too, and free nothing. Tensors with gaps or overlaps in memory are not moved.
+    Source: ZeRO, 2019 (arXiv:1910.02054), whose P_a+cpu moves activation checkpoints to the host.
 
     Args:
         model: a causal LM from transformers, wrapped or not; for ``inputs`` with its checkpointing switched on.
-        config: which activations.
-        host: where they wait.
+        config: which activations to offload.
+        host: the host memory that holds them.
 
     Returns:
         A handle whose ``remove()`` keeps them on the device again.
 
     Raises:
-        ModelError: if ``inputs`` is asked for and no layer is checkpointed.
+        ModelError: if ``inputs`` is requested and no layer is checkpointed.
     """
     if config.activations == "none":
         return Technique()
@@ -73,7 +73,7 @@ class ActivationOffload(Technique):
         self._waiting_room = waiting_room
 
     def abandon(self) -> None:
-        """Let go of those that were still leaving: no backward will ask for them."""
+        """Drop the activations that were still leaving the device: no backward will ask for them."""
         self._waiting_room.abandon()
 
 
@@ -91,7 +91,7 @@ def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Iterator[Cal
 
 
 class _WithInputAway:
-    """A checkpointing function whose first argument, the hidden states, waits in host memory."""
+    """A checkpointing function whose first argument, the hidden states, is offloaded to host memory."""
 
     def __init__(self, waiting_room: OffloadPool, checkpoint: Callable[..., Any]) -> None:
         self._waiting_room = waiting_room
@@ -109,7 +109,7 @@ class _WithInputAway:
             is_hidden = tensor.untyped_storage()._cdata == hidden_storage
             return self._waiting_room.leave(tensor) if is_hidden and _is_dense(tensor) else tensor
 
-        # What the function itself saves is the checkpoint's affair, whose hooks come inside these.
+        # What the function itself saves is left to the checkpoint, whose hooks are entered inside these.
         with saved_tensors_hooks(pack, self._waiting_room.back):
             return self._checkpoint(function, *args)
 
@@ -147,15 +147,15 @@ def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
 
 
 class OffloadedTensor:
-    """A saved tensor that waits on the host, until nothing in the graph needs it any more.
+    """A saved tensor kept on the host until nothing in the graph needs it any more.
 
     Attributes:
         buffer: host memory that holds its values.
-        on_device: the tensor before it has left, and when it has been sent for.
-        left: when its copy is on the host.
-        arrives: when it is back on the device; None if it has not been sent for.
+        on_device: the tensor before it has left, and once its copy back has been started.
+        left: event at which its copy is on the host.
+        arrives: event at which it is back on the device; None if its copy back has not been started.
         returned: the tensor that backward got.
-        saved_before: what was saved before this and will be needed after it.
+        saved_before: the tensor saved before this one, which is needed after it.
     """
 
     def __init__(self, tensor: Tensor, buffer: Tensor, room: OffloadPool) -> None:
@@ -179,7 +179,7 @@ class OffloadedTensor:
 
 
 class OffloadPool:
-    """Where tensors wait on the host.
+    """The pool of tensors offloaded to the host.
 
     Args:
         host: its memory.
@@ -200,7 +200,7 @@ class OffloadPool:
     def leave(self, tensor: Tensor) -> OffloadedTensor:
         """Send a dense tensor to the host, unless that was done when it was saved before."""
         place = (tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
-        # Not the storage's address, which may be another's later.
+        # Not the storage's address, which another storage may take over later.
         key = (weakref.ref(tensor.untyped_storage()), *place)
         away = self._away.get(key)
         if away is None:
@@ -208,7 +208,7 @@ class OffloadPool:
         return away
 
     def back(self, saved: Tensor | OffloadedTensor) -> Tensor:
-        """What was saved, on the device; the one saved before it, which is needed next, is sent for."""
+        """Return the saved tensor on the device, and start copying back the one saved before it, needed next."""
         if isinstance(saved, Tensor):
             return saved
         self._let_go(0, forget=False)
@@ -223,12 +223,12 @@ class OffloadPool:
         return tensor
 
     def abandon(self) -> None:
-        """Let go of what is leaving, once it has left."""
+        """Drop the tensors that are leaving, once they have left."""
         self._let_go(0, forget=True)
 
     def forget(self, away: OffloadedTensor) -> None:
-        """Nothing needs a tensor any more: another may wait in its place."""
-        self._wait_for_arrival(away)  # if it was sent for in vain
+        """Release the buffer of a tensor that nothing needs any more."""
+        self._wait_for_arrival(away)  # if it was copied back in vain
         self._buffers.give_back(away.buffer)
 
     def _send(self, tensor: Tensor) -> OffloadedTensor:
@@ -240,10 +240,10 @@ class OffloadPool:
         return away
 
     def _let_go(self, num_left: int, *, forget: bool) -> None:
-        """Let the computing stream wait for copies to the host, behind which their tensors' memory may be used again.
+        """Make the computing stream wait for copies to the host, after which their tensors' memory may be used again.
 
         Args:
-            num_left: of the last ones not to wait for.
+            num_left: how many of the last ones not to wait for.
             forget: whether to drop the tensors; in backward they are about to be asked for.
         """
         while len(self._leaving) > num_left:
@@ -253,12 +253,12 @@ class OffloadPool:
                 away.on_device = None
 
     def _sent_for(self, away: OffloadedTensor) -> Tensor:
-        """The tensor on the device, perhaps still on its way."""
+        """Return the tensor on the device; its copy may still be in progress."""
         if away.on_device is None:
             away.on_device = torch.empty_strided(
                 away.shape, away.stride, dtype=away.dtype, device=self.device
             )
-            # Computing has waited for the copy to the host, and this one waits for computing: see back().
+            # The computing stream has waited for the copy to the host, and this copy waits for it: see back().
             away.arrives = self._copies.to_device(away.host, _flat(away.on_device))
         return away.on_device
 
@@ -269,10 +269,10 @@ class OffloadPool:
 
 
 class _Buffers:
-    """Host memory that is used again: as many buffers as were ever needed at once, of the sizes last needed.
+    """Reused host memory: as many buffers as were ever needed at once, of the sizes last needed.
 
-    A buffer may be given back while a copy still reads it: the next copy into it waits for all computing so far, which
-    has waited for that one.
+    A buffer may be given back while a copy still reads it: the next copy into it waits for all compute so far, which
+    has waited for that copy.
     """
 
     def __init__(self, host: HostMemory) -> None:
@@ -280,7 +280,7 @@ class _Buffers:
         self._free: list[Tensor] = []
 
     def take(self, num_bytes: int) -> Tensor:
-        """The smallest free buffer that is large enough; else a new one, in place of the largest free one."""
+        """Take the smallest free buffer that is large enough; else a new one, in place of the largest free one."""
         self._free.sort(key=len)
         for index, buffer in enumerate(self._free):
             if len(buffer) >= num_bytes:
@@ -294,11 +294,11 @@ class _Buffers:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill their part of memory without gaps or overlaps, in whatever order of dimensions."""
+    """Return whether the elements fill their part of memory without gaps or overlaps, in any order of dimensions."""
     by_stride = sorted(range(tensor.dim()), key=lambda dim: tensor.stride(dim), reverse=True)
     return tensor.permute(by_stride).is_contiguous()
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """The elements of a dense tensor in the order of its memory."""
+    """Return the elements of a dense tensor in the order of its memory."""
     return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())

@@ -1,4 +1,4 @@
-"""Which attention kernel a model trains with, and why."""
+"""Choice of the attention kernel that a model trains with, and the reason for it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _CHANGES_OF_SCORES = (
     "attn_logit_softcapping",
     *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
 )
-"""Fields of configs: soft caps, and dropout by the names that architectures give it."""
+"""Config fields of soft caps, and of dropout by the names that architectures give it."""
 
 _SUPPORT_FLAGS = {
     "flash_attention_2": "_supports_flash_attn",
@@ -68,30 +68,31 @@ def choose_attention(
     compute_capability: tuple[int, int] | None = None,
     makes_batches: bool = True,
 ) -> AttentionChoice:
-    """The attention kernel to load a model with: the one asked for if it can train here, or the leanest that can.
+    """Choose the attention kernel of a model: the requested one if it can train here, or the leanest that can.
 
     On a CUDA device ``auto`` takes varlen_attn where it runs, torch's own flash kernel, which tells packed documents
     apart by their borders while sdpa needs a mask of tokens x tokens bytes a row; else flash_attention_2, which does so
-    too; else sdpa; else eager. On a virtual GPU it takes no flash_attention_2, for nobody knows whether the machine of
-    the run will have flash-attn.
+    too; else sdpa; else eager. On a virtual GPU it never takes flash_attention_2, as it is unknown whether the machine
+    of the run will have flash-attn.
 
     Args:
-        requested: what the recipe says.
-        config: the model's config. An architecture that transformers does not know (remote code) is taken at its
-            word: transformers itself refuses at load what its class does not support.
-        device: where the model trains.
+        requested: the recipe's value.
+        config: the model's config. An architecture that transformers does not know (remote code) is not checked here:
+            transformers itself rejects at load what its class does not support.
+        device: the device that the model trains on.
         compute_dtype: the type that queries and keys will have: autocast's, or else the weights'.
         packing: whether rows hold several documents.
         compute_capability: of a CUDA device; None asks the device.
-        makes_batches: whether our own loop feeds the model: what others pass may need masks, which varlen_attn has not.
+        makes_batches: whether our own loop feeds the model: batches of other loops may need masks, which varlen_attn
+            does not have.
 
     Returns:
         The implementation and the reason for it. If it is varlen_attn, transformers knows it from now on.
 
     Raises:
-        ModelError: if the architecture does not support what was asked for.
+        ModelError: if the architecture does not support the requested kernel.
         UserError: if the device or the compute type cannot train with it.
-        MissingFlashAttentionError: if flash-attn is asked for and not installed.
+        MissingFlashAttentionError: if flash-attn is requested and not installed.
     """
     supported = _supported_by(config)
     facts = _facts(device, compute_dtype, compute_capability)
@@ -130,7 +131,7 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     flags = {
         name for name, flag in _SUPPORT_FLAGS.items() if all(getattr(cls, flag, False) for cls in classes)
     }
-    if getattr(config, "alibi", False):  # Falcon's class says that it does, and its forward then raises
+    if getattr(config, "alibi", False):  # Falcon's class claims support, and its forward then raises
         flags.discard("flash_attention_2")
     takes_functions = all(getattr(cls, "_supports_attention_backend", False) for cls in classes)
     if takes_functions and {"flash_attention_2", "sdpa"} <= flags and _is_plain(config.get_text_config()):
@@ -139,15 +140,15 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
 
 
 def _is_plain(config: PreTrainedConfig) -> bool:
-    """Whether all that its layers do with scores is in torch's kernel; what flash-attn has besides is not."""
+    """Return whether torch's kernel covers all that the layers do with scores; flash-attn's extras do not count."""
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     has_more = any(getattr(config, name, None) for name in _CHANGES_OF_SCORES)
-    return not has_more and (size <= 192 or 224 < size <= 256)  # in between not on every device
+    return not has_more and (size <= 192 or 224 < size <= 256)  # sizes in between do not work on every device
 
 
 def _has_windows(config: PreTrainedConfig) -> bool:
-    """Whether layers may see a window of tokens only, which the kernel has and sdpa takes a mask for."""
+    """Return whether layers may see only a window of tokens, which the kernel supports; sdpa needs a mask for it."""
     return getattr(config.get_text_config(), "sliding_window", None) is not None
 
 
@@ -190,7 +191,7 @@ def _leanest(
 def _facts(
     device: torch.device, compute_dtype: torch.dtype, compute_capability: tuple[int, int] | None
 ) -> dict[str, Any]:
-    """What the rules of ``device_rules.py`` ask of a device."""
+    """Return the facts about a device that the rules of ``device_rules.py`` take."""
     kernels = kernels_of(device)
     if kernels == "cuda":
         compute_capability = compute_capability or compute_capability_of(device)

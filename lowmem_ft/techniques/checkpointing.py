@@ -1,4 +1,4 @@
-"""Activation checkpointing: a decoder layer keeps its input, and runs forward again in backward."""
+"""Activation checkpointing: a decoder layer keeps only its input, and runs forward again in backward."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ log = logging.getLogger(__name__)
 
 
 def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Technique:
-    """Makes the chosen decoder layers recompute their activations in backward, without reentrant autograd.
+    """Make the chosen decoder layers recompute their activations in backward, without reentrant autograd.
 
     Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
     ``mode="selective"`` except attention's output too (as large, and 4 bytes a token and head).
-    Costs: one more forward of each chosen layer, without its attention if selective, which has every operator of the
-    layer pass through Python.
+    Costs: one more forward of each chosen layer, without its attention if selective, which routes every operator of the
+    layer through Python.
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
-    Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning.
-    Only in train mode; a model without one stack of decoder layers is refused with a ModelError, a number out
-    of range with a UserError, as is ``mode="auto"``. Call the model with ``use_cache=False`` (Trainer and our step do):
-    a recomputation would fill a key-value cache a second time, so transformers drops it from these layers, with a
-    warning. The config's own ``use_cache`` is left alone, because checkpoints saved meanwhile carry it.
+    Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning. Only in
+    train mode; a model without one stack of decoder layers raises a ModelError, a number out of range or
+    ``mode="auto"`` a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
+    would fill a key-value cache a second time, so transformers drops it from these layers, with a warning. The config's
+    own ``use_cache`` is left alone, because checkpoints saved meanwhile contain it.
     Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Reducing Activation Recomputation
     in Large Transformer Models, 2022 (arXiv:2205.05198), for what to keep.
 
     Args:
         model: a causal LM from transformers, wrapped or not.
-        config: which layers.
+        config: which layers to checkpoint.
 
     Returns:
         A handle whose ``remove()`` restores each layer's own setting.

@@ -1,4 +1,4 @@
-"""What a recipe says about the techniques; apart from their verbs, so that reading a recipe does not import torch."""
+"""The techniques' part of a recipe, apart from their verbs, so that reading a recipe does not import torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowmem_ft.foundation.packages import require_package
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig:
-    """Which decoder layers keep only their input between forward and backward."""
+    """The decoder layers that keep only their input between forward and backward."""
 
     mode: Literal["none", "full", "selective", "auto"] = knob(
         "none",
@@ -44,18 +44,18 @@ class CheckpointingConfig:
 
     @property
     def checkpointed(self) -> Checkpointed:
-        """Which layers are; with ``auto`` as many as have to be."""
+        """The layers that are checkpointed; with ``auto`` as many as have to be."""
         if self.mode == "none":
             return "no layer"
         return "every layer" if self.takes_every_layer else "some layers"
 
     @property
     def takes_every_layer(self) -> bool:
-        """Whether no layer is left out, if any is checkpointed at all."""
+        """True if no layer is left out, provided that any is checkpointed at all."""
         return (self.every_n_layers, self.skip_last_layers) == (1, 0)
 
     def refuse_unchosen(self) -> None:
-        """Refuse what only a planner can make something of.
+        """Reject ``mode="auto"``, which only a planner can resolve.
 
         Raises:
             UserError: if ``mode`` is auto.
@@ -68,7 +68,7 @@ class CheckpointingConfig:
             )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values whatever the model; how many layers it has is checked when it is there."""
+        """Return the rules that these values break for any model; layer numbers are checked once a model is there."""
         problems = []
         if self.every_n_layers < 1:
             problems.append(
@@ -89,7 +89,7 @@ class CheckpointingConfig:
         return problems
 
     def problems_with(self, num_layers: int) -> list[str]:
-        """What is wrong with these values for a model of so many layers; empty if nothing is."""
+        """Return the rules that these values break for a model with ``num_layers`` layers; empty if they are valid."""
         if self.mode == "none" or self.skip_last_layers < num_layers:
             return []
         return [
@@ -100,7 +100,7 @@ class CheckpointingConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
-    """How the loss is computed from the last hidden states."""
+    """The way the loss is computed from the last hidden states."""
 
     chunk_tokens: int | None = knob(
         1024,
@@ -116,7 +116,7 @@ class LossConfig:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return the rules that these values break by themselves; empty if they are valid."""
         problems = []
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
             problems.append(
@@ -138,7 +138,7 @@ class LossConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
-    """What waits in host memory instead of the device's."""
+    """Data kept in host memory instead of device memory."""
 
     activations: Literal["none", "inputs", "all"] = knob(
         "none",
@@ -149,7 +149,7 @@ class OffloadConfig:
             "inputs": Effect(cost="host link", needs_checkpointed="some layers"),
             "all": Effect(cost="host link"),
         },
-        tries=("none", "inputs"),  # copying all of it takes longer than recomputing it
+        tries=("none", "inputs"),  # copying all activations takes longer than recomputing them
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
@@ -186,7 +186,7 @@ class OffloadConfig:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return the rules that these values break by themselves; empty if they are valid."""
         problems = []
         if self.folder is not None and self.optimizer == self.parameters == "device":
             problems.append(
@@ -208,7 +208,7 @@ class OffloadConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulationConfig:
-    """In which order the micro-batches of one optimizer step pass through the model."""
+    """The order in which the micro-batches of one optimizer step pass through the model."""
 
     order: Literal["horizontal", "vertical"] = knob(
         "horizontal",
@@ -231,7 +231,7 @@ class AccumulationConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TilingConfig:
-    """Parts of a layer that are worked on piece by piece."""
+    """Parts of a layer that are computed tile by tile."""
 
     mlp: int = knob(
         1,
@@ -253,7 +253,7 @@ class TilingConfig:
     )
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return the rules that these values break by themselves; empty if they are valid."""
         return [
             f"tiling.{name} must be at least 1, got {getattr(self, name)}. Set it to 1 for no tiles."
             for name in ("mlp", "head")
@@ -261,7 +261,7 @@ class TilingConfig:
         ]
 
     def refuse_vocabulary(self, rows: int) -> None:
-        """Refuse more pieces of the vocabulary than it has rows.
+        """Reject more vocabulary tiles than the vocabulary has rows.
 
         Raises:
             UserError: if there are more.
@@ -273,12 +273,12 @@ class TilingConfig:
 
 
 Strategy = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
-"""How the processes of a run share it, by the names of torch and DeepSpeed."""
+"""Sharing strategies of a run's processes, by the names of torch and DeepSpeed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """What several processes, each with a device of its own, share; by Accelerate's names."""
+    """State shared among several processes, each with its own device; by Accelerate's names."""
 
     strategy: Strategy | None = knob(
         None,
@@ -327,21 +327,21 @@ class DistributedConfig:
 
     @property
     def per_machine(self) -> int:
-        """Processes on each machine; 1 where nothing says how many there are."""
+        """Processes on each machine; 1 if nothing says how many there are."""
         return (self.num_processes or 1) // self.num_machines or 1
 
     @property
     def reshards(self) -> bool:
-        """Whether gathered weights are freed after forward."""
+        """True if gathered weights are freed after forward."""
         return self.reshard_after_forward is not False
 
     @property
     def has_engine(self) -> bool:
-        """Whether DeepSpeed has the optimizer, the gradients' sums and their clipping."""
+        """True if DeepSpeed runs the optimizer, and sums and clips the gradients."""
         return self.strategy in ("zero2", "zero3")
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return the rules that these values break by themselves; empty if they are valid."""
         problems = [*self._problems_of_numbers()]
         for name, other, strategies in (
             ("reshard_after_forward", False, ("fsdp2",)),
@@ -383,18 +383,18 @@ class DistributedConfig:
 
 
 MOST_PROCESSES = 9999
-"""What ``--gpu 9999xNAME`` counts to."""
+"""The largest number of processes that ``--gpu 9999xNAME`` accepts."""
 
 ONE_PROCESS = DistributedConfig(strategy="none", num_processes=1)
 
 
 MOST_RANK = 32_768
-"""Twice the width of the widest open model (Llama 3.1 405B); of a model that is known, its own width counts."""
+"""Twice the width of the widest open model (Llama 3.1 405B); once the model is known, its own width is the limit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """Small trained matrices beside frozen weights, by PEFT's names (``peft.LoraConfig``)."""
+    """Small trained matrices next to frozen weights, by PEFT's names (``peft.LoraConfig``)."""
 
     name: Literal["none", "lora"] = knob(
         "none",
@@ -414,7 +414,7 @@ class AdapterConfig:
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
 
     def problems(self) -> list[str]:
-        """What is wrong with these values in themselves; empty if nothing is."""
+        """Return the rules that these values break by themselves; empty if they are valid."""
         problems = []
         if self.name == "none" and self != AdapterConfig():
             problems.append("adapter settings need adapter.name=lora, got none. Set it, or leave them out.")
@@ -432,7 +432,7 @@ class AdapterConfig:
         return problems
 
     def refuse_rank(self, hidden_size: int) -> None:
-        """Refuse a rank above that of any matrix of the model.
+        """Reject a rank above that of any matrix of the model.
 
         Raises:
             UserError: if it is.
@@ -444,7 +444,7 @@ class AdapterConfig:
             )
 
     def require_packages(self) -> None:
-        """Refuse adapters without the package that makes them.
+        """Reject adapters if the package that creates them is not installed.
 
         Raises:
             MissingPackageError: if it is not installed.

@@ -1,13 +1,13 @@
-"""What a device asks of types and kernels, in facts that are known of a card which is only named.
+"""Rules of a device for types and kernels, in facts that are known of a GPU of which only the name is given.
 
-Nothing here imports torch, so that a recipe which the card cannot run is told before it is.
+Nothing here imports torch, so that a recipe that the GPU cannot run is rejected before that import.
 """
 
 from __future__ import annotations
 
 _ATTENTION = "model.attn_implementation"
 _AMPERE = (8, 0)
-"""The first compute capability that flash-attn 2 has kernels for, the package's and torch's own."""
+"""The first compute capability that flash-attn 2 has kernels for, both the package's and torch's own."""
 
 
 def precision_problems(
@@ -20,19 +20,19 @@ def precision_problems(
     frozen: bool,
     streamed: bool,
 ) -> list[str]:
-    """What is wrong with weights and autocast that a device cannot compute with, or that would train wrongly.
+    """Return the rules broken by weights and autocast that a device cannot compute with, or that would train wrongly.
 
     Args:
         dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
         mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
-        is_cpu: whether the device is the processor.
+        is_cpu: whether the device is the CPU.
         has_bfloat16: whether it computes with bfloat16.
         device_name: for messages.
-        frozen: whether these weights stay as they are, beside adapters in float32.
-        streamed: whether they visit the device in turn: trained ones then cannot do with a loss scale.
+        frozen: whether these weights are frozen, next to adapters in float32.
+        streamed: whether they are streamed through the device: trained weights then cannot use a loss scale.
 
     Returns:
-        A sentence for each rule that is broken.
+        A sentence for each broken rule.
     """
     problems = (
         _float16_base_problems(dtype, mixed_precision, has_bfloat16, is_cpu)
@@ -66,15 +66,16 @@ def attention_problem(
     compute_capability: tuple[int, int] | None,
     needs_kernel: bool = True,
 ) -> str | None:
-    """What is wrong with a kernel that is asked for by name on a device, or on a virtual one; None if nothing is.
+    """Return the rule that a kernel requested by name breaks on a device, or on a virtual one; None if it is valid.
 
     Args:
         implementation: ``model.attn_implementation``.
-        device_type: as torch has it.
-        kernels: the device type whose kernels it runs: another, where it stands for one that is not here.
-        compute_type: that queries and keys will have, such as ``bfloat16``.
-        compute_capability: of a CUDA device.
-        needs_kernel: of varlen_attn: whether rows are packed, or layers have windows. Else it is sdpa without a mask.
+        device_type: torch's name for it.
+        kernels: the device type whose kernels it runs: another one if the device is virtual.
+        compute_type: the type that queries and keys will have, such as ``bfloat16``.
+        compute_capability: that of a CUDA device.
+        needs_kernel: for varlen_attn: whether rows are packed, or layers have windows. If not, it is sdpa without a
+            mask.
     """
     if implementation == "flash_attention_2" or (implementation == "varlen_attn" and needs_kernel):
         obstacle = flash_attention_obstacle(
@@ -109,7 +110,7 @@ def varlen_attention_obstacle(
     compute_capability: tuple[int, int] | None,
     needs_kernel: bool,
 ) -> str | None:
-    """What keeps ``auto`` from varlen_attn, as the end of a sentence: on a CPU, sdpa does as well."""
+    """Return why ``auto`` does not take varlen_attn, as the end of a sentence: on a CPU, sdpa does as well."""
     if kernels != "cuda":
         return f"a CUDA device, got device {device_type}"
     if not needs_kernel:
@@ -125,7 +126,7 @@ def varlen_attention_obstacle(
 def flash_attention_obstacle(
     *, device_type: str, kernels: str, compute_type: str, compute_capability: tuple[int, int] | None
 ) -> str | None:
-    """What flash-attn 2, the package or torch's, needs and does not find, as the end of a sentence; None: nothing."""
+    """Return what flash-attn 2 (the package or torch's) needs and lacks, as a sentence's end; None if nothing."""
     if kernels != "cuda":
         return f"a CUDA device, got device {device_type}"
     if compute_type not in ("float16", "bfloat16"):
@@ -138,7 +139,7 @@ def flash_attention_obstacle(
 
 
 def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
-    """What is wrong with the types of trained weights on any device: float16 has too small a range."""
+    """Return the rules that the types of trained weights break on any device: float16 has too small a range."""
     problems = []
     if dtype == "float16":
         problems.append(
@@ -154,7 +155,7 @@ def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
 
 
 def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool, is_cpu: bool) -> list[str]:
-    """Frozen weights may be float16, as gradients pass through them and a loss scale keeps those in range."""
+    """Return the rules broken. Frozen weights may be float16: a loss scale keeps gradients through them in range."""
     if dtype == "float16" and mixed_precision != "fp16":
         loss_scale = "Set training.mixed_precision=fp16"
         way_out = f"{loss_scale}, or model.dtype=bfloat16." if may_bfloat16 else f"{loss_scale}."
@@ -172,7 +173,7 @@ def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool,
 
 
 def _without_bfloat16(frozen: bool, streamed: bool) -> str:
-    """The way out for a device that has no bfloat16."""
+    """Return the way out for a device that has no bfloat16."""
     if frozen:
         return "Set model.dtype=float16 and training.mixed_precision=fp16."
     float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="

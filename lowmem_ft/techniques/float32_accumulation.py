@@ -13,26 +13,26 @@ log = logging.getLogger(__name__)
 
 
 class Float32Accumulation(Technique):
-    """Sums that were switched on, be there 16-bit weights or not; see :func:`enable_float32_accumulation`."""
+    """Float32 sums that are enabled, with or without 16-bit weights; see :func:`enable_float32_accumulation`."""
 
 
 def enable_float32_accumulation(
     optimizer: torch.optim.Optimizer, *, takes_float32: bool
 ) -> Float32Accumulation:
-    """Makes autograd sum the gradients of 16-bit weights in float32, each micro-batch's rounded as it comes, no sum.
+    """Make autograd sum the gradients of 16-bit weights in float32: it rounds each micro-batch's gradient, not the sum.
 
     Frees: nothing; 4 bytes a weight instead of 2 while its gradient is summed.
-    Costs: those 2 bytes: of all weights in horizontal order, of one layer in vertical.
-    Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop what
-    is smaller than 1/256 of it.
-    Limits: ``DistributedDataParallel`` takes no such gradients. Runs of several processes do without it
-    (``training/distributed/gradient_averaging.py``).
+    Costs: those 2 bytes: for all weights in horizontal order, for one layer in vertical order.
+    Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop terms
+    smaller than 1/256 of it.
+    Limits: ``DistributedDataParallel`` does not accept such gradients. Runs of several processes do without this
+    technique (``training/distributed/gradient_averaging.py``).
     Source: ``Tensor.grad_dtype`` of torch 2.11.
 
     Args:
-        optimizer: whose parameters; their gradients must be None.
+        optimizer: the owner of the parameters; their gradients must be None.
         takes_float32: whether it takes gradients of another type than the weights'. If not, they are rounded before
-            each step, one after the other, and gone after it.
+            each step, one after the other, and freed after it.
 
     Returns:
         A handle whose ``remove()`` makes the weights' type the gradients' again.
@@ -48,7 +48,7 @@ def enable_float32_accumulation(
 
     def begin(*_: Any) -> None:
         for parameter in parameters:
-            parameter.grad = None  # of the step that is over
+            parameter.grad = None  # left over from the previous step
             parameter.grad_dtype = torch.float32
 
     def end(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state cut by rows among several processes: torch's FSDP2, layer by layer."""
+"""Weights, gradients and optimizer state sharded by rows among several processes: torch's FSDP2, layer by layer."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ log = logging.getLogger(__name__)
 
 
 class FullySharded(Technique):
-    """A model whose parameters are ``DTensor`` s; see :func:`enable_fsdp2`.
+    """A model whose parameters are of type ``DTensor``; see :func:`enable_fsdp2`.
 
     Args:
         model: the outermost ``FSDPModule``.
-        sync_each_batch: whether the gradients of each micro-batch are cut among the processes.
+        sync_each_batch: whether the gradients of each micro-batch are reduce-scattered.
     """
 
     def __init__(self, model: FSDPModule, *, sync_each_batch: bool) -> None:
@@ -42,11 +42,12 @@ class FullySharded(Technique):
         self._sync_each_batch = sync_each_batch
 
     def sum_in_float32(self, *, several_in_backward: bool) -> None:
-        """From now on leave each gradient in float32, as it was summed; else it gets the type of its weight.
+        """Leave each gradient in float32 from now on, as it was summed; else it gets the type of its weight.
 
         Args:
             several_in_backward: whether a weight gets more than one gradient in a backward pass, as in vertical order:
-                then those of a gathered layer are float32, too. A weight that is embedding and head always gets two.
+                then the gradients of a gathered layer are float32, too. A weight shared by embedding and head always
+                gets two.
         """
         for module in _fsdp_modules(self.model):
             group = module._get_fsdp_state()._fsdp_param_group
@@ -58,34 +59,35 @@ class FullySharded(Technique):
                     if parameter.requires_grad and not is_sharded(parameter):
                         parameter.grad_dtype = torch.float32
                 module.reshard()
-            group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types anew
+            group._orig_dtype = torch.float32  # until someone calls unshard(), which settles types again
 
     def spare_head_in_backward(self) -> None:
-        """From now on gather a head of its own in forward alone, where its loss makes its gradients, too.
+        """Gather a separate head in forward only from now on, as its loss computes its gradients there, too.
 
-        FSDP2 would gather it for backward ahead of time, for nobody: beside updates in backward while it is written.
+        FSDP2 would prefetch it for backward, where nothing uses it: with updates in backward, while it is being
+        written.
         """
         head = cast(Any, base_model(cast(nn.Module, self.model))).get_output_embeddings()
         if isinstance(head, FSDPModule):
             head.set_unshard_in_backward(False)
 
     def begin_micro_batch(self, *, is_last: bool) -> None:
-        """Say before each forward whether it is the last one of its window."""
+        """Tell FSDP2 before each forward whether it is the last one of its accumulation window."""
         self.model.set_requires_gradient_sync(is_last or self._sync_each_batch)
 
     def abandon(self) -> None:
-        """Forget what FSDP2 knows of a pass that was broken off."""
+        """Reset FSDP2's state after an aborted pass."""
         if hasattr(self.model, "reset_iter_state"):  # since torch 2.13
             self.model.reset_iter_state()
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Every parameter is this process's part of it."""
+        """Reshard every parameter to this process's part of it."""
         self.reshard()
         yield
 
     def reshard(self) -> None:
-        """Cut again what the last forward has left gathered: one without gradients has no backward that would."""
+        """Reshard what the last forward has left gathered: one without gradients has no backward that would."""
         for module in _fsdp_modules(self.model):
             module.reshard()
 
@@ -97,30 +99,30 @@ def enable_fsdp2(
     rows: MutableMapping[nn.Parameter, Tensor] | None = None,
     around: Callable[[nn.Module], AbstractContextManager[None]] = lambda module: contextlib.nullcontext(),
 ) -> FullySharded:
-    """Cuts every parameter by rows among the processes, and has each layer's gathered for as long as it runs.
+    """Shard every parameter by rows among the processes, and gather each layer's parameters for as long as it runs.
 
-    Each decoder layer is gathered by itself, the embedding and the head too, unless one is the other's weight; what is
-    left (a norm) stays gathered from forward to backward. Gradients are summed in float32.
+    Each decoder layer is gathered by itself, and so are the embedding and the head, unless they share their weight; the
+    rest (a norm) stays gathered from forward to backward. Gradients are summed in float32.
 
     Frees: of N processes, each holds 1/N of weights, gradients and optimizer state, and one or two whole layers.
     Costs: all weights cross the link before forward and, with ``reshard_after_forward``, before backward, and all
     gradients after it.
-    Equals: one process with the same global batch, but for the order of sums, and for gradients of 16-bit weights,
+    Equals: one process with the same global batch, except for the order of sums, and for gradients of 16-bit weights,
     which each process rounds before they are summed.
-    Limits: call it after whatever changes the way through the layers, and make the optimizer after it. What reads a
-    parameter outside of the call of its own module finds a part of it.
+    Limits: call it after any technique that changes how forward runs through the layers, and create the optimizer after
+    it. Code that reads a parameter outside of its own module's call finds only a shard of it.
     Source: PyTorch FSDP, 2023 (arXiv:2304.11277); ``torch.distributed.fsdp.fully_shard``.
 
     Args:
         model: a causal LM from transformers, or a PEFT model around one.
-        config: what is freed when.
+        config: when gathered weights are freed, and whether shards are kept on the host.
         mesh: the processes, in one dimension.
-        rows: by parameter, what :func:`lowmem_ft.models.weights_in_shards` kept of it, and is taken out; None: they are
-            whole.
-        around: entered while the parameters of a module are cut.
+        rows: for each parameter, the rows of it that :func:`lowmem_ft.models.weights_in_shards` kept; entries used are
+            removed. None: the parameters are whole.
+        around: a context entered while the parameters of a module are sharded.
 
     Returns:
-        What a loop tells of its micro-batches; there is no way back.
+        A technique to which a loop announces its micro-batches; it cannot be undone.
     """
     rows = rows or {}
     policies: dict[str, Any] = {
@@ -142,16 +144,16 @@ def enable_fsdp2(
         len(units) + 1,
     )
     for module in _fsdp_modules(model):
-        # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits anew.
+        # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits again.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
-            # An expert that got no token in this process may have got some in another, which would wait for its part.
+            # An expert that got no token in this process may have got some in another, which would wait for its shard.
             module.set_reduce_scatter_unused_params(True)
     embedding = cast(Any, base_model(model)).get_input_embeddings()
     if isinstance(embedding, FSDPModule):
         embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
-    model._get_fsdp_state()._lazy_init()  # or whatever runs first, a part of the model for one, would be its root
+    model._get_fsdp_state()._lazy_init()  # or whatever runs first, such as a part of the model, would become its root
     return FullySharded(model, sync_each_batch=config.sync_each_batch)
 
 
@@ -160,7 +162,7 @@ def _fsdp_modules(model: Any) -> list[FSDPModule]:
 
 
 def _units(model: nn.Module) -> Iterator[nn.Module]:
-    """The modules whose parameters are gathered together, from the inside out."""
+    """Yield the modules whose parameters are gathered together, from the inside out."""
     yield from decoder_layers(model, way_out="distributed.strategy=ddp")
     causal_lm: Any = base_model(model)
     embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
@@ -172,7 +174,7 @@ def _units(model: nn.Module) -> Iterator[nn.Module]:
 def _shard(
     module: nn.Module, rows: MutableMapping[nn.Parameter, Tensor], policies: Mapping[str, Any]
 ) -> None:
-    """Shard one unit; a hollow parameter is whole, without values, for as long as that takes."""
+    """Shard one unit; a hollow parameter is whole, without values, while this runs."""
     device = _device_of(policies["mesh"])
     hollow = {name: parameter for name, parameter in module.named_parameters() if parameter in rows}
     for parameter in hollow.values():

@@ -1,7 +1,7 @@
-"""Gradients that are used, or put away compactly, as soon as backward has finished them.
+"""Gradients that are applied, or stored compactly, as soon as backward has finished them.
 
-Without clipping a gradient is applied and gone before the next layer's are made. Clipping needs the norm of all of
-them first, so that it takes two phases: while backward runs, squares are summed and gradients are kept in the type of
+Without clipping, a gradient is applied and freed before the next layer's are computed. Clipping needs the norm of all
+gradients first, so it takes two phases: while backward runs, squares are summed and gradients are kept in the type of
 their weights, on the device or on the host; then they are applied, scaled, at the end of the step or, for weights that
 are not on the device then, at their next visit.
 """
@@ -34,11 +34,11 @@ from lowmem_ft.tensors.local_shards import is_sharded, local_part, sum_over_shar
 log = logging.getLogger(__name__)
 
 _ELEMENTS_AT_ONCE = 2**22
-"""Elements of a gradient that come back from the host together."""
+"""Elements of a gradient that are copied back from the host at once."""
 
 
 _ALIGNMENT = 256
-"""Bytes at whose multiples each place begins, as the vector loads of kernels want it."""
+"""Alignment in bytes of each gradient's buffer, as the vector loads of kernels need it."""
 
 
 class SupportsSliceUpdates(Protocol):
@@ -48,7 +48,7 @@ class SupportsSliceUpdates(Protocol):
 
     @property
     def slice_unit(self) -> int | None:
-        """Slices begin and end at multiples of this, or with their parameter; None: a slice is a whole parameter."""
+        """Unit of slices: they begin and end at multiples of it or with their parameter; None: whole parameters."""
         ...
 
     def update(
@@ -62,7 +62,7 @@ class SupportsSliceUpdates(Protocol):
         ...
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
-        """The end of the last copy that brought an updated weight back to where it waits."""
+        """Return the end of the last copy of an updated weight back to the host."""
         ...
 
     def step(self) -> object:
@@ -70,13 +70,13 @@ class SupportsSliceUpdates(Protocol):
         ...
 
     def register_step_pre_hook(self, hook: Callable[..., None]) -> Any:
-        """Have a hook called before each step."""
+        """Register a hook to be called before each step."""
         ...
 
 
 @dataclass(frozen=True)
 class Pending:
-    """What an update needs beside the gradients, as it was at the step they belong to.
+    """Scale and hyperparameters of an update, as of the step that its gradients belong to.
 
     Args:
         scale: factor on the gradients; 0-d, float32, on the device.
@@ -88,7 +88,7 @@ class Pending:
 
 
 class InBackward(Technique):
-    """An optimizer that is fed by backward; see :func:`enable_optimizer_in_backward`.
+    """An optimizer that backward feeds; see :func:`enable_optimizer_in_backward`.
 
     Attributes:
         updates_at_once: whether weights change while backward runs: there is no clipping.
@@ -113,8 +113,8 @@ class InBackward(Technique):
         self._pending: dict[nn.Parameter, Pending] = {}
         self._is_updating = False
         self._side = SideStream(device)
-        # Python's collector does not see that torch holds these hooks: one that led back to its parameter, as we do by
-        # the optimizer, would keep all of them for good.
+        # Python's garbage collector does not see that torch holds these hooks: one that referred to its parameter, as
+        # we do through the optimizer, would keep all of them alive forever.
         take = partial(_take_from_autograd, weakref.ref(self))
         hooks = [parameter.register_post_accumulate_grad_hook(take) for parameter in _parameters(optimizer)]
         hooks.append(optimizer.register_step_pre_hook(self._apply_kept))
@@ -126,9 +126,10 @@ class InBackward(Technique):
 
         Args:
             parameter: one of the optimizer's.
-            gradient: on the device; of that slice's shape or flat. It is given away, and may be overwritten.
+            gradient: on the device; of that slice's shape or flat. Ownership passes to the optimizer, which may
+                overwrite it.
             start: the slice's first element in the flattened parameter; see ``slice_unit`` of the optimizer. Slices
-                are of one size, but for the last.
+                have the same size, except the last.
         """
         if (parameter, start) in self._taken:
             raise UserError(
@@ -137,13 +138,13 @@ class InBackward(Technique):
                 "checkpointing), or twice a step. Set optimizer.in_backward=false."
             )
         if not self._taken:
-            _refuse_copies_in_processes(self._optimizer)  # whose group may have been made since
+            _refuse_copies_in_processes(self._optimizer)  # the process group may be newer than the hooks
         self._taken.add((parameter, start))
         gradient = gradient.contiguous()
         self._sum_of_squares += norm_in_float32(gradient).square()
         if self.updates_at_once:
-            # What is not finite must not reach a weight, and nobody waits for the device to say so. From the first such
-            # gradient on all are zero.
+            # Values that are not finite must not reach a weight, and there is no host sync to detect them. From the
+            # first such gradient on, all are zero.
             gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
             self._optimizer.update([GradientSlice(parameter, gradient, start)])
         else:
@@ -151,10 +152,10 @@ class InBackward(Technique):
             self._kept.add(GradientSlice(parameter, gradient, start))
 
     def clip_grad_norm(self, unscale: Unscale) -> Tensor:
-        """End the first phase: the norm of all gradients, and with it the factor they will be applied with.
+        """End the first phase: compute the norm of all gradients, and from it the factor that scales them.
 
         Args:
-            unscale: divides a tensor by the fp16 loss scale in place, and takes note if it is not finite.
+            unscale: divides a tensor by the fp16 loss scale in place, and records whether it is not finite.
 
         Returns:
             The global norm before clipping; 0-d, float32.
@@ -172,32 +173,33 @@ class InBackward(Technique):
         return norm
 
     def update_weights(self, *, finite: bool) -> bool:
-        """End the step: apply what was kept, or forget it.
+        """End the step: apply the gradients kept, or drop them.
 
         Args:
-            finite: whether loss and norm are. If not, and ``updates_at_once``, some weights have changed already.
+            finite: whether loss and norm are finite. If not, and ``updates_at_once``, some weights have changed
+                already.
         """
         if finite:
-            self._optimizer.step()  # through the hook on it: schedules and meters watch steps
+            self._optimizer.step()  # through its hook: schedules and meters watch steps
         else:
             self._kept.clear()
         return True
 
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on apply kept gradients of these parameters only when :meth:`apply` is called for them."""
+        """Apply kept gradients of these parameters only when :meth:`apply` is called for them, from now on."""
         self._deferred.update(parameters)
 
     def defer_no_more(self, parameters: Iterable[nn.Parameter]) -> None:
-        """From now on apply them in the step again."""
+        """Apply kept gradients of these parameters in the step again, from now on."""
         self._deferred.difference_update(parameters)
 
     def has_deferred(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether :meth:`apply` would update any of these parameters."""
+        """Return whether :meth:`apply` would update any of these parameters."""
         return any(parameter in self._pending for parameter in parameters)
 
     @torch.no_grad()
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Make the updates of these parameters that wait, with the scale and the learning rate of their own step."""
+        """Apply the deferred updates of these parameters, with the scale and the learning rate of their own step."""
         waiting = [parameter for parameter in parameters if parameter in self._pending]
         steps = {id(step): step for step in (self._pending.pop(parameter) for parameter in waiting)}
         for step in steps.values():
@@ -206,39 +208,39 @@ class InBackward(Technique):
 
     @property
     def overlaps(self) -> bool:
-        """Whether updates may be made beside the computing.
+        """True if updates may run concurrently with compute.
 
-        Gradients that wait on the device would have to stay until the computing has waited for their updates.
+        Gradients kept on the device would have to stay until the compute stream has waited for their updates.
         """
         return self._kept.memory is not None
 
     def fork(self) -> None:
-        """Let the updates of the next :meth:`beside` run beside all that is computed from here on."""
+        """Mark this point: the next concurrent block overlaps with all that is computed from here on."""
         if self.overlaps:
             self._side.fork()
 
     def beside(self) -> AbstractContextManager[None]:
-        """In a ``with`` block, make updates beside the computing since the fork; without :attr:`overlaps` after it."""
+        """In a ``with`` block, make updates concurrently with compute since the fork; else after it."""
         return self._side.beside() if self.overlaps else nullcontext()
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
-        """The end of the last copy that brought an updated weight back to where it waits."""
+        """Return the end of the last copy of an updated weight back to the host."""
         return self._optimizer.written(parameter)
 
     @property
     def is_updating(self) -> bool:
-        """Also once an update has failed."""
+        """True while an update runs, and also after an update has failed."""
         return self._is_updating
 
     def abandon(self) -> None:
-        """Forget this window's gradients; those of the step before, whose updates wait, are kept."""
+        """Drop this window's gradients; those of the step before, whose updates are deferred, are kept."""
         self._kept.abandon()
         self._kept.clear(but=self._pending)
         self._taken.clear()
         self._sum_of_squares.zero_()  # no new tensor: the device may be full
 
     def flush(self) -> None:
-        """Make every update that waits: before weights are read by anyone but the next step."""
+        """Make every deferred update: needed before weights are read, except by the next step."""
         self.apply(list(self._pending))
 
     @torch.no_grad()
@@ -250,7 +252,7 @@ class InBackward(Technique):
         now = [parameter for parameter in kept if parameter not in self._deferred]
         self._update(now, self._scale)
         if len(now) < len(kept):
-            self._side.forget_fork()  # of a forward pass that has ended early: these updates are younger
+            self._side.forget_fork()  # of a forward pass that ended early: these updates are newer
             step = Pending(self._scale, _hyperparameters(self._optimizer))
             self._pending |= {parameter: step for parameter in kept if parameter in self._deferred}
 
@@ -274,30 +276,30 @@ def enable_optimizer_in_backward(
     max_grad_norm: float | None,
     memory: HostMemory | None = None,
 ) -> InBackward:
-    """Feeds an optimizer from backward, gradient by gradient.
+    """Feed an optimizer from backward, gradient by gradient.
 
-    Frees: without clipping all gradients but those being made; with it and ``memory`` the same on the device; with it
-    alone what fp32 sums of several micro-batches take beyond the weights' type.
-    Costs: with clipping and ``memory`` a copy of each gradient to the host and back.
-    Equals: the same updates bit for bit, at one gradient a step; where it clips, the norm is the sum of the same
+    Frees: without clipping, all gradients except those being computed; with clipping and ``memory``, the same on the
+    device; with clipping alone, what fp32 sums of several micro-batches take beyond the weights' type.
+    Costs: with clipping and ``memory``, a copy of each gradient to the host and back.
+    Equals: the same updates bit for bit, with one gradient per step; with clipping, the norm is the sum of the same
     squares in another order (1e-6), and a sum of micro-batches is rounded to the type of its weight once.
-    Limits: each gradient must be finished by one backward a step: no accumulation over several. In several processes
-    only with ``fully_shard``, which has each process's rows summed before it hands them on; with
-    ``DistributedDataParallel`` gradients are averaged after they have been applied here. Without clipping a gradient
-    that is not finite changes nothing more, but what came before it in backward is applied: the run has to go back to
-    its last checkpoint.
+    Limits: each gradient must be finished by one backward per step: no accumulation over several. With several
+    processes, only with ``fully_shard``, which sums each process's rows before it passes them on; with
+    ``DistributedDataParallel`` gradients are averaged after they have been applied here. Without clipping, a gradient
+    that is not finite changes nothing more, but the gradients before it in backward are applied: the run has to go back
+    to its last checkpoint.
     Source: Full Parameter Fine-tuning for Large Language Models with Limited Resources (LOMO), 2023 (arXiv:2306.09782),
     which runs backward twice to clip.
 
     Args:
-        optimizer: its parameters get hooks. It has to be kept as long as backward is called.
-        device: where gradients are made.
+        optimizer: its parameters get hooks. The caller must keep it alive as long as backward is called.
+        device: the device that computes the gradients.
         max_grad_norm: the global norm to clip to; None: never clip, update at once.
-        memory: where gradients wait for their norm; None: on the device.
+        memory: host memory that keeps gradients until their norm is known; None: they stay on the device.
 
     Returns:
-        What the step and further sources of gradients talk to; ``remove()`` makes pending updates and takes the hooks
-        off.
+        The technique that the step and other sources of gradients call; ``remove()`` makes pending updates and removes
+        the hooks.
 
     Raises:
         UserError: if there are several processes, each with all of the weights.
@@ -323,7 +325,7 @@ def _take_from_autograd(held_by_optimizer: weakref.ref[InBackward], parameter: n
 
 
 def _refuse_copies_in_processes(optimizer: SupportsSliceUpdates) -> None:
-    """Each would apply the gradients of its own data alone: they would train as many different models."""
+    """Reject copies of the model: each would apply its own data's gradients alone, and they would diverge."""
     is_grouped = torch.distributed.is_available() and torch.distributed.is_initialized()
     num_processes = torch.distributed.get_world_size() if is_grouped else 1
     if num_processes > 1 and not all(map(is_sharded, _parameters(optimizer))):
@@ -345,12 +347,12 @@ def _describe(in_backward: InBackward, memory: HostMemory | None) -> str:
 
 @dataclass
 class KeptGradients:
-    """Gradients in the types of their weights, until they are applied.
+    """Gradients in the types of their weights, kept until they are applied.
 
     Args:
-        device: where they come from and go to.
-        optimizer: whose parameters they are of.
-        memory: where they wait; None: on the device.
+        device: the device that they come from and return to.
+        optimizer: the owner of their parameters.
+        memory: host memory that keeps them; None: they stay on the device.
     """
 
     device: torch.device
@@ -365,7 +367,7 @@ class KeptGradients:
             self._places = _places(_parameters(self.optimizer), self.memory)
 
     def add(self, finished: GradientSlice) -> None:
-        """Put a gradient away."""
+        """Store a gradient."""
         parameter, gradient = finished.parameter, finished.gradient.view(-1).to(finished.parameter.dtype)
         if self.memory is not None:
             place = self._places[parameter][finished.start : finished.start + len(gradient)]
@@ -374,23 +376,23 @@ class KeptGradients:
         self._slices.setdefault(parameter, []).append(GradientSlice(parameter, gradient, finished.start))
 
     def end_backward(self) -> None:
-        """Let go of gradients that were still on their way to the host, for which all that is computed now waits."""
+        """Release gradients whose copies to the host were in progress; all compute from now on waits for these."""
         self._engine.release_sources()
 
     def abandon(self) -> None:
-        """Let go of gradients that were on their way to the host."""
+        """Release gradients whose copies to the host were in progress."""
         self._engine.forget_sources()
 
     def parameters(self) -> list[nn.Parameter]:
-        """Those whose gradients are here, in the order they came."""
+        """Return the parameters whose gradients are kept, in the order they came."""
         return list(self._slices)
 
     def clear(self, *, but: Container[nn.Parameter] = ()) -> None:
-        """Forget all of them, but for those of some parameters."""
+        """Drop all gradients, except those of the parameters in ``but``."""
         self._slices = {key: slices for key, slices in self._slices.items() if key in but}
 
     def take_out(self, parameter: nn.Parameter) -> Iterator[GradientSlice]:
-        """A parameter's gradient on the device, in its order; from the host chunk by chunk, as it is asked for."""
+        """Yield a parameter's gradient on the device, in order; from the host chunk by chunk, as requested."""
         slices = self._slices.pop(parameter)
         if self.memory is None:
             yield from sorted(slices, key=lambda finished: finished.start)
@@ -405,13 +407,13 @@ class KeptGradients:
         for first in rounds(range(start, stop, size)):
             waiting = self._places[parameter][first : min(first + size, stop)]
             here = torch.empty_like(waiting, device=self.device)
-            # Computing comes after the copy that brought the gradient here: see end_backward().
+            # Compute is ordered after the copy that brought the gradient here: see end_backward().
             self._engine.wait(self._engine.to_device(waiting, here))
             yield GradientSlice(parameter, here, first)
 
 
 def _places(parameters: Sequence[nn.Parameter], memory: HostMemory) -> dict[nn.Parameter, Tensor]:
-    """A place on the host for each gradient, in the type of its weight; all in one allocation."""
+    """Allocate a place on the host for each gradient, in the type of its weight; all in one allocation."""
     sizes = [local_part(parameter).nbytes for parameter in parameters]
     ends = list(itertools.accumulate(map(_aligned, sizes)))
     memory.check(
@@ -436,7 +438,7 @@ def _parameters(optimizer: SupportsSliceUpdates) -> list[nn.Parameter]:
 
 
 def _hyperparameters(optimizer: SupportsSliceUpdates) -> dict[int, dict[str, Any]]:
-    """Those of each group as they are now; a schedule will change them."""
+    """Return the current hyperparameters of each group; a schedule will change them."""
     return {
         index: {name: value for name, value in group.items() if name != "params"}
         for index, group in enumerate(optimizer.param_groups)

@@ -1,4 +1,4 @@
-"""Optimizer state that waits in host memory, and visits the device chunk by chunk to be updated there."""
+"""Optimizer state kept in host memory, and updated on the device chunk by chunk."""
 
 from __future__ import annotations
 
@@ -22,48 +22,48 @@ from lowmem_ft.techniques.technique import Technique
 log = logging.getLogger(__name__)
 
 NUM_SLOTS = 3
-"""One chunk arrives, one is updated, one goes back."""
+"""Slots in the ring: one chunk arrives, one is updated, one is copied back."""
 
 _ALIGNMENT = 256
-"""Bytes; what CUDA's own allocations have."""
+"""Alignment in bytes, that of CUDA's own allocations."""
 
 
 class SupportsStateOffload(Protocol):
-    """An optimizer whose state can wait elsewhere, such as ``optimizers.ChunkedOptimizer``."""
+    """An optimizer whose state can be stored elsewhere, such as ``optimizers.ChunkedOptimizer``."""
 
-    home: Any  # of the type optimizers.StateStorage, which HostStorage is by its methods
+    home: Any  # of the type optimizers.StateStorage, whose methods HostStorage has
     state: Any  # by parameter, then by name
     param_groups: list[dict[str, Any]]
 
     def kept_sizes(self, parameter: nn.Parameter) -> dict[str, tuple[int, torch.dtype]]:
-        """What waits in ``home`` for a parameter: by name, the number of elements and their type."""
+        """Return what ``home`` stores for a parameter: by name, the number of elements and their type."""
         ...
 
     def chunk_size(self, device: torch.device) -> int:
-        """Elements that are updated at a time on a device."""
+        """Return the number of elements that are updated at a time on a device."""
         ...
 
     def allocate_state(self) -> None:
-        """Make the state of every parameter that has none yet, in ``home``."""
+        """Allocate the state of every parameter that has none yet, in ``home``."""
         ...
 
 
 def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory) -> OptimizerOffload:
-    """Keeps the optimizer's state and master weights on the host, and updates them on the device as before.
+    """Keep the optimizer's state and master weights on the host, and update them on the device as before.
 
-    Frees: all that the optimizer keeps beside the weights, but three chunks of it.
-    Costs: it crosses the host link twice a step; both directions run beside each other and beside the update.
+    Frees: all that the optimizer keeps in addition to the weights, except three chunks of it.
+    Costs: it crosses the host link twice per step; both directions overlap with each other and with the update.
     Equals: the same weights and state bit for bit.
     Limits: on a CPU both sides are the same memory, so that nothing is freed there.
     Source: ZeRO-Offload: Democratizing Billion-Scale Model Training, 2021 (arXiv:2101.06840), which steps on the CPU;
-    compact state crosses the link faster than a CPU gets through fp32 state in its own memory.
+    compact state crosses the link faster than a CPU updates fp32 state in its own memory.
 
     Args:
-        optimizer: what it keeps already moves to the host, the rest is allocated there.
-        memory: where it will wait.
+        optimizer: its existing state moves to the host, the rest is allocated there.
+        memory: the host memory to keep it in.
 
     Returns:
-        A handle whose ``remove()`` brings everything back beside the weights.
+        A handle whose ``remove()`` moves everything back to the weights' device.
 
     Raises:
         DoesNotFitError: if the host has too little memory left; nothing is allocated then.
@@ -99,11 +99,11 @@ def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory
 
 
 class OptimizerOffload(Technique):
-    """Optimizer state on the host, until it is brought back.
+    """Optimizer state on the host, until it is moved back.
 
     Args:
-        optimizer: its ``home`` is replaced, and what it keeps moved.
-        home: the new one.
+        optimizer: its ``home`` is replaced, and its state moved.
+        home: the new storage.
     """
 
     def __init__(self, optimizer: SupportsStateOffload, home: HostStorage) -> None:
@@ -112,7 +112,7 @@ class OptimizerOffload(Technique):
         self._home = home
 
     def flush(self) -> None:
-        """Let the host wait until all state is home, so that it may be read."""
+        """Block the host until all state is back in host memory, so that it may be read."""
         self._home.synchronize()
 
 
@@ -123,7 +123,7 @@ class Slot:
     Args:
         buffer: its bytes.
         free: when the last chunk has left it.
-        places: views of the buffer that were made before, by types and lengths.
+        places: cached views of the buffer, by types and lengths.
     """
 
     buffer: Tensor
@@ -131,7 +131,7 @@ class Slot:
     places: dict[tuple[tuple[torch.dtype, int], ...], list[Tensor]] = field(default_factory=dict)
 
     def places_for(self, tensors: Iterable[Tensor]) -> list[Tensor]:
-        """Flat views of the buffer, of the tensors' types and lengths: made once, as chunks come in few sizes."""
+        """Return flat views of the buffer, of the tensors' types and lengths: cached, as chunks come in few sizes."""
         layout = tuple((tensor.dtype, tensor.numel()) for tensor in tensors)
         if layout not in self.places:
             self.places[layout] = list(_carve(self.buffer, layout))
@@ -143,8 +143,8 @@ class Visitor:
     """A chunk on the device.
 
     Args:
-        slot: where it is.
-        home: its tensors where they wait.
+        slot: the slot that holds it.
+        home: its tensors in host memory.
         here: the same on the device.
         arrived: when they are there.
     """
@@ -157,10 +157,10 @@ class Visitor:
 
 @dataclass
 class HostStorage:
-    """State in host memory that visits the device in a ring of slots.
+    """State in host memory that is streamed through a ring of slots on the device.
 
     Args:
-        memory: where it waits.
+        memory: the host memory.
         slot_bytes: room for a chunk; a slot grows when a larger one comes.
     """
 
@@ -175,20 +175,20 @@ class HostStorage:
         self._slots = deque(Slot(self._bytes(self.slot_bytes), self._engine.now()) for _ in range(NUM_SLOTS))
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros on the host."""
+        """Allocate zeros on the host."""
         return self.memory.allocate(num_elements, dtype, "optimizer_state")
 
     def visit(
         self, chunks: Iterable[Mapping[str, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        """Each chunk's tensors on the device, while the next one is on its way there and the last one back.
+        """Yield each chunk's tensors on the device, while the next one is copied there and the last one back.
 
         Args:
-            chunks: by name, views of tensors where they wait; no element is in two of them.
-            device: where they visit.
+            chunks: by name, views of tensors in host memory; no element is in two of them.
+            device: the device to copy them to.
 
         Yields:
-            The same names; what is changed in place goes back when the next chunk is asked for.
+            The same names; in-place changes are copied back when the next chunk is requested.
         """
         assert device.type == self.memory.device.type, (device, self.memory.device)
         written: dict[int, CopyEvent] = {}
@@ -202,19 +202,19 @@ class HostStorage:
         self._written.update(written)
 
     def written(self, tensor: Tensor) -> CopyEvent:
-        """The end of the last copy that brought back what waits in a tensor's storage."""
+        """Return the end of the last copy back to a tensor's storage."""
         return self._written.get(_storage(tensor), CopyEvent())
 
     def synchronize(self) -> None:
-        """Let the host wait until all state is home, so that it may be read."""
+        """Block the host until all state is back in host memory, so that it may be read."""
         self._engine.synchronize()
 
     def _fetch(self, chunk: Mapping[str, Tensor]) -> Visitor:
-        """Send a chunk on its way to the next slot."""
-        # On a CPU one cannot tell what waits on the host: all of it.
+        """Start copying a chunk to the next slot."""
+        # On a CPU, host and device tensors cannot be told apart: all count as on the host.
         waiting = {name: tensor for name, tensor in chunk.items() if tensor.device.type == "cpu"}
         if not waiting:
-            return Visitor(self._slots[0], {}, dict(chunk), CopyEvent())  # takes none, and holds nobody up
+            return Visitor(self._slots[0], {}, dict(chunk), CopyEvent())  # takes no slot, and delays nothing
         slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
         after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]
@@ -225,7 +225,7 @@ class HostStorage:
         return Visitor(slot, waiting, here, arrived)
 
     def _receive(self, visitor: Visitor, written: dict[int, CopyEvent]) -> Iterator[dict[str, Tensor]]:
-        """Let the chunk be updated, then send it home."""
+        """Yield the chunk to be updated, then copy it back."""
         self._engine.wait(visitor.arrived)
         yield visitor.here
         updated = self._engine.now()
@@ -246,7 +246,7 @@ class HostStorage:
 
 
 def _move_state(optimizer: SupportsStateOffload, home: Any) -> None:
-    """Give what an optimizer keeps another home."""
+    """Move the state that an optimizer keeps to another storage."""
     optimizer.home = home
     for parameter, state in optimizer.state.items():
         for name in optimizer.kept_sizes(parameter):
@@ -255,12 +255,12 @@ def _move_state(optimizer: SupportsStateOffload, home: Any) -> None:
 
 
 def _waiting_weight(parameter: nn.Parameter, device: torch.device) -> dict[str, tuple[int, torch.dtype]]:
-    """A weight that waits on the host, too, visits with its state."""
+    """Return a weight that is on the host, too, as it is copied along with its state."""
     return {"weight": (parameter.numel(), parameter.dtype)} if is_apart(parameter, device) else {}
 
 
 def _part(kept: Mapping[str, tuple[int, torch.dtype]], share: float) -> dict[str, tuple[int, torch.dtype]]:
-    """What is kept of a chunk that is this share of its parameter; of all of it, if it is more."""
+    """Return what is kept for a chunk that is this share of its parameter; at most all of it."""
     return {name: (math.ceil(count * min(1.0, share)), dtype) for name, (count, dtype) in kept.items()}
 
 

@@ -1,4 +1,4 @@
-"""Which types a run may use on its device, and a meter for the updates that 16-bit weights lose."""
+"""Check of a run's types on its device, and a meter for the updates that 16-bit weights lose."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowmem_ft.tensors.local_shards import local_part
 logger = logging.getLogger(__name__)
 
 SAMPLED_ELEMENTS = 4096
-"""Elements looked at in each parameter, each standing for its neighbours that are not."""
+"""Elements sampled in each parameter; each represents its neighbours that are not."""
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -35,14 +35,14 @@ def check_precision(
     frozen: bool = False,
     streamed: bool = False,
 ) -> None:
-    """Refuse weights and autocast that this device cannot compute with, or that would train wrongly in silence.
+    """Reject weights and autocast that this device cannot compute with, or that would silently train wrongly.
 
     Args:
         dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
         mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
-        device: where the model trains.
-        frozen: whether these weights stay as they are, beside adapters in float32.
-        streamed: whether they visit the device in turn: trained ones then cannot do with a loss scale.
+        device: the device that the model trains on.
+        frozen: whether these weights are frozen, next to adapters in float32.
+        streamed: whether they are streamed through the device: trained weights then cannot use a loss scale.
 
     Raises:
         UserError: naming every rule that is broken.
@@ -71,30 +71,33 @@ def check_precision(
 
 
 UpdateHook = Callable[[nn.Parameter, int, Tensor, Tensor, Mapping[str, Any]], "Callable[[], None] | None"]
-"""Takes a parameter, the first element of the part to be updated, that part of weight and gradient (flat), and the
-hyperparameters; returns what to call after the update."""
+"""Hook called before an update; it returns a function to call after it, or None.
+
+It takes a parameter, the first element of the part to be updated, that part of weight and gradient (flat), and the
+hyperparameters.
+"""
 
 
 @runtime_checkable
 class SupportsUpdateHooks(Protocol):
-    """An optimizer that says which part of which parameter it updates, in a step or in backward."""
+    """An optimizer that announces which part of which parameter it updates, in a step or in backward."""
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
-        """Have the hook called before each update."""
+        """Register a hook to be called before each update."""
         ...
 
 
 class LostUpdateMeter(Technique):
-    """What share of an optimizer's updates is too small to change the stored weights.
+    """Meter for the share of an optimizer's updates that are too small to change the stored weights.
 
-    A weight of bfloat16 has 8 bits: an update below 1/512 to 1/256 of it rounds away, every step anew. An element
+    A weight of bfloat16 has 8 bits: an update below 1/512 to 1/256 of it rounds away, in every step again. An element
     counts when its gradient is not zero, and as lost when the step leaves its bits as they were.
 
     Costs: at most 4096 elements of each part that is updated at once, strided over it, copied before and compared
     after; some 10 small kernels and 20 KB of device memory each. The counts stay on the device: the step never waits
-    for it, reading a fraction does.
-    Limits: an update is not measured while its learning rate is 0, as at the start of a warm-up. Of a sharded parameter
-    this process sees its own shard.
+    for it, only reading a fraction does.
+    Limits: an update is not measured while its learning rate is 0, as at the start of a warm-up. For a sharded
+    parameter, this process counts its own shard.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -139,11 +142,11 @@ class LostUpdateMeter(Technique):
         return _ratio(self._total)
 
     def metrics(self) -> dict[str, float]:
-        """``lost_updates``: see :attr:`fraction`."""
+        """Return ``lost_updates``: see :attr:`fraction`."""
         return {"lost_updates": self.fraction}
 
     def _log_total(self) -> None:
-        """The last that is heard of a meter that is taken off."""
+        """Log the meter's total as it is removed."""
         if not self._total or not _is_known(self._total):
             return
         logger.warning(
@@ -160,7 +163,7 @@ class LostUpdateMeter(Technique):
         gradient: Tensor,
         hyperparameters: Mapping[str, Any],
     ) -> Callable[[], None] | None:
-        if (id(parameter), start) in self._seen:  # once more: another step has begun
+        if (id(parameter), start) in self._seen:  # seen before: another step has begun
             self._seen.clear()
             self._last_rate = 0.0
             for sums in self._last.values():
@@ -181,7 +184,7 @@ class LostUpdateMeter(Technique):
         return count
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """For an optimizer that does not announce its updates: a step updates all parameters with gradients."""
+        """Sample all parameters with gradients, for an optimizer that does not announce its updates."""
         updates = [
             self._before_update(parameter, 0, _flat(parameter), _flat(parameter.grad), group)
             for group in optimizer.param_groups
@@ -197,14 +200,14 @@ class LostUpdateMeter(Technique):
 
 
 def enable_lost_update_meter(optimizer: Optimizer) -> LostUpdateMeter:
-    """A meter on every step of an optimizer, for weights kept in 16 bits without a 32-bit master copy.
+    """Put a meter on every step of an optimizer, for weights kept in 16 bits without a 32-bit master copy.
 
     Args:
         optimizer: any that follows ``torch.optim.Optimizer``, bitsandbytes' included; the optimizer itself, not
             Accelerate's wrapper around it.
 
     Returns:
-        The meter; ``remove()`` takes it off, and its fractions stay readable.
+        The meter; ``remove()`` removes it, and its fractions stay readable.
     """
     return LostUpdateMeter(optimizer)
 
@@ -225,18 +228,18 @@ class _Sample:
         return cls(weight, _bits(weight, stride).clone(), has_gradient, stride)
 
     def count(self) -> Tensor:
-        """Lost updates and all updates of the part, on its device and without waiting for it."""
+        """Return lost updates and all updates of the part, on its device and without waiting for it."""
         lost = (_bits(self.weight, self.stride) == self.bits) & self.has_gradient
         return torch.stack((lost.sum(), self.has_gradient.sum())) * self.stride
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    """This process's elements in one row; a view where the memory is contiguous."""
+    """Return this process's elements as one flat tensor; a view if the memory is contiguous."""
     return local_part(tensor.detach()).flatten()
 
 
 def _stride(num_elements: int, row_length: int) -> int:
-    """Sample every how many elements: prime to the row length, or a sample could be a few whole columns."""
+    """Return the sampling stride: coprime to the row length, or a sample could consist of a few whole columns."""
     stride = max(1, math.ceil(num_elements / SAMPLED_ELEMENTS))
     while math.gcd(stride, row_length) > 1:
         stride += 1
@@ -244,12 +247,12 @@ def _stride(num_elements: int, row_length: int) -> int:
 
 
 def _bits(flat: Tensor, stride: int) -> Tensor:
-    """The sample as integers: equal only if the bits are, NaN and -0 included."""
+    """Return the sample as integers: equal only if the bits are, NaN and -0 included."""
     return flat[::stride].view(_INTEGER_OF_SIZE[flat.dtype.itemsize])
 
 
 def _add(sums: dict[torch.device, Tensor], counts: Tensor) -> None:
-    """Add counts to the running sum of their device; a model may lie on several.
+    """Add counts to the running sum of their device; a model may be spread over several.
 
     The sum stays where it is: updates may be made in several streams, by turns.
     """
@@ -259,7 +262,7 @@ def _add(sums: dict[torch.device, Tensor], counts: Tensor) -> None:
 
 
 def _is_known(counts: dict[torch.device, Tensor]) -> bool:
-    """Whether there is anything to warn of: without values nothing has been counted."""
+    """Return whether there is anything to warn about: without values nothing has been counted."""
     return all(map(has_values, counts.values()))
 
 

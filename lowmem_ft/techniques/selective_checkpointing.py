@@ -1,4 +1,4 @@
-"""Checkpointing that keeps what attention puts out, so that attention is not computed a second time."""
+"""Checkpointing that keeps attention's outputs, so that attention is not computed a second time."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _UNFUSED = ("eager", "flex_attention")
 
 
 class KeepAttentionOutputs:
-    """A checkpointing function for layers: all but attention is recomputed.
+    """A checkpointing function for layers that recomputes everything except attention.
 
-    Kept are the results of fused attention operators, which any backend has: ``scaled_dot_product_attention``'s on CPU
-    and CUDA, flash-attn's own, those of the kernels hub. Their backward needs no more than their inputs, which are
-    recomputed, and their output with one number a row and head.
+    It keeps the results of fused attention operators of any backend: ``scaled_dot_product_attention``'s on CPU and
+    CUDA, flash-attn's own, those of the kernels hub. Their backward needs no more than their inputs, which are
+    recomputed, and their output with one number per row and head.
 
-    An operator that draws dropout is computed again all the same: if it were skipped, dropout behind it would draw
+    An operator that draws dropout is computed again all the same: if it were skipped, dropout after it would draw
     other numbers than before.
     """
 
@@ -32,7 +32,7 @@ class KeepAttentionOutputs:
         self._has_warned = False
 
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The function's result, for backward to compute again but for attention."""
+        """Return the function's result; backward recomputes all of it except attention."""
         num_kept = self._num_kept
         result = checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts)
         if self._num_kept == num_kept and torch.is_grad_enabled() and not self._has_warned:
@@ -54,10 +54,10 @@ class KeepAttentionOutputs:
 
 
 def refuse_unfused_attention(implementation: str | None) -> None:
-    """Refuse attention whose scores backward needs: to keep the output alone would spare nothing.
+    """Reject attention whose scores backward needs: keeping the output alone would save nothing.
 
     Args:
-        implementation: of the model's config; None if it has none.
+        implementation: that of the model's config; None if it has none.
 
     Raises:
         UserError: if it is not one fused operator.
@@ -71,7 +71,7 @@ def refuse_unfused_attention(implementation: str | None) -> None:
 
 
 def _is_attention(operator: Any) -> bool:
-    """Told by the name, since every kernel brings its own operators."""
+    """Return whether an operator is attention, judged by its name, since every kernel brings its own operators."""
     name = operator.name().lower()
     return ("_attention" in name or "attn" in name) and "backward" not in name and "bwd" not in name
 

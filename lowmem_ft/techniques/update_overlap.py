@@ -1,4 +1,4 @@
-"""Updates of weights on the device whose gradients and state wait on the host, made beside the next step's forward."""
+"""Updates of device weights whose gradients and state are on the host, overlapped with the next step's forward."""
 
 from __future__ import annotations
 
@@ -21,26 +21,26 @@ log = logging.getLogger(__name__)
 
 
 def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
-    """Puts the updates of decoder layers and head off to the next forward, each one layer ahead of its use.
+    """Defer the updates of decoder layers and head to the next forward, each one layer ahead of its use.
 
     Frees: nothing.
-    Costs: memory of the device for the chunks of gradients that arrive, in a pool of a second stream; saves the time
-    that a step waits for gradients and state to cross the host link, where a layer's forward takes longer.
+    Costs: device memory for the chunks of gradients that arrive, in the pool of a second stream. It saves the time that
+    a step waits for gradients and state to cross the host link, if a layer's forward takes longer.
     Equals: the same updates bit for bit.
-    Limits: until its next forward, a layer's weights are those before the last step; ``flush()`` makes all updates that
-    wait, before anyone reads weights. Embeddings, and whatever else is used before the layers, are updated in the step.
-    Source: ZeRO-Offload, 2021 (arXiv:2101.06840), whose delayed update runs beside the next step; that uses weights a
+    Limits: until its next forward, a layer's weights are those before the last step; ``flush()`` makes all deferred
+    updates, before weights are read. Embeddings, and whatever else is used before the layers, are updated in the step.
+    Source: ZeRO-Offload, 2021 (arXiv:2101.06840), whose delayed update overlaps with the next step; that uses weights a
     step old, this waits for each layer's.
 
     Args:
         model: a causal LM from transformers, wrapped or not, with all of its weights on the device.
-        in_backward: its optimizer, whose gradients wait on the host for their norm.
+        in_backward: its optimizer, whose gradients are kept on the host until their norm is known.
 
     Returns:
-        A handle whose ``remove()`` makes the updates that wait, and lets all be made in the step again.
+        A handle whose ``remove()`` makes the deferred updates; later ones are made in the step again.
 
     Raises:
-        UserError: if gradients are applied at once, or wait on the device.
+        UserError: if gradients are applied at once, or kept on the device.
         ModelError: if the model's layers cannot be found.
     """
     if not in_backward.overlaps:
@@ -59,8 +59,8 @@ class UpdateOverlap(Technique):
 
     Args:
         layers: the decoder layers, in the order of forward.
-        groups: the parameters that each updates, and after them those that are used behind the last layer.
-        updates: who updates.
+        groups: the parameters that each layer updates, and after them those that are used after the last layer.
+        updates: the updater.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class UpdateOverlap(Technique):
             return
         self._apply(self._groups[index])
         if self._updates.has_deferred(self._groups[index + 1]):
-            self._updates.fork()  # the next call's updates run beside this layer
+            self._updates.fork()  # the next call's updates overlap with this layer
 
     @torch.no_grad()
     def _after_last_layer(self, *_: Any) -> None:
         self._apply(self._groups[-1])
 
     def _apply(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Issued behind the layer before: the host may have to wait for files, and the device has work meanwhile."""
+        """Apply updates, issued after the layer before: the host may wait for files while the device has work."""
         if self._updates.has_deferred(parameters):
             with self._updates.beside():
                 self._updates.apply(parameters)
@@ -103,7 +103,7 @@ class UpdateOverlap(Technique):
 
 
 def _groups(model: Any, layers: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
-    """By layer, the parameters that no other one and nothing outside has; behind them the head's, if it has its own."""
+    """Return by layer the parameters that nothing else uses; after them the head's, if it has its own."""
     count = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
     groups = [
         [parameter for parameter in layer.parameters() if parameter.requires_grad and count[parameter] == 1]

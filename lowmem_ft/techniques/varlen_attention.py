@@ -1,12 +1,13 @@
-"""Attention that never sees a mask: documents of packed rows are told apart by their borders.
+"""Attention without a mask: documents of packed rows are told apart by their borders.
 
 The kernel is torch's own flash attention, over documents end to end (``torch.nn.attention.varlen``), for which nothing
-has to be installed. A mask of tokens x tokens would keep sdpa from it, and to build one transformers asks the device
-whether rows are packed, in each forward. Rows of one document go to ``scaled_dot_product_attention`` as causal.
+has to be installed. A mask of tokens x tokens would keep sdpa from that kernel, and to build one, transformers makes a
+host sync in each forward, to see whether rows are packed. Rows of one document go to ``scaled_dot_product_attention``
+as causal.
 
-Transformers makes no mask for an implementation under whose name no mask function is registered
-(``masking_utils._preprocess_mask_arguments``). A padding mask is dropped the same way: rows are padded on the right, as
-:class:`~lowmem_ft.data.batches.batch.LabelledRows` has it, or they are none for this implementation.
+Transformers builds no mask for an implementation under whose name no mask function is registered
+(``masking_utils._preprocess_mask_arguments``). A padding mask is dropped the same way: rows must be padded on the
+right, as in :class:`~lowmem_ft.data.batches.batch.LabelledRows`, to use this implementation.
 
 Axes: B rows, E borders of a row, T tokens of a row, H query heads, K key heads, D head size.
 """
@@ -30,7 +31,7 @@ from lowmem_ft.foundation.devices import sent_to
 from lowmem_ft.foundation.errors import ModelError, UserError
 
 VARLEN_ATTENTION = "varlen_attn"
-"""The value of ``model.attn_implementation``, after torch's function."""
+"""The value of ``model.attn_implementation``, named after torch's function."""
 
 _BORDERS = "document_borders"
 _LONGEST = "longest_document"
@@ -38,23 +39,23 @@ _LONGEST = "longest_document"
 
 @functools.cache
 def register_varlen_attention() -> None:
-    """Tell transformers of the implementation; once a process."""
+    """Register the implementation with transformers, once per process."""
     AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
 
 
 def border_inputs(
     implementation: str, position_ids_BT: Tensor | None, device: torch.device
 ) -> dict[str, Any]:
-    """What a model's forward gets besides, so that no kernel has to ask the device where documents end.
+    """Return further inputs of a model's forward, so that no kernel needs a host sync to find where documents end.
 
     Args:
         implementation: the attention that the model was loaded with.
-        position_ids_BT: on the host; they begin at 0 with each document. None: rows hold one each.
-        device: of the model.
+        position_ids_BT: on the host; they begin at 0 with each document. None: each row is one document.
+        device: the model's device.
 
     Returns:
-        Keyword arguments that transformers hands on to the attention function. For flash-attn they are its own
-        (``FlashAttentionKwargs``), which nothing may cut by rows.
+        Keyword arguments that transformers passes to the attention function. For flash-attn they are its own
+        (``FlashAttentionKwargs``), which must not be cut by rows.
     """
     if position_ids_BT is None:
         return {}
@@ -70,10 +71,10 @@ def border_inputs(
 
 
 def document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
-    """Where the documents of each row begin, and where the last ends, counted over all rows end to end.
+    """Return where the documents of each row begin, and where the last ends, counted over all rows end to end.
 
-    A row with fewer documents than another repeats its end: documents of no token, which cost nothing. So the rows may
-    be cut, and what is left flattened, as :func:`varlen_attention_forward` does.
+    A row with fewer documents than another repeats its end: documents without tokens, which cost nothing. So the rows
+    may be cut, and the rest flattened, as :func:`varlen_attention_forward` does.
 
     Args:
         position_ids_BT: on the host.
@@ -91,7 +92,7 @@ def document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
 
 
 class _Watch:
-    """Whether a forward's borders have come to where they are needed."""
+    """Record of whether a forward's borders have reached attention."""
 
     has_arrived = False
 
@@ -101,13 +102,13 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def borders_arrive(inputs: dict[str, Any]) -> Iterator[None]:
-    """Refuse a model that does not hand its keyword arguments on: its documents would see each other.
+    """Reject a model that does not pass its keyword arguments on: its documents would attend to each other.
 
     Args:
-        inputs: what its forward gets in the block.
+        inputs: the inputs of its forward in the ``with`` block.
 
     Raises:
-        ModelError: if there were borders among them, and no attention got them.
+        ModelError: if there were borders among them, and none reached attention.
     """
     _watch.has_arrived = False
     yield
@@ -133,27 +134,27 @@ def varlen_attention_forward(
     longest_document: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in each layer.
+    """Compute attention; transformers calls this in each layer.
 
     Args:
         module: the attention layer.
         query_BHTD: queries.
         key_BKTD: keys; K divides H.
-        value_BKTD: values, of which D may be another.
-        attention_mask: none; the models that make their own are refused.
+        value_BKTD: values, whose D may be another.
+        attention_mask: always None; models that build their own mask are rejected.
         dropout: on scores; 0 for packed rows and sliding windows.
-        scaling: of the scores; None: one over the square root of D.
+        scaling: factor on the scores; None: one over the square root of D.
         sliding_window: how many keys a query sees, itself included; None: all before it.
-        is_causal: None: as the module says.
+        is_causal: whether attention is causal; None: the module's own value.
         document_borders: from :func:`border_inputs`, or some of its rows; None: each row is one document.
         longest_document: likewise.
-        kwargs: of other implementations.
+        kwargs: arguments of other implementations.
 
     Returns:
         The output, B x T x H x D, and None for the scores.
 
     Raises:
-        UserError: if the call needs what the kernel does not have.
+        UserError: if the call needs a feature that the kernel does not have.
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     _refuse(query_BHTD, key_BKTD, attention_mask, causal, kwargs)
@@ -174,7 +175,7 @@ def varlen_attention_forward(
         )
     else:
         _watch.has_arrived = True
-        borders_E = document_borders.flatten() - document_borders[0, 0]  # cut rows begin anywhere
+        borders_E = document_borders.flatten() - document_borders[0, 0]  # cut rows may begin anywhere
     window = (sliding_window - 1, 0) if sliding_window is not None and has_window else (-1, 0)
     output = _end_to_end(module, (query_BHTD, key_BKTD, value_BKTD), borders_E, longest, scaling, window)
     return output.unflatten(0, (num_rows, length)), None
@@ -188,7 +189,7 @@ def _end_to_end(
     scaling: float | None,
     window: tuple[int, int],
 ) -> Tensor:
-    """The kernel over all rows end to end: tokens x H x D."""
+    """Run the kernel over all rows end to end: tokens x H x D."""
     from torch.nn.attention.varlen import varlen_attn
 
     size, value_size = operands[0].size(-1), operands[2].size(-1)
@@ -218,7 +219,7 @@ def _padded(operand: Tensor, width: int) -> Tensor:
 
 
 def _gqa(kernel: Any) -> dict[str, Any]:
-    """From torch 2.12 on the kernel is told of shared key heads, which it always took."""
+    """Return ``enable_gqa`` if the kernel has it (torch 2.12 on); earlier ones take shared key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}
 
 

@@ -30,10 +30,11 @@ _POSITION_BIASES = ("alibi", "position_bias")
 
 
 class VerticalAccumulation(Technique):
-    """All micro-batches pass through the model as one batch; see :func:`enable_vertical_accumulation`.
+    """All micro-batches in one forward, as one batch; see :func:`enable_vertical_accumulation`.
 
     Attributes:
-        max_tokens: of the rows that pass through a layer together; None: as many rows as the recipe says.
+        max_tokens: limit on the tokens of the rows that pass through a layer together; None: no limit beyond the
+            recipe's rows.
     """
 
     takes_whole_window = True
@@ -44,7 +45,7 @@ class VerticalAccumulation(Technique):
         self.max_tokens: int | None = None
 
     def rows_at_once(self, length: int) -> int:
-        """How many rows of so many tokens pass through a layer together."""
+        """Return how many rows of ``length`` tokens pass through a layer together."""
         if self.max_tokens is None:
             return self._rows_per_micro_batch
         return min(self._rows_per_micro_batch, max(1, self.max_tokens // length))
@@ -53,30 +54,31 @@ class VerticalAccumulation(Technique):
 def enable_vertical_accumulation(
     model: nn.Module, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
 ) -> VerticalAccumulation:
-    """Makes each decoder layer work on a few rows of its batch after the other; call the model with all rows at once.
+    """Make each decoder layer process a few rows of its batch at a time; call the model with all rows at once.
 
-    Frees: with it each weight's gradient is finished when its layer's backward ends, so that an optimizer can step
-    there, and fp32 sums of gradients live one layer long. The norms beside the layers keep their inputs alone.
+    Frees: nothing by itself, but each weight's gradient is finished when its layer's backward ends, so that an
+    optimizer can step there, and fp32 sums of gradients live for only one layer. The norms outside the layers keep only
+    their inputs.
     Costs: the inputs of checkpointed layers of all micro-batches live at once, tokens x hidden each; embedding and loss
-    see all rows together; the norms beside the layers are computed twice.
+    see all rows together; the norms outside the layers are computed twice.
     Equals: one micro-batch after the other through the whole model, up to the order of sums (1e-6 in fp32); dropout
     draws its random numbers in another order.
-    Limits: with gradients only; evaluation passes as it is. Layers must be checkpointed, or all that they keep for
-    backward lives at once. Refused are layers that get what cannot be cut by rows.
+    Limits: with gradients only; evaluation is unchanged. Layers must be checkpointed, or all that they keep for
+    backward lives at once. Layers whose inputs cannot be cut by rows are rejected.
     Source: GreedySnake, 2025 (arXiv:2512.17570).
 
     Args:
         model: a causal LM from transformers, wrapped or not.
-        rows_per_micro_batch: rows that pass through a layer together; those left over make a smaller micro-batch.
-        keeps_inputs_alone: whether a layer keeps nothing for backward but its input, so that a trace of memory need not
-            go through every micro-batch.
+        rows_per_micro_batch: rows that pass through a layer together; the rest form a smaller micro-batch.
+        keeps_inputs_alone: whether a layer keeps only its input for backward, so that a trace of memory need not go
+            through every micro-batch.
 
     Returns:
-        A handle whose ``remove()`` brings back each layer's own forward.
+        A handle whose ``remove()`` restores each layer's own forward.
 
     Raises:
         ModelError: if the model has no single stack of decoder layers.
-        RowsCannotBeCutError: as :func:`check_vertical_accumulation` says.
+        RowsCannotBeCutError: see :func:`check_vertical_accumulation`.
     """
     check_vertical_accumulation(model)
     layers = decoder_layers(model)
@@ -110,7 +112,7 @@ def enable_vertical_accumulation(
 
 
 def _largest_dropout(model: nn.Module) -> float:
-    """As layers keep it: modules of torch's, LoRA's among them, or a number that is handed to attention."""
+    """Return the largest dropout: of torch's modules, LoRA's included, or a number passed to attention."""
     modules = [module.p for module in model.modules() if isinstance(module, nn.Dropout)]
     numbers = [
         value
@@ -125,7 +127,7 @@ class RowsCannotBeCutError(ModelError):
     """A model's layers cannot be computed a few rows at a time.
 
     Args:
-        why: a clause.
+        why: a clause with the reason.
         way_out: a sentence, for a recipe that asks for this order.
     """
 
@@ -137,16 +139,16 @@ class RowsCannotBeCutError(ModelError):
 
 
 def check_vertical_accumulation(model: Any) -> None:
-    """Refuse a model whose layers cannot take its rows a few at a time.
+    """Reject a model whose layers cannot take its rows a few at a time.
 
     Raises:
         ModelError: if it has no single stack of decoder layers.
-        RowsCannotBeCutError: if it tells them positions by a bias of each head, adds a loss of its routers, or has an
+        RowsCannotBeCutError: if it encodes positions as a bias of each head, adds a loss of its routers, or has an
             attention kernel whose mask cannot be cut.
     """
     taken = inspect.signature(decoder_layers(model)[0].forward).parameters
     biases = [name for name in _POSITION_BIASES if name in taken]
-    # Falcon's layers take it, and get it where its config says so.
+    # Falcon's layers take it, and get it if its config says so.
     if biases and getattr(model.config, "alibi", True):
         raise _cannot_be_cut(f"the argument {biases[0]}")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
@@ -162,22 +164,22 @@ def check_vertical_accumulation(model: Any) -> None:
 
 
 def _norms_beside(layers: nn.ModuleList, model: nn.Module) -> list[nn.Module]:
-    """The final norm, and others that see a whole batch: all that a norm keeps in fp32 is several layers' inputs."""
+    """Return the final norm and others of a whole batch: what a norm keeps in fp32 equals several layers' inputs."""
     parent = next(module for module in model.modules() if layers in module.children())
     return [module for module in parent.children() if type(module).__name__.endswith("Norm")]
 
 
 def _checkpoints_all_of(layer: nn.Module) -> bool:
-    """Whether a forward that is set on a layer runs inside its checkpoint: all micro-batches are recomputed at once.
+    """Return whether a forward set on a layer runs inside its checkpoint: all micro-batches are recomputed at once.
 
-    So it is in transformers 5.17 to 5.22, whose layers checkpoint their ``__call__``; in 5.23 they checkpoint their own
-    forward.
+    This holds in transformers 5.17 to 5.22, whose layers checkpoint their ``__call__``; in 5.23 they checkpoint their
+    own forward.
     """
     return getattr(layer, "gradient_checkpointing", False) and "__call__" in vars(GradientCheckpointingLayer)
 
 
 def _checkpointed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The layer's forward in a checkpoint of its own."""
+    """Return the layer's forward in its own checkpoint."""
 
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
@@ -217,7 +219,7 @@ def _cannot_be_cut(what: str) -> RowsCannotBeCutError:
 
 
 def _cut(value: Any, rows: slice, of: int, gradients: dict[int, _GradientOfAllRows]) -> Any:
-    """A micro-batch's part of an argument: tensors with a row for each of the batch's are cut, others are shared."""
+    """Return a micro-batch's part of an argument: tensors with the batch's rows are cut, others are shared."""
     if isinstance(value, Tensor):
         if value.ndim < 2 or len(value) != of:
             return value
@@ -235,7 +237,7 @@ def _cut(value: Any, rows: slice, of: int, gradients: dict[int, _GradientOfAllRo
 
 
 def _with_rows_written(output: Any, part: Any, rows: slice, num_rows: int) -> Any:
-    """The output of all rows, to which that of a micro-batch is added; begun with the first."""
+    """Return the output of all rows with a micro-batch's written into it; the first one allocates it."""
     if part is None:
         return None
     if isinstance(part, Tensor):
@@ -263,7 +265,7 @@ class _GradientOfAllRows:
         self._whole: Tensor | None = None
 
     def write(self, part: Tensor, rows: slice, num_rows: int) -> Tensor | None:
-        """Take a micro-batch's part; all of it once it is complete, and None before."""
+        """Write a micro-batch's part; return the whole once it is complete, and None before."""
         if self._whole is None:
             self._whole = part.new_empty((num_rows, *part.shape[1:]))
         self._whole[rows] = part
@@ -275,7 +277,7 @@ class _GradientOfAllRows:
 
 
 class _Rows(torch.autograd.Function):
-    """A micro-batch's rows of a tensor. Backward of a slice would make a gradient of all rows for each."""
+    """A micro-batch's rows of a tensor; a slice's backward would create a gradient of all rows for each."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, rows: slice, gradient: _GradientOfAllRows) -> Tensor:
@@ -289,7 +291,7 @@ class _Rows(torch.autograd.Function):
 
 
 class _RowsWritten(torch.autograd.Function):
-    """A tensor with a micro-batch's rows written into it. Backward of an assignment would copy the whole each time."""
+    """A tensor with a micro-batch's rows written into it; an assignment's backward would copy the whole each time."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, part: Tensor, rows: slice) -> Tensor:

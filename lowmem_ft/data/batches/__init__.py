@@ -1,1 +1,1 @@
-"""From tokenized examples to micro-batches: order, packing, collating, splitting."""
+"""Micro-batches from tokenized examples: order, packing, collating, splitting."""

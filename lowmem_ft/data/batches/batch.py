@@ -1,4 +1,4 @@
-"""One micro-batch, as the training step takes it.
+"""One micro-batch, in the form that the training step takes.
 
 Axes: B examples (rows) of the micro-batch, T tokens of a row.
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class LabelledRows:
-    """What the model gets of some rows, on any device; rows are right-padded.
+    """Inputs of the model for some rows, on any device; rows are right-padded.
 
-    There is no attention mask: under causal attention a real token never looks at the padding on its right, and
-    padding carries no label, so the mask would change no number and would only cost the fast attention kernels.
-    Packed rows carry ``position_ids_BT`` that restart at 0 with every document; from them transformers builds the
+    There is no attention mask: under causal attention a real token never attends to the padding on its right, and
+    padding has no label, so the mask would change no number and would only rule out the fast attention kernels.
+    Packed rows have ``position_ids_BT`` that restart at 0 with every document; from them transformers builds the
     mask (or the sequence boundaries) that keeps documents apart.
 
     Args:
@@ -33,7 +33,7 @@ class LabelledRows:
         labels_BT: int64; equals the token id where the token is to be learnt, else -100. Not shifted: the model
             predicts token ``t`` from the tokens before it, so column 0 is always -100.
         position_ids_BT: int64 positions inside each document, or None for rows of one document.
-        num_label_tokens: labels that are not -100, counted on the host so that nobody has to ask the device.
+        num_label_tokens: labels that are not -100, counted on the host to avoid a sync with the device.
     """
 
     input_ids_BT: torch.Tensor
@@ -42,14 +42,14 @@ class LabelledRows:
     num_label_tokens: int
 
     def model_inputs(self) -> dict[str, torch.Tensor]:
-        """The keyword arguments of a HuggingFace causal LM's ``forward``, labels excepted."""
+        """Return the keyword arguments of a HuggingFace causal LM's ``forward``, except the labels."""
         inputs = {"input_ids": self.input_ids_BT}
         if self.position_ids_BT is not None:
             inputs["position_ids"] = self.position_ids_BT
         return inputs
 
     def to(self, device: torch.device) -> Self:
-        """The same with its tensors on ``device``."""
+        """Return the same rows with their tensors on ``device``."""
         positions = self.position_ids_BT
         return replace(
             self,
@@ -61,7 +61,7 @@ class LabelledRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(LabelledRows):
-    """One micro-batch: its rows, and what is in them.
+    """One micro-batch: its rows, their examples and their tokens.
 
     Args:
         sample_ids: the ids of the examples in this micro-batch, in row order (several per packed row).
@@ -73,10 +73,10 @@ class Batch(LabelledRows):
 
 
 def merged(batches: Sequence[Batch]) -> Batch:
-    """The rows of several micro-batches in one, padded on the right to the longest.
+    """Merge the rows of several micro-batches into one, padded on the right to the longest.
 
-    Its losses and counts are the sums of theirs: padding carries no label. A row never has as many tokens as there are
-    rows, so that whoever finds that number of rows in a tensor's first axis knows what it means.
+    Its losses and counts are the sums of theirs: padding has no label. Rows are never as long as there are rows, so
+    that a tensor whose first axis has that number of rows is known to hold rows.
 
     Args:
         batches: at least one; all on one device, all packed or none.
@@ -105,7 +105,7 @@ def _padded(tensor_BT: torch.Tensor, length: int, value: int) -> torch.Tensor:
 
 
 def _padded_positions(batch: Batch, length: int) -> torch.Tensor:
-    """Padding is a document of its own, as :class:`~lowmem_ft.data.batches.collating.Collator` has it."""
+    """Return positions in which padding is a separate document, as in ``collating.Collator``."""
     positions_BT = batch.position_ids_BT
     assert positions_BT is not None, "all packed or none"
     padding_BT = torch.arange(length - positions_BT.shape[1], device=positions_BT.device).expand(

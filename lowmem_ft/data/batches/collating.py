@@ -1,4 +1,4 @@
-"""Rows to one micro-batch of tensors.
+"""Collating rows to one micro-batch of tensors.
 
 Axes: B rows of the micro-batch, T tokens of a row.
 """
@@ -19,16 +19,16 @@ from lowmem_ft.data.batches.row import IGNORED_LABEL, LENGTH_MULTIPLE, Row
 class Collator:
     """Pads rows to the longest of them, on the right.
 
-    Packed rows carry positions that restart with every document, and the padding at the end of a row is a document of
-    its own. transformers builds the block-diagonal mask from them for sdpa, eager and flex attention; flash attention
+    Packed rows have positions that restart with every document, and the padding at the end of a row is a separate
+    document. transformers builds the block-diagonal mask from them for sdpa, eager and flex attention; flash attention
     finds document borders in a single row only (``modeling_flash_attention_utils._is_packed_sequence``), so for it
     all documents are laid end to end in one row.
 
     Args:
-        pad_token_id: id that fills rows up; any will do, as it carries no label and nothing real attends to it.
+        pad_token_id: id that fills rows up; any will do, as it has no label and no real token attends to it.
         max_length: rows are not padded beyond it; None: no limit.
-        packed: rows hold several documents.
-        in_one_row: lay packed rows end to end (flash attention).
+        packed: whether rows hold several documents.
+        in_one_row: whether to lay packed rows end to end (flash attention).
     """
 
     pad_token_id: int
@@ -37,12 +37,12 @@ class Collator:
     in_one_row: bool = False
 
     def __call__(self, rows: Sequence[Row], *, learn: bool = True) -> Batch:
-        """One micro-batch.
+        """Collate one micro-batch.
 
         Args:
             rows: at least one.
-            learn: false gives the same tensors without labels and samples: what a process computes that has no
-                examples left, while others still have.
+            learn: False gives the same tensors without labels and samples, for a process that has no examples left to
+                compute while others still have.
 
         Returns:
             The batch, on the host.
@@ -72,7 +72,7 @@ class Collator:
         )
 
     def padded_length(self, longest: int) -> int:
-        """The length of all rows of a micro-batch whose longest has so many tokens."""
+        """Return the length of all rows of a micro-batch whose longest has ``longest`` tokens."""
         rounded = -(-longest // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         if self.max_length is None or (self.packed and self.in_one_row):
             return rounded

@@ -1,26 +1,26 @@
-"""The order of the rows in an epoch, from the seed and the epoch alone."""
+"""The order of the rows in an epoch, a function of only the seed and the epoch."""
 
 from __future__ import annotations
 
 import numpy as np
 
 MEGABATCH_ROWS = 512
-"""Rows among which ``group_by_length`` sorts. Fixed, so that the order does not depend on the batch size."""
+"""Rows that ``group_by_length`` sorts as a group; fixed, so that the order does not depend on the batch size."""
 
 
 def epoch_order(
     row_lengths: np.ndarray, *, seed: int, epoch: int, shuffle: bool, group_by_length: bool
 ) -> np.ndarray:
-    """The row indices of one epoch, each once.
+    """Return the row indices of one epoch, each once.
 
     In epoch 0 of a shuffled run the longest row comes first, so that a micro-batch too large for the device fails at
     once rather than after hours.
 
     Args:
         row_lengths: tokens of each row.
-        seed: of the run.
+        seed: the run's seed.
         epoch: from 0.
-        shuffle: a new permutation in each epoch; false keeps the order of the data, in epoch 0 too.
+        shuffle: whether each epoch gets a new permutation; False keeps the order of the data, in epoch 0 too.
         group_by_length: sort by length inside shuffled groups of 512 rows, longest first.
 
     Returns:
@@ -33,7 +33,7 @@ def epoch_order(
     if group_by_length:
         groups = [
             order[start : start + MEGABATCH_ROWS] for start in range(0, len(order), MEGABATCH_ROWS)
-        ]  # already random: sorting inside each keeps what is in it random
+        ]  # already random: sorting inside each group keeps its members random
         groups = [group[np.argsort(-row_lengths[group], kind="stable")] for group in groups]
         order = np.concatenate([groups[index] for index in generator.permutation(len(groups))])
     return _longest_first(order, row_lengths, group_by_length) if epoch == 0 else order

@@ -13,7 +13,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class PackedRows:
-    """Which examples share a row: ``members[offsets[i]:offsets[i + 1]]`` are the examples of row ``i``.
+    """Assignment of examples to rows: ``members[offsets[i]:offsets[i + 1]]`` are the examples of row ``i``.
 
     Args:
         members: int64 indices of examples, each once.
@@ -27,22 +27,23 @@ class PackedRows:
         return len(self.offsets) - 1
 
     def row(self, index: int) -> np.ndarray:
-        """The examples of one row."""
+        """Return the examples of one row."""
         return self.members[self.offsets[index] : self.offsets[index + 1]]
 
 
 def pack_best_fit(lengths: np.ndarray, capacity: int) -> PackedRows:
-    """Rows that hold every example once and no more than ``capacity`` tokens each.
+    """Pack every example once into rows of at most ``capacity`` tokens.
 
-    From the longest example to the shortest, each goes where the least space is left that still holds it. Rows are
-    grouped by the space left in them and equal lengths are placed together, so a million examples take about a second.
+    From the longest example to the shortest, each goes to the row with the least space left that still holds it. Rows
+    are grouped by their remaining space and equal lengths are placed together, so a million examples take about a
+    second.
 
     Args:
         lengths: tokens of each example, each between 1 and ``capacity``.
         capacity: tokens of a row.
 
     Returns:
-        The rows, in the order in which they were opened; the same for the same lengths.
+        The rows, in the order in which they were opened; deterministic.
     """
     assert lengths.size == 0 or (lengths.min() >= 1 and lengths.max() <= capacity)
     rows: list[list[int]] = []
@@ -69,7 +70,7 @@ def pack_best_fit(lengths: np.ndarray, capacity: int) -> PackedRows:
             else:
                 space, row = capacity, len(rows)
                 rows.append([])
-            # A row that just became fuller is the best fit for the next equal example too, until it is full.
+            # A row that just became fuller is also the best fit for the next equal example, until it is full.
             fitting = waiting[placed : placed + space // length]
             rows[row] += fitting
             placed += len(fitting)

@@ -1,4 +1,4 @@
-"""The place in the data from which a run can go on."""
+"""Position in the data from which a run can resume."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class DataPosition:
-    """A place in the data, independent of the shape of batches.
+    """Position in the data, independent of the shape of batches.
 
     Args:
-        seed: of the order.
+        seed: seed of the order.
         epoch: from 0.
         index: rows of the epoch's order that are done: examples, or packed rows with packing.
     """

@@ -8,15 +8,15 @@ from typing import TypeAlias
 import numpy as np
 
 IGNORED_LABEL = -100
-"""The label of a token that carries no loss (torch's and transformers' ``ignore_index``)."""
+"""Label of a token without loss (torch's and transformers' ``ignore_index``)."""
 
 LENGTH_MULTIPLE = 8
-"""Row lengths are rounded up to it: tensor cores want it, and the allocator meets fewer sizes."""
+"""Multiple to which row lengths are rounded up: tensor cores need it, and the allocator sees fewer sizes."""
 
 
 @dataclass(frozen=True)
 class TokenizedExample:
-    """One example as the model reads it.
+    """One example as model inputs.
 
     Args:
         sample_id: index among the rows of the source.

@@ -1,7 +1,8 @@
-"""Micro-batches in smaller pieces: by rows, and a row of several documents between documents.
+"""Micro-batches split into smaller pieces: by rows, and a row of several documents between documents.
 
-A window that is cut has the losses and gradients of the whole one, but for the order of sums: a row sees no other row,
-and a document no other document. Where that is not so (a loss over the routers of all rows, batch norm), cut nothing.
+A window that is split has the losses and gradients of the whole one, except for the order of sums: a row attends to no
+other row, and a document to no other document. If that does not hold (a loss over the routers of all rows, batch norm),
+do not split.
 
 Axes: B rows, T tokens of a row.
 """
@@ -18,11 +19,11 @@ from lowmem_ft.data.batches.row import IGNORED_LABEL
 
 
 def pieces(rows: LabelledRows, max_tokens: int | None) -> list[LabelledRows]:
-    """The rows in pieces of at most this many tokens, padding included; what cannot be cut may have more.
+    """Split rows into pieces of at most this many tokens, padding included; an indivisible piece may have more.
 
     Args:
         rows: on the host.
-        max_tokens: of a piece; None: all in one.
+        max_tokens: maximum tokens of a piece; None: all in one.
 
     Returns:
         The pieces, in the order of the rows; together they have its labels.
@@ -41,7 +42,7 @@ def pieces(rows: LabelledRows, max_tokens: int | None) -> list[LabelledRows]:
 
 
 def half_of(rows: LabelledRows) -> int | None:
-    """The fewest tokens that the larger part has when the rows are cut in two; None: they cannot be cut."""
+    """Return the fewest tokens that the larger part can have if the rows are cut in two; None: they cannot be cut."""
     num_rows, length = rows.input_ids_BT.shape
     if num_rows > 1:
         return half_of_rows(num_rows, length)
@@ -50,12 +51,12 @@ def half_of(rows: LabelledRows) -> int | None:
 
 
 def half_of_rows(num_rows: int, length: int) -> int | None:
-    """The same for rows that are cut between rows alone."""
+    """Return the same for rows that are cut only between rows."""
     return -(-num_rows // 2) * length if num_rows > 1 else None
 
 
 def _rows_within(max_tokens: int, length: int) -> int:
-    """How many rows of a length have at most this many tokens; at least one."""
+    """Return how many rows of this length have at most ``max_tokens`` tokens; at least one."""
     return max(1, max_tokens // length)
 
 
@@ -71,7 +72,7 @@ def _part(rows: LabelledRows, of_B: slice, of_T: slice) -> LabelledRows:
 
 
 def _document_ends(row: LabelledRows) -> list[int]:
-    """Where the documents of one row end; what carries no label at its end, such as padding, is the last one's."""
+    """Return the ends of one row's documents; a tail without labels, such as padding, belongs to the last one."""
     length = row.input_ids_BT.shape[1]
     if row.position_ids_BT is None:
         return [length]
@@ -83,7 +84,7 @@ def _document_ends(row: LabelledRows) -> list[int]:
 
 
 def _packed(ends: Sequence[int], max_tokens: int) -> Iterator[int]:
-    """The ends of pieces that hold as many whole documents as fit."""
+    """Yield the ends of pieces that hold as many whole documents as fit."""
     start = 0
     for end, following in itertools.pairwise(ends):
         if following - start > max_tokens:

@@ -1,8 +1,8 @@
-"""The micro-batches of each optimizer step, and the place in the data from which a run can go on.
+"""The micro-batches of each optimizer step, and the position in the data from which a run can resume.
 
 One optimizer step takes ``B x A x W`` consecutive rows of the global order: B rows a micro-batch, A micro-batches, W
 processes. Micro-batch ``j`` of process ``r`` takes rows ``[(j * W + r) * B : (j * W + r + 1) * B]`` of them. So the set
-of rows of a step depends on the global batch size alone, not on how it is divided.
+of rows of a step depends only on the global batch size, not on how it is divided.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Window:
 
     Args:
         batches: the micro-batches; as many on every process.
-        position: where to go on after this step.
+        position: position from which to resume after this step.
         epoch: epochs done after this step; when streaming, whole ones only.
     """
 
@@ -36,7 +36,7 @@ class Window:
 
 
 class DataStream:
-    """Windows of training data without end: one epoch follows the other.
+    """Endless windows of training data: one epoch follows the other.
 
     The last window of an epoch is short when the rows do not divide evenly: it may have fewer micro-batches, and a
     process without a share gets micro-batches without labels (``sample_ids=()``), which cost time but change no
@@ -48,11 +48,11 @@ class DataStream:
         per_device_batch_size: rows of a micro-batch.
         gradient_accumulation_steps: micro-batches of a window on each process.
         num_processes: processes that share the data.
-        process_index: which of them this is.
-        collate: rows to a batch.
+        process_index: index of this process.
+        collate: collates rows to a batch.
 
     Raises:
-        DataError: if the position lies beyond the end of the data.
+        DataError: if the position is beyond the end of the data.
     """
 
     def __init__(
@@ -86,9 +86,9 @@ class DataStream:
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps of this size that the position amounts to, a short one at an epoch's end counted as one.
+        """Optimizer steps of this size up to the position, a short one at an epoch's end counted as one.
 
-        Equal to the steps taken, unless the run began with another number of rows a step.
+        Equal to the steps taken, unless the run began with another number of rows per step.
         """
         num_rows, per_epoch = self._examples.num_rows, self.steps_per_epoch
         assert num_rows is not None, "a stream has no known length"
@@ -97,13 +97,13 @@ class DataStream:
         return (self.position.epoch + 1) * per_epoch - left_in_epoch
 
     def next_window(self) -> Window:
-        """The data of the next optimizer step.
+        """Return the data of the next optimizer step.
 
         Raises:
             DataError: if an epoch of streamed data holds no example, or its source cannot be read any more.
         """
         references = self._take()
-        if not references:  # only a stream learns that an epoch is over by finding nothing more
+        if not references:  # only a stream learns that an epoch is over by finding no more rows
             self._begin_next_epoch()
             references = self._take()
             if not references:
@@ -138,17 +138,17 @@ class DataStream:
 def eval_batches(
     examples: Examples, *, batch_size: int, num_processes: int, process_index: int, collate: Collator
 ) -> Iterator[Batch]:
-    """The micro-batches of this process's share of held-out examples, in their order.
+    """Yield the micro-batches of this process's share of held-out examples, in their order.
 
     Args:
-        examples: made without shuffling.
+        examples: created without shuffling.
         batch_size: rows of a micro-batch.
         num_processes: processes that share the data.
-        process_index: which of them this is.
-        collate: rows to a batch.
+        process_index: index of this process.
+        collate: collates rows to a batch.
 
     Yields:
-        Batches, as many on every process; without labels where a process has no share.
+        Batches, as many on every process; without labels if a process has no share.
     """
     references = examples.order(0, 0)
     while chunk := list(islice(references, batch_size * num_processes)):
@@ -163,13 +163,13 @@ def _share(
     process_index: int,
     collate: Collator,
 ) -> list[Batch]:
-    """The micro-batches of one process from rows that all processes share; as many for each of them."""
+    """Return one process's micro-batches from rows that all processes share; as many for each of them."""
     batches = []
     for start in range(0, len(references), batch_size * num_processes):
         first = start + process_index * batch_size
         own = references[first : first + batch_size]
         if own:
             batches.append(collate([read(reference) for reference in own]))
-        else:  # this one's share is empty, but the others wait for it in their collectives
+        else:  # this process's share is empty, but the others wait for it in their collectives
             batches.append(collate([read(references[start])], learn=False))
     return batches

@@ -1,1 +1,1 @@
-"""Where rows come from: local files, the hub, splits."""
+"""Sources of rows: local files, the hub, splits."""

@@ -1,7 +1,7 @@
-"""Local data, opened before torch and transformers are imported, which takes longer than reading small files.
+"""Checks of local data before torch and transformers are imported, which takes longer than reading small files.
 
-It is read as the run itself will read it, by ``datasets``, whose cache then has it: there is no second reader that
-might think otherwise. What only a tokenizer can tell is told later.
+``datasets`` reads it exactly as the run itself will, and caches it: there is no second reader that might disagree.
+Checks that need a tokenizer come later.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from lowmem_ft.data.text.unused_fields import refuse_bad_answers
 from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
-"""Of files that are read first: about a second. Larger ones would keep what is wrong with a model waiting."""
+"""Maximum bytes of files that are read first: about a second. Larger ones would delay errors about a model."""
 
 NUM_ROWS = 1000
-"""Of a split, that are looked at one by one."""
+"""Rows of a split that are checked one by one."""
 
 
 def check_small_local_data(config: DataConfig) -> None:
-    """Refuse local data that cannot be read, whose first rows are not of its format, or of which nothing is left.
+    """Reject local data that cannot be read, whose first rows do not have its format, or of which nothing is left.
 
     Args:
-        config: names the data; hub names, files of more than 64 MiB, and streams, which datasets reads with torch at
-            hand, pass.
+        config: names the data. Hub names, files of more than 64 MiB, and streams, for which datasets needs torch, are
+            not checked.
 
     Raises:
         DataError: if any of it is unfit.
@@ -51,7 +51,7 @@ def check_small_local_data(config: DataConfig) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bars() -> Iterator[None]:
-    """Small files are read before a bar would be seen to move, and an error would stand below it."""
+    """Hide progress bars: small files are read before one would move, and an error would appear below it."""
     were_shown = not are_progress_bars_disabled()
     disable_progress_bars()
     try:
@@ -70,7 +70,7 @@ def _is_small(source: Source) -> bool:
     else:
         files = [Path(file) for file in local_files(source.path, setting=source.setting) or ()]
     if len({reader_of(file) for file in files}) > 1 and not is_saved_dataset(folder):
-        return False  # datasets reads those of one kind, which is said once
+        return False  # datasets reads files of one kind only; that is reported later, once
     return 0 < sum(file.stat().st_size for file in files) <= MOST_BYTES
 
 
@@ -78,7 +78,7 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
     rows = open_split(config, source, is_train=is_train)
     try:
         first = list(islice(rows, NUM_ROWS))
-    except UnicodeDecodeError as error:  # Arrow takes any bytes for text; only reading a row decodes them
+    except UnicodeDecodeError as error:  # Arrow accepts any bytes as text; only reading a row decodes them
         raise reading_error(error, source) from error
     name, _, columns = choose_format(config, list(first[0]), str(source))
     example_format = ExampleFormat(

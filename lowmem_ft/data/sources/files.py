@@ -1,6 +1,6 @@
-"""Local data files: which a path names, and whether they begin as files of their kind do.
+"""Local data files: those that a path names, and checks that each begins as its kind does.
 
-Nothing here needs ``datasets`` or torch, so that a wrong path is told before either is imported.
+Nothing here needs ``datasets`` or torch, so that a wrong path is reported before either is imported.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ READER_BY_SUFFIX = {
     ".parquet": "parquet",
     ".txt": "text",
 }
-"""By the suffix in lower case; a ``.gz`` behind it is read through."""
+"""Readers by suffix in lower case; a ``.gz`` after the suffix is decompressed."""
 
 _GZIP_MAGIC, _PARQUET_MAGIC = b"\x1f\x8b", b"PAR1"
 _FIRST_BYTES = 4096
@@ -35,7 +35,7 @@ _MOST_CHARACTERS = 10 * 2**20
 
 
 def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
-    """The local files that a path or a glob names, or None for a folder and for a hub name.
+    """Return the local files that a path or a glob names, or None for a folder or a hub name.
 
     Raises:
         DataError: if the path can only be a local one and is not there, a glob matches nothing, the files are of
@@ -70,37 +70,37 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
 
 
 def known_files(folder: Path) -> list[Path]:
-    """The files in a folder, and in those below it, whose suffix says how to read them."""
+    """Return the files in a folder, and in those below it, whose suffix has a reader."""
     return sorted(file for file in folder.rglob("*") if reader_of(file) and file.is_file())
 
 
 def reader_of(file: str | Path) -> str | None:
-    """The reader for a file's suffix; None if there is none."""
+    """Return the reader for a file's suffix; None if it has no reader."""
     return READER_BY_SUFFIX.get(_suffix(file))
 
 
 def is_saved_dataset(folder: Path) -> bool:
-    """Whether ``Dataset.save_to_disk`` wrote a folder."""
+    """Return whether ``Dataset.save_to_disk`` wrote a folder."""
     return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
 
 
 def is_hub_name(path: str) -> bool:
-    """Whether the path can name a hub dataset, as nothing local has that name."""
+    """Return whether the path can name a hub dataset, as nothing local has that name."""
     is_local = expand_user(path).exists() or any(sign in path for sign in "*?[")
     return not (is_local or path.startswith((".", "/", "~")) or reader_of(path) or path.count("/") > 1)
 
 
 def count_of_suffixes(files: list[str]) -> str:
-    """How many files of each kind there are, such as ``1 .csv, 2 .jsonl``."""
+    """Return the number of files of each kind in words, such as ``1 .csv, 2 .jsonl``."""
     counts = Counter(_suffix(file) for file in files)
     return ", ".join(f"{count} {suffix}" for suffix, count in sorted(counts.items()))
 
 
 def csv_header(file: str, separator: str, setting: str) -> list[str]:
-    """The column names of a CSV or TSV file.
+    """Return the column names of a CSV or TSV file.
 
     Raises:
-        DataError: if they are separated by another sign, or one stands there twice.
+        DataError: if they are separated by another character, or one occurs twice.
     """
     with _open_text(file, errors="replace") as lines:
         header = next(csv.reader(lines, delimiter=separator), [])
@@ -117,18 +117,18 @@ def csv_header(file: str, separator: str, setting: str) -> list[str]:
 
 
 def columns_of(file: str, setting: str) -> list[str] | None:
-    """The columns of a file, where its beginning tells; None where only its reader does, or something is wrong with it.
+    """Return the columns of a file if its beginning shows them; None if only its reader can, or something is wrong.
 
     Args:
-        file: of a known kind.
+        file: a file of a known kind.
         setting: the recipe key that names it, for messages.
 
     Returns:
-        The header of CSV, the schema of Parquet, and of JSON lines the keys of the first 10 MB, which is what
-        ``datasets`` looks at.
+        The header of CSV, the schema of Parquet, and for JSON lines the keys of the first 10 MB, which ``datasets``
+        itself looks at.
 
     Raises:
-        DataError: if a header cannot be, or JSON is nested beyond what can be read.
+        DataError: if a header is invalid, or JSON is nested too deeply to read.
     """
     reader = reader_of(file)
     if reader == "text":
@@ -139,11 +139,11 @@ def columns_of(file: str, setting: str) -> list[str] | None:
 
 
 def _columns_of_parquet(file: str) -> list[str] | None:
-    import pyarrow.parquet  # a fifth of a second, and neither torch nor datasets
+    import pyarrow.parquet  # a fifth of a second, and needs neither torch nor datasets
 
     try:
         return pyarrow.parquet.read_schema(file).names
-    except (OSError, ValueError):  # compressed once more, or damaged
+    except (OSError, ValueError):  # compressed twice, or damaged
         return None
 
 
@@ -171,7 +171,7 @@ def _keys_of_json_lines(file: str, setting: str) -> list[str] | None:
 
 
 def malformed_json(file: str) -> str | None:
-    """Which line of a JSON or JSON-lines file is malformed, and what stands there; None if all is well."""
+    """Return which line of a JSON or JSON-lines file is malformed, and its text; None if all lines are valid."""
     try:
         with _open_text(file) as lines:
             for number, line in _whole_or_lines(lines):
@@ -198,7 +198,7 @@ def malformed_json(file: str) -> str | None:
 
 
 def read_chat_template(path: str) -> str:
-    """The text of ``data.chat_template``.
+    """Read the text of ``data.chat_template``.
 
     Raises:
         DataError: if there is no such file, or it is not UTF-8 text.
@@ -217,7 +217,7 @@ def read_chat_template(path: str) -> str:
 
 
 def _open_text(file: str, errors: str = "strict") -> TextIO:
-    """A text file to read, decompressed if it is a gzip file, whatever its suffix."""
+    """Open a text file to read, decompressed if it is a gzip file, whatever its suffix."""
     with open(file, "rb") as raw:
         is_gzip = raw.read(2) == _GZIP_MAGIC
     if is_gzip:
@@ -226,7 +226,7 @@ def _open_text(file: str, errors: str = "strict") -> TextIO:
 
 
 def _whole_or_lines(lines: Any) -> Iterator[tuple[int, str]]:
-    """A JSON-lines file line by line with numbers from 1; one document (starting with ``[`` or a lone ``{``) whole."""
+    """Yield a JSON-lines file's numbered lines, from 1; one document (starting with ``[`` or a lone ``{``) whole."""
     first = lines.readline()
     one_document = first.lstrip().startswith("[") or first.strip() == "{"
     lines.seek(0)
@@ -239,7 +239,7 @@ def _whole_or_lines(lines: Any) -> Iterator[tuple[int, str]]:
 
 
 def _odd_element(file: str, values: list[Any]) -> str | None:
-    """The sentence about a list that mixes objects with something else, or texts with something else."""
+    """Return the sentence about a list that mixes objects or texts with something else."""
     kind = str if values and isinstance(values[0], str) else dict
     for number, value in enumerate(values, start=1):
         if not isinstance(value, kind):
@@ -251,7 +251,7 @@ def _odd_element(file: str, values: list[Any]) -> str | None:
 
 
 def wrong_beginning(file: str) -> str | None:
-    """What is wrong with the first bytes of a file, with the way out; None if they are those of its suffix."""
+    """Return what is wrong with a file's first bytes, with the way out; None if they match its suffix."""
     size = Path(file).stat().st_size
     if size == 0:
         return "is empty. Name files that hold at least one example."
@@ -298,7 +298,7 @@ def _not_text(file: str, begin: bytes) -> str | None:
 
 
 def _not_json(begin: bytes) -> str | None:
-    """JSON data is objects, in lines or in a list; a list of texts is taken for documents."""
+    """Return why data is not JSON objects, in lines or in a list; a list of texts is accepted as documents."""
     text = begin.removeprefix(b"\xef\xbb\xbf").lstrip()
     in_list = text.startswith(b"[")
     if in_list:

@@ -1,4 +1,4 @@
-"""Datasets on the hub: whether one can be had at all, asked without ``datasets``, whose import takes seconds."""
+"""Checks whether a hub dataset is available, without ``datasets``, whose import takes seconds."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from lowmem_ft.foundation.user_paths import expand_user, neighbours
 
 
 def require_dataset_within_reach(path: str, setting: str) -> None:
-    """Refuse a hub name of which nothing is on this machine, where the hub does not answer; paths pass.
+    """Reject a hub name with no file on this machine if the hub does not answer; paths pass.
 
     Args:
         path: a hub name, or anything else.
         setting: the recipe key that holds it, for the message.
 
     Raises:
-        DataError: if nothing of it can be had.
+        DataError: if nothing of it is available.
     """
     if is_hub_name(path) and not _is_cached(path) and not hub_is_reachable():
         raise not_to_be_had(path, setting, "the hub is out of reach, and nothing of it is in the cache")
 
 
 def not_to_be_had(path: str, setting: str, reason: str) -> DataError:
-    """The error for what is neither here nor, as far as can be told, on the hub."""
+    """Return the error for a dataset that is neither here nor, as far as known, on the hub."""
     return DataError(
         f"{setting} names neither a local file or folder nor a hub dataset that can be reached: {path} ({reason}). "
         f"Check the name.{neighbours(expand_user(path))} For a gated dataset accept its terms on the hub and run "
@@ -36,7 +36,7 @@ def not_to_be_had(path: str, setting: str, reason: str) -> DataError:
 
 
 def _is_cached(name: str) -> bool:
-    """Whether a folder has the dataset's name in either cache: that of its files, or that of its rows."""
+    """Return whether a folder in either cache has the dataset's name: that of its files, or that of its rows."""
     from huggingface_hub import constants
 
     rows = expand_user(os.environ.get("HF_DATASETS_CACHE", os.path.join(constants.HF_HOME, "datasets")))
@@ -48,5 +48,5 @@ def _is_cached(name: str) -> bool:
 
 
 def _bare(name: str) -> str:
-    """A name as both caches have it: one writes ``/`` as ``--``, the other as ``___`` and ``CamelCase`` with ``_``."""
+    """Normalise the caches' spellings: ``/`` as ``--`` in one, as ``___`` and ``CamelCase`` with ``_`` in the other."""
     return name.lower().replace("/", "").replace("_", "").replace("--", "")

@@ -1,7 +1,7 @@
-"""Rows from where the user keeps them: a hub dataset, local files, a folder or a glob, memory-mapped or streamed.
+"""Rows from a hub dataset, local files, a folder or a glob, memory-mapped or streamed.
 
-Reading itself is left to ``datasets``. This module decides which of its readers to call, and turns what can go wrong
-into errors that name the file, the line and the way out.
+``datasets`` does the reading itself. This module decides which of its readers to call, and turns failures into errors
+that name the file, the line and the way out.
 """
 
 from __future__ import annotations
@@ -54,8 +54,10 @@ READING_ERRORS = (
     zipfile.BadZipFile,
     StopIteration,
 )
-"""What ``datasets`` raises for bad files and for a hub that cannot be reached, HTTP errors included. Compressed files
-that end early bring kinds of their own; a file of which nothing comes ends its reader's first ``next``."""
+"""Errors that ``datasets`` raises for bad files and for a hub that cannot be reached, including HTTP errors.
+
+Truncated compressed files raise further kinds; a file without any row ends its reader's first ``next``.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ class Source:
         revision: hub branch, tag or commit.
         data_files: files inside the hub repository or folder.
         streaming: read while iterating instead of memory-mapping an Arrow copy.
-        sample_by: what becomes one row of a text file.
+        sample_by: the unit of a text file that becomes one row.
     """
 
     path: str
@@ -88,18 +90,18 @@ class Source:
         return f"{shown_path(self.path)} ({self.split})"
 
     def is_split_into_lines(self) -> bool:
-        """Whether each row is a line of a text file."""
+        """True if each row is a line of a text file."""
         return self.sample_by == "line" and reader_of(self.path) == "text"
 
 
 def open_rows(source: Source) -> Rows:
-    """The raw rows of a source.
+    """Open the raw rows of a source.
 
-    A folder may hold data files (``train.jsonl`` and ``test.jsonl`` become splits) or what ``Dataset.save_to_disk``
-    wrote.
+    A folder may hold data files (``train.jsonl`` and ``test.jsonl`` become splits) or a dataset written by
+    ``Dataset.save_to_disk``.
 
     Args:
-        source: where to look.
+        source: the source to open.
 
     Returns:
         A memory-mapped ``Dataset``, or an ``IterableDataset`` when streaming.
@@ -127,7 +129,7 @@ def _open(source: Source) -> Any:
     if files is not None:
         _refuse_settings_of_the_hub(source)
         builder, options = _reader_options(files, source)
-        # datasets takes a file name for a glob too, so a [ in it has to be escaped.
+        # datasets treats a file name as a glob too, so a [ in it has to be escaped.
         request |= {"path": builder, "data_files": [glob.escape(file) for file in files], **options}
     else:
         request |= {
@@ -141,7 +143,7 @@ def _open(source: Source) -> Any:
 
 
 def _refuse_settings_of_the_hub(source: Source) -> None:
-    """A local file has neither configurations nor revisions, nor other files in it."""
+    """Reject settings of the hub for a local file, which has no configurations, revisions or other files in it."""
     for key in ("name", "revision", "data_files"):
         value = getattr(source, key)
         if value is not None:
@@ -153,7 +155,7 @@ def _refuse_settings_of_the_hub(source: Source) -> None:
 
 @contextlib.contextmanager
 def _offline_where_the_hub_is_out_of_reach(source: Source) -> Iterator[None]:
-    """Without a hub, ``datasets`` looks into its cache at once instead of after half a minute of retries."""
+    """Make ``datasets`` use its cache at once without a hub, instead of after half a minute of retries."""
     is_offline = datasets.config.HF_HUB_OFFLINE
     if is_hub_name(source.path) and not hub_is_reachable():
         datasets.config.HF_HUB_OFFLINE = True
@@ -164,7 +166,7 @@ def _offline_where_the_hub_is_out_of_reach(source: Source) -> Iterator[None]:
 
 
 def _reader_options(files: list[str], source: Source) -> tuple[str, dict[str, Any]]:
-    """The builder of ``datasets`` for files of one kind, and how it is to read them."""
+    """Return the builder of ``datasets`` for files of one kind, and its options."""
     reader = reader_of(files[0])
     if reader != "text" and source.sample_by != "line":
         raise DataError(
@@ -180,7 +182,7 @@ def _reader_options(files: list[str], source: Source) -> tuple[str, dict[str, An
 
 
 def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
-    """How to read a local folder; ``datasets`` itself finds the kind of its files, and takes one kind only."""
+    """Return options for a local folder; ``datasets`` itself finds the kind of its files, and accepts one kind only."""
     if not folder.is_dir():
         if source.sample_by != "line":
             raise DataError(
@@ -201,11 +203,11 @@ def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
 
 
 def reading_error(error: Exception, source: Source) -> DataError:
-    """The error to show instead of one that ``datasets`` raised on opening or reading a source.
+    """Return the error to show instead of one that ``datasets`` raised on opening or reading a source.
 
     Args:
-        error: what was raised.
-        source: what was being read.
+        error: the error raised.
+        source: the source being read.
 
     Returns:
         A ``DataError`` that names the malformed line, the known splits, or what to do without a hub.
@@ -241,9 +243,9 @@ def reading_error(error: Exception, source: Source) -> DataError:
 
 
 def _cells_as_text(files: list[str], separator: str, setting: str) -> dict[str, Any]:
-    """Options that keep every cell as written: pandas would make numbers of ``007`` and nothing of ``None``."""
+    """Return options that keep every cell as written: pandas would make ``007`` a number and ``None`` missing."""
     header = csv_header(files[0], separator, setting)
-    columns = [name or f"Unnamed: {index}" for index, name in enumerate(header)]  # as pandas names them
+    columns = [name or f"Unnamed: {index}" for index, name in enumerate(header)]  # named as pandas does
     return {
         "features": datasets.Features(dict.fromkeys(columns, datasets.Value("string"))),
         "keep_default_na": False,
@@ -269,10 +271,10 @@ _ADVICE = {
     "UnicodeDecodeError": "Save it as UTF-8.",
     "ParserError": "Put a cell that holds a separator, a quote or a line break into double quotes.",
 }
-"""By what the reader raised: how to mend the file."""
+"""Advice for repairing the file, by the error that the reader raised."""
 
 _OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
-"""What the readers say of files without a row; the second is Parquet's."""
+"""Messages of the readers for files without a row; the second is Parquet's."""
 
 _SPLIT_ERROR = re.compile(r"(unknown|bad) split\b|split name|instruction format", re.IGNORECASE)
 
@@ -282,7 +284,7 @@ def _no_example(source: Source) -> DataError:
 
 
 def _root(error: BaseException) -> BaseException:
-    """The innermost error: ``datasets`` wraps the telling one in another that only says that loading failed."""
+    """Return the innermost error: ``datasets`` wraps it in another that only says that loading failed."""
     while error.__cause__ is not None:
         error = error.__cause__
     return error

@@ -1,4 +1,4 @@
-"""Which rows a run trains on, and which it holds out."""
+"""The rows that a run trains on, and those that it holds out."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowmem_ft.foundation.errors import DataError
 
 
 def sources_of(config: DataConfig) -> tuple[Source, Source | None]:
-    """Where the training rows come from, and the held-out ones where they have a source of their own."""
+    """Return the sources of the training rows, and of the held-out rows if they have a separate one."""
     assert config.path is not None
     train = Source(
         path=config.path,
@@ -37,7 +37,7 @@ def sources_of(config: DataConfig) -> tuple[Source, Source | None]:
 
 
 def open_split(config: DataConfig, source: Source, *, is_train: bool) -> Any:
-    """The rows of a source, of the training data no more than ``data.max_samples``."""
+    """Open the rows of a source; for training data, no more than ``data.max_samples``."""
     rows: Any = open_rows(source)
     if config.max_samples is None or not is_train:
         return rows
@@ -45,11 +45,11 @@ def open_split(config: DataConfig, source: Source, *, is_train: bool) -> Any:
 
 
 def num_held_out(size: float, num_examples: int) -> int:
-    """How many examples ``data.eval_size`` holds out of so many.
+    """Return how many of ``num_examples`` examples ``data.eval_size`` holds out.
 
     Args:
         size: a number of examples, or below 1 a share of them.
-        num_examples: to choose from.
+        num_examples: number of examples to choose from.
 
     Raises:
         DataError: if none would be left to train on.

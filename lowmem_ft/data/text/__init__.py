@@ -1,1 +1,1 @@
-"""From an example's columns to tokens, and which of them are learned."""
+"""Tokens from an example's columns, and the choice of those to learn."""

@@ -1,4 +1,4 @@
-"""Conversations to text by the tokenizer's chat template, and tokenizers made fit for training."""
+"""Conversations rendered as text by the tokenizer's chat template, and tokenizers prepared for training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import DataError
 logger = logging.getLogger(__name__)
 
 Message: TypeAlias = dict[str, Any]
-"""One turn: at least ``role`` and ``content``, perhaps ``tool_calls`` and the like, which the template knows."""
+"""One turn: at least ``role`` and ``content``, and possibly keys such as ``tool_calls``, which the template knows."""
 
 CHATML = (
     "{% for message in messages %}"
@@ -26,8 +26,11 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""The template for tokenizers that bring none. Its markers are plain text to a tokenizer that does not know them, so
-an answer also ends with the tokenizer's own EOS: that is the token at which ``generate`` stops."""
+"""Template for tokenizers without one.
+
+Its markers are plain text to a tokenizer that does not know them, so an answer also ends with the tokenizer's own EOS:
+that is the token at which ``generate`` stops.
+"""
 
 
 def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str | None = None) -> None:
@@ -41,7 +44,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str 
         chat_template: path of a Jinja file that replaces the tokenizer's template, or None.
 
     Raises:
-        DataError: if the tokenizer has neither a pad nor an EOS token, cannot tell where in the text a token lies, or
+        DataError: if the tokenizer has neither a pad nor an EOS token, cannot map tokens to positions in the text, or
             the template file cannot be read.
     """
     if not tokenizer.is_fast:
@@ -65,7 +68,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str 
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a tokenizer without a chat template ChatML, in place, and say so."""
+    """Give a tokenizer without a chat template ChatML, in place, and log it."""
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHATML
         logger.warning(
@@ -78,18 +81,18 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 def render(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, add_generation_prompt: bool = False
 ) -> str:
-    """A conversation as the template writes it.
+    """Render a conversation with the chat template.
 
     Args:
         tokenizer: has a chat template.
         messages: the turns.
-        add_generation_prompt: end with what asks the model for its answer.
+        add_generation_prompt: whether to end with the prompt for the model's answer.
 
     Returns:
         The text, with special tokens written out.
 
     Raises:
-        DataError: if the template refuses these turns.
+        DataError: if the template rejects these turns.
     """
     return _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)[0]
 
@@ -97,22 +100,22 @@ def render(
 def render_with_marks(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """A conversation as text, and the character ranges that the template marks with ``{% generation %}``.
+    """Render a conversation as text, and return the character ranges that the template marks with ``{% generation %}``.
 
     Raises:
-        DataError: if the template refuses these turns.
+        DataError: if the template rejects these turns.
     """
     text, ranges = _render(tokenizer, messages, return_assistant_tokens_mask=True)
     return text, [(start, end) for start, end in ranges]
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the chat template marks what the assistant says with ``{% generation %}``."""
+    """Return whether the chat template marks the assistant's text with ``{% generation %}``."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool) -> tuple[str, Any]:
-    # apply_chat_template calls this too, but hands out the marks only as a token mask; we need characters.
+    # apply_chat_template calls this too, but returns the marks only as a token mask; we need characters.
     try:
         special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         texts, ranges = render_jinja_template(

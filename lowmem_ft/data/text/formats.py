@@ -1,4 +1,4 @@
-"""What an example looks like in the user's columns, and how to read it.
+"""Formats of examples in the user's columns, and how to read them.
 
 =================  ===============================  ==================================================================
 format             columns (any others are ignored)  becomes
@@ -12,9 +12,9 @@ alpaca             ``instruction``, ``output``,     a user/assistant chat if the
 text               ``text``                         raw text, then EOS
 =================  ===============================  ==================================================================
 
-Where columns match several formats, the one higher in the table wins; an Alpaca file may carry a ``text`` column.
-An example with nothing in a field it needs (null, blank, no turns) is left out and counted; one of the wrong
-structure is an error that names it.
+If columns match several formats, the one higher in the table wins; an Alpaca file may have a ``text`` column. An
+example with nothing in a field it needs (null, blank, no turns) is left out and counted; one of the wrong structure is
+an error that names it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation; ``num_prompt_messages`` of its messages are the prompt, or None where the data does not say."""
+    """A conversation whose first ``num_prompt_messages`` messages are the prompt; None if the data does not say."""
 
     messages: list[Message]
     num_prompt_messages: int | None = None
@@ -44,7 +44,7 @@ class Chat:
 
 @dataclass(frozen=True)
 class Completion:
-    """Two strings that follow each other."""
+    """Two consecutive strings."""
 
     prompt: str
     completion: str
@@ -63,12 +63,12 @@ Row: TypeAlias = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class ExampleFormat:
-    """How to read an example from a row.
+    """Reader of an example from a row.
 
     Args:
         name: one of the formats in the table above.
-        columns: the columns that must be there, in the order in which the format's reader takes them.
-        system_prompt: system message for chats that bring none, or None.
+        columns: the required columns, in the order in which the format's reader takes them.
+        system_prompt: system message for chats without one, or None.
         has_chat_template: whether Alpaca examples become chats.
     """
 
@@ -78,7 +78,7 @@ class ExampleFormat:
     has_chat_template: bool = True
 
     def is_chat(self, row: Row) -> bool:
-        """Whether the example in a row is to be rendered by a chat template."""
+        """Return whether a chat template is to render the example in a row."""
         if self.name == "prompt_completion":
             return isinstance(row.get(self.columns[0]), list)
         return self.name in ("messages", "conversations") or (
@@ -86,7 +86,7 @@ class ExampleFormat:
         )
 
     def read(self, row: Row) -> Example | None:
-        """The example in a row; None if a field that it needs is empty.
+        """Return the example in a row; None if a field that it needs is empty.
 
         Raises:
             DataError: if the row has the wrong structure.
@@ -97,7 +97,7 @@ class ExampleFormat:
 def recognise_format(
     config: DataConfig, columns: Sequence[str], *, has_chat_template: bool, source: str
 ) -> ExampleFormat:
-    """The format that the recipe asks for, or else the one that the columns show; logged with the reason.
+    """Return the format that the recipe requests, or else the one that the columns show; logged with the reason.
 
     Args:
         config: ``format`` and the ``*_column`` overrides.
@@ -110,7 +110,7 @@ def recognise_format(
 
     Raises:
         DataError: if overrides contradict each other, a named column is absent, no format matches, or raw text is
-            asked for an answer.
+            to have its answers learnt.
     """
     name, reason, wanted = choose_format(config, columns, source)
     logger.info("Format of %s: %s (%s).", source, name, reason)
@@ -125,7 +125,7 @@ def recognise_format(
 def choose_format(
     config: DataConfig, columns: Sequence[str], source: str
 ) -> tuple[FormatName, str, dict[str, str]]:
-    """The format, why that one, and its columns by their settings; see :func:`recognise_format`."""
+    """Return the format, the reason for it, and its columns by their settings; see :func:`recognise_format`."""
     name, reason = _choose_format(config, columns, source)
     wanted = _columns_of(name, config, columns)
     missing = {key: column for key, column in wanted.items() if column not in columns}
@@ -149,7 +149,7 @@ def choose_format(
 
 @contextlib.contextmanager
 def naming_example(sample_id: int, source: str) -> Iterator[None]:
-    """Has an error about a row say which one it is."""
+    """Add to an error about a row which row it is."""
     try:
         yield
     except DataError as error:
@@ -159,10 +159,10 @@ def naming_example(sample_id: int, source: str) -> Iterator[None]:
 
 
 def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
-    """Which tokens to learn, with ``auto`` decided by the format and logged.
+    """Choose the tokens to learn, with ``auto`` decided by the format and logged.
 
     Args:
-        config: ``loss_on`` is what the recipe asks for.
+        config: ``loss_on`` is the recipe's choice.
         example_format: the format of the data.
 
     Returns:
@@ -175,7 +175,7 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
 
 
 def loss_on_of(config: DataConfig, name: FormatName) -> LossOn:
-    """Which tokens of a format are learnt."""
+    """Return which tokens of a format are learnt."""
     if config.loss_on != "auto":
         return config.loss_on
     by_format: dict[str, LossOn] = {"messages": "assistant", "conversations": "assistant", "text": "all"}
@@ -211,7 +211,7 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
             )
         return config.format, "data.format"
     named: set[FormatName] = {_FORMAT_OF_OVERRIDE[key] for key in overrides}
-    if named == {"alpaca", "prompt_completion"}:  # an input makes it Alpaca's
+    if named == {"alpaca", "prompt_completion"}:  # an input column makes it Alpaca's
         named = {"alpaca"}
     if len(named) > 1:
         raise DataError(
@@ -227,12 +227,12 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
 
 
 def are_preferences(columns: Collection[str]) -> bool:
-    """Whether rows say of two answers which is better, in the columns of TRL's DPO or of OpenAI's."""
+    """Return whether rows are preferences between two answers, in the columns of TRL's DPO or of OpenAI's."""
     return any(set(names) <= set(columns) for names in _PREFERENCES)
 
 
 def holds_preferences(columns: Sequence[str], source: str) -> str:
-    """What is wrong with such rows where answers are to be learnt, and what learns from them."""
+    """Return what is wrong with preferences if answers are to be learnt, and what learns from them."""
     return (
         f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
         "learns answers, not which of two is better. TRL's DPOTrainer learns that, and takes the same recipe by "
@@ -251,14 +251,14 @@ _OTHER_KINDS = {
     ("segments",): "the segments of axolotl's input_output, each with a label of its own",
     ("contents",): "the contents of Google's format",
 }
-"""What is not read, by its columns."""
+"""Kinds of data that are not read, by their columns."""
 
 _QUESTIONS = ("question", "instruction", "query", "problem", "input", "prompt")
 _ANSWERS = ("answer", "response", "output", "solution", "completion", "target")
 
 
 def _unknown_format(columns: Sequence[str], source: str) -> str:
-    """What was seen, what is known, and settings that read these very columns, where they have telling names."""
+    """Return the columns seen, the formats known, and settings for these columns if their names are telling."""
     if are_preferences(columns):
         chosen = next(name for name, other in _PREFERENCES if {name, other} <= set(columns))
         prompt = f"data.prompt_column=prompt data.completion_column={chosen}"
@@ -285,7 +285,7 @@ _HEADER_IS_NEEDED = " A CSV file needs a header line, else its first row is take
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str]) -> str:
-    """The first of some telling names that a column has, as it is spelt there; the most usual if none has."""
+    """Return the first of some telling names that a column has, as spelt there; the most common if none has."""
     spelt = {column.strip().lower(): column for column in columns}
     return next((spelt[name] for name in names if name in spelt), names[0])
 
@@ -340,7 +340,7 @@ def _read_alpaca(fmt: ExampleFormat, row: Row) -> Example | None:
 
 
 def _alpaca_prompt(instruction: str, context: str) -> str:
-    """The prompt that the Stanford Alpaca models were trained on, with and without an input."""
+    """Return the prompt that the Stanford Alpaca models were trained on, with or without an input."""
     if context.strip():
         return (
             "Below is an instruction that describes a task, paired with an input that provides further context. "
@@ -385,16 +385,16 @@ _ROLES = {
 }
 ASSISTANT_ROLES = {role for role, meaning in _ROLES.items() if meaning == "assistant"}
 _ROLES_OF_CALLS = ("function_call", "tool_call")
-"""What LLaMA-Factory's ShareGPT calls a turn in which the assistant calls a tool."""
+"""Roles in LLaMA-Factory's ShareGPT of a turn in which the assistant calls a tool."""
 
 
 _CALLS = ("tool_calls", "function_call")
 _SAYING = ("content", "value", *_CALLS)
-"""Where a message has what it says; Arrow gives it every key that another message of the data has."""
+"""Keys that hold a message's content; Arrow gives it every key that another message of the data has."""
 
 
 def _messages(value: Any, column: str) -> list[Message] | None:
-    """The turns in a column; None if there are none, or one of them says nothing."""
+    """Return the turns in a column; None if it is empty, or one of its turns is."""
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
@@ -407,7 +407,7 @@ def _messages(value: Any, column: str) -> list[Message] | None:
 
 
 def _message(raw: Row, column: str) -> Message:
-    # Arrow fills a key that only other messages have with null; templates ask whether it is defined.
+    # Arrow fills a key that only other messages have with null; templates check whether it is defined.
     message = {key: value for key, value in raw.items() if value is not None}
     named = message.pop("role", None) or message.pop("from", None)
     role = named.lower() if isinstance(named, str) else named
@@ -438,7 +438,7 @@ def _misspelt(raw: Row) -> str:
 
 
 def _content(content: Any, column: str) -> str:
-    """What a message says; the multi-part form is taken where all parts are text."""
+    """Return the content of a message; the multi-part form is accepted if all parts are text."""
     if isinstance(content, list) and all(
         isinstance(part, dict) and part.get("type") == "text" and "text" in part for part in content
     ):

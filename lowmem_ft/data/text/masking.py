@@ -1,6 +1,6 @@
-"""Which characters of an example are learnt.
+"""The characters of an example that are learnt.
 
-Masks are found on text, then carried over to tokens by their character ranges (tokenizing.py): a token that merges
+Masks are determined on text, then transferred to tokens by their character ranges (tokenizing.py): a token that merges
 characters from both sides of a border is learnt. A tokenizer therefore always sees the text as a whole, as it will
 when the model is used.
 
@@ -25,8 +25,8 @@ class MarkedText:
     """A text and the parts of it that are learnt.
 
     Args:
-        text: what the model reads.
-        learnt: character ranges, ascending; empty where the example holds no answer.
+        text: the text that the model reads.
+        learnt: character ranges, ascending; empty if the example holds no answer.
         holds_special_tokens: a template wrote the special tokens; else the tokenizer adds its own, and EOS ends the
             text and is learnt.
     """
@@ -37,18 +37,18 @@ class MarkedText:
 
 
 def mark_learnt(example: Example, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
-    """The text of an example with its learnt parts.
+    """Return the text of an example with its learnt parts.
 
     Args:
         example: of any format.
         tokenizer: has a chat template if the example is a chat.
-        loss_on: completion (of a chat without a named prompt: the last assistant turn), assistant, or all.
+        loss_on: completion (for a chat without a named prompt: the last assistant turn), assistant, or all.
 
     Returns:
         The marked text; no part of it is marked if a chat has no assistant turn.
 
     Raises:
-        DataError: if strings are asked for assistant turns, the template refuses the chat, or it does not show where
+        DataError: if assistant turns are requested of strings, the template rejects the chat, or it does not show where
             an assistant turn begins and ends.
     """
     if isinstance(example, Document):
@@ -94,7 +94,7 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
 
 
 def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """A template that knows no tool calls would turn them into empty answers, and those would be learnt."""
+    """Reject tool calls if the template ignores them: it would write empty answers, and those would be learnt."""
     template = tokenizer.get_chat_template()
     for message in chat.messages:
         if message.get("tool_calls") and "tool_calls" not in template:
@@ -112,7 +112,7 @@ def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase)
 
 
 def _with_eos(text: str, mark: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
-    """The marked range with the EOS that directly follows: some templates close the mark before it.
+    """Return the marked range with the EOS that directly follows: some templates close the mark before it.
 
     A model that never learns its EOS does not stop.
     """
@@ -124,14 +124,14 @@ def _with_eos(text: str, mark: tuple[int, int], tokenizer: PreTrainedTokenizerBa
 def _turn(
     tokenizer: PreTrainedTokenizerBase, messages: list[Message], index: int, text: str
 ) -> tuple[int, int]:
-    """Where assistant turn ``index`` stands in the rendered chat."""
+    """Return the range of assistant turn ``index`` in the rendered chat."""
     start = _answer_start(tokenizer, messages, index, text)
     is_last = index == len(messages) - 1
     until_turn = (text if is_last else render(tokenizer, messages[: index + 1])).rstrip()
     if text.startswith(until_turn):
         return start, len(until_turn)
-    # Some templates write a turn otherwise once others follow: Qwen3's gives only the last one an empty <think> part.
-    # Then the turn is found by what it says and by how it closes.
+    # Some templates write a turn differently once others follow: Qwen3's gives only the last one an empty <think> part.
+    # Then the turn is found by its content and by its ending.
     said = messages[index]["content"].strip()
     closing = until_turn[until_turn.rfind(said) + len(said) :] if said in until_turn else None
     if closing is None or not text.startswith(said + closing, start):
@@ -140,22 +140,22 @@ def _turn(
 
 
 def _answer_start(tokenizer: PreTrainedTokenizerBase, messages: list[Message], index: int, text: str) -> int:
-    """Where the answer begins after ``messages[:index]`` and the generation prompt."""
-    if index == 0:  # most templates cannot render no messages at all, so compare two first answers
+    """Return where the answer begins after ``messages[:index]`` and the generation prompt."""
+    if index == 0:  # most templates cannot render an empty chat, so compare two first answers
         role = messages[0]["role"]
         first, second = (render(tokenizer, [{"role": role, "content": content}]) for content in ("a", "b"))
         return _common_length(first[: _common_length(first, second)], text)
     prompted = render(tokenizer, messages[:index], add_generation_prompt=True)
     if text.startswith(prompted):
         return len(prompted)
-    # Not all of a generation prompt need be in the chat: DeepSeek-R1's opens a <think> that a plain answer lacks.
+    # A generation prompt need not be in the chat as a whole: DeepSeek-R1's opens a <think> that a plain answer lacks.
     if not text.startswith(render(tokenizer, messages[:index]).rstrip()):
         raise _rewritten(index)
     return _common_length(prompted, text)
 
 
 def _common_length(a: str, b: str) -> int:
-    """How many characters two texts share from the start."""
+    """Return how many leading characters two texts share."""
     if b.startswith(a):
         return len(a)
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))

@@ -1,4 +1,4 @@
-"""Examples to token ids and the tokens that are learnt, in batches.
+"""Token ids of examples and the tokens that are learnt, in batches.
 
 Axes: T tokens of one example.
 """
@@ -33,21 +33,23 @@ TOKENIZED = datasets.Features(
         "unused_fields": datasets.Value("int32"),
     }
 )
-"""The columns of a tokenized example. ``sample_id`` is its index among the rows read; the mask is one bit a token;
-``num_whole_tokens`` counts it before it was cut; ``unused_fields``, of a row's first piece, has a bit for each of
-``unused_fields.ALL`` that the row has."""
+"""Columns of a tokenized example.
+
+``sample_id`` is its index among the rows read; the mask is one bit a token; ``num_whole_tokens`` counts it before it
+was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenization:
-    """Everything that decides what a row becomes; called by ``Dataset.map`` on batches of rows.
+    """Everything that decides what a row becomes; ``Dataset.map`` calls it on batches of rows.
 
     Args:
         tokenizer: fast, with a chat template if the format needs one.
-        example_format: how to read a row.
-        loss_on: which tokens to learn.
+        example_format: reader of a row.
+        loss_on: the tokens to learn.
         max_length: tokens beyond it are cut off, or begin a new piece of a document; None: no limit.
-        source: where the rows come from, for messages.
+        source: the origin of the rows, for messages.
         vocab_size: rows of the model's embedding; None: not checked.
     """
 
@@ -59,10 +61,10 @@ class Tokenization:
     vocab_size: int | None = None
 
     def __call__(self, columns: dict[str, list[Any]], sample_ids: list[int]) -> dict[str, list[Any]]:
-        """The tokenized columns of a batch of rows; documents that are too long become several rows.
+        """Return the tokenized columns of a batch of rows; documents that are too long become several rows.
 
         Args:
-            columns: values by column, as ``datasets`` hands them over.
+            columns: values by column, as ``datasets`` passes them.
             sample_ids: index of each row.
 
         Returns:
@@ -88,7 +90,7 @@ class Tokenization:
         return tokenized
 
     def key(self) -> dict[str, Any]:
-        """What the result depends on, as plain values: the name of its cache."""
+        """Return what the result depends on, as plain values: the name of its cache."""
         tokenizer: Any = self.tokenizer
         return {
             "tokenizer": tokenizer.backend_tokenizer.to_str(),
@@ -98,7 +100,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 3,  # raise it when the same values give other tokens
+            "version": 3,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -110,7 +112,7 @@ class Tokenization:
             return mark_learnt(example, self.tokenizer, self.loss_on)
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
-        """Token ids and the learnt mask of each text."""
+        """Return token ids and the learnt mask of each text."""
         encoded: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(marked)
         for templated in (True, False):
             chosen = [i for i, text in enumerate(marked) if text and text.holds_special_tokens is templated]
@@ -153,7 +155,7 @@ class Tokenization:
         eos: Any = self.tokenizer.eos_token_id
         if text.holds_special_tokens or eos is None:
             return input_ids_T, is_learnt_T
-        if ids and ids[-1] == eos:  # the tokenizer ends every text with EOS by itself
+        if ids and ids[-1] == eos:  # the tokenizer itself ends every text with EOS
             is_learnt_T[-1] = True
             return input_ids_T, is_learnt_T
         return np.append(input_ids_T, np.int32(eos)), np.append(is_learnt_T, True)
@@ -173,12 +175,12 @@ class Tokenization:
         starts = range(0, max(len(input_ids_T) - 1, 1), limit)
         pieces = [slice(start, start + limit) for start in starts]
         rows = [_piece(input_ids_T[piece], is_learnt_T[piece], limit) for piece in pieces]
-        rows[0]["is_cut"] = len(input_ids_T) > limit  # split, rather: nothing of it is lost
+        rows[0]["is_cut"] = len(input_ids_T) > limit  # split, rather: no part of it is lost
         return rows
 
 
 def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict[str, Any]:
-    """One row of ``TOKENIZED`` but for its sample id, cut at the limit."""
+    """Return one row of ``TOKENIZED`` except its sample id, cut at the limit."""
     num_whole_tokens, is_answer_cut = len(input_ids_T), bool(is_learnt_T[limit:].any())
     is_cut = num_whole_tokens > limit
     input_ids_T, is_learnt_T = input_ids_T[:limit], is_learnt_T[:limit].copy()
@@ -197,7 +199,7 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
 
 
 def _dropped(outcome: Outcome) -> dict[str, Any]:
-    """The row of an example that is left out: it keeps the reason, to be counted, but no tokens."""
+    """Return the row of an example that is left out: it keeps the reason, to be counted, but no tokens."""
     return {
         "input_ids": np.zeros(0, dtype=np.int32),
         "is_learnt": np.zeros(0, dtype=bool),

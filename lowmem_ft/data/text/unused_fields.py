@@ -1,10 +1,10 @@
-"""Fields of the formats of other tools that training here does not use: told with their count, or refused.
+"""Fields of other tools' formats that training here does not use: reported with their count, or rejected.
 
-What says that an answer must not be learnt is refused where that answer would be: ``label`` and ``kto_tag`` of KTO,
-``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. What says more
-than is used of an answer that is right (earlier turns, tools, reasoning that the template does not write) costs what it
-would have taught, so it is counted and warned of. Sources: TRL's dataset formats, OpenAI's fine-tuning guide, and the
-data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
+A field that says that an answer must not be learnt is rejected if that answer would be: ``label`` and ``kto_tag`` of
+KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. A field with
+more about a right answer than is used (earlier turns, tools, reasoning that the template does not write) loses what it
+would have taught, so it is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
+and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class UnusedField:
     """A field that other tools read.
 
     Args:
-        names: by which it goes.
+        names: its names.
         what_happens: the rest of a sentence that begins with how many examples have it, and the way out.
-        counts: whether a value says anything.
-        is_written_by_template: it is used where the chat template names it.
+        counts: whether a value is meaningful.
+        is_written_by_template: whether it is used if the chat template names it.
     """
 
     names: tuple[str, ...]
@@ -46,7 +46,7 @@ class UnusedField:
     is_written_by_template: bool = False
 
     def found(self, values: Row, template: str | None) -> bool:
-        """Whether a row or a message has it and it is not used; without a template, what that writes is not known."""
+        """Return whether a row or message has the field unused; what an unknown template would write is not known."""
         names = [name for name in self.names if self.counts(values.get(name))]
         if self.is_written_by_template:
             names = [name for name in names if template is not None and not _is_named(name, template)]
@@ -94,7 +94,7 @@ OF_ROWS = (
         counts=_is_number_other_than(1),
     ),
 )
-"""Columns beside those that a format reads."""
+"""Columns in addition to those that a format reads."""
 
 OF_MESSAGES = (
     UnusedField(
@@ -131,29 +131,29 @@ _USED_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function
 
 
 def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
-    """The columns of the format, and those whose values are looked at to be counted or refused."""
+    """Return the columns of the format, and those whose values are checked to be counted or rejected."""
     more = [] if example_format.name == "text" else [name for name in columns if name in _KNOWN_OF_ROWS]
     return list(dict.fromkeys((*example_format.columns, *more)))
 
 
 def columns_left(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
-    """The columns that the format does not read."""
+    """Return the columns that the format does not read."""
     return [name for name in columns if name not in example_format.columns]
 
 
 def keys_left(example_format: ExampleFormat, row: Row, template: str | None) -> list[str]:
-    """The keys of a row's messages that neither we nor the chat template read."""
+    """Return the keys of a row's messages that neither we nor the chat template read."""
     keys = dict.fromkeys(str(key) for message in _messages(example_format, row) for key in message)
     return [key for key in keys if key not in _USED_OF_MESSAGES and not _is_named(key, template or "")]
 
 
 def unused_fields(example_format: ExampleFormat, row: Row, template: str | None) -> int:
-    """Which of ``ALL`` a row has, a bit each: 1 for the first.
+    """Return which fields of ``ALL`` a row has, a bit each: 1 for the first.
 
     Args:
-        example_format: how the row is read.
+        example_format: reader of the row.
         row: the values of :func:`columns_to_read`.
-        template: the chat template, if that is known and the row is written by it.
+        template: the chat template, if it is known and renders the row.
     """
     if example_format.name == "text":
         return 0
@@ -165,15 +165,15 @@ def unused_fields(example_format: ExampleFormat, row: Row, template: str | None)
 
 
 def fields_of(bits: int) -> Iterator[UnusedField]:
-    """The fields that :func:`unused_fields` found."""
+    """Yield the fields that :func:`unused_fields` found."""
     yield from (field for bit, field in enumerate(ALL) if bits >> bit & 1)
 
 
 def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn) -> None:
-    """Refuse a row that says of an answer which would be learnt that it must not be.
+    """Reject a row that says that an answer which would be learnt must not be.
 
     Args:
-        example_format: how the row is read.
+        example_format: reader of the row.
         row: the values of :func:`columns_to_read`.
         loss_on: which turns are learnt.
 
@@ -203,7 +203,7 @@ def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn)
 
 
 def _learnt(example_format: ExampleFormat, row: Row, turns: list[Row], loss_on: LossOn) -> set[int]:
-    """The messages of a row that are learnt."""
+    """Return the messages of a row that are learnt."""
     if loss_on == "all":
         return set(range(len(turns)))
     answers = [number for number, message in enumerate(turns) if _role(message) in ASSISTANT_ROLES]
@@ -216,7 +216,7 @@ def _learnt(example_format: ExampleFormat, row: Row, turns: list[Row], loss_on: 
 
 
 def _not_to_be_learnt(message: Row) -> str | None:
-    """What a message says of it, if it does."""
+    """Return the message's field that excludes it from learning; None if it has no such field."""
     weight = message.get("weight")
     if weight is not None and not isinstance(weight, bool) and weight == 0:
         return f"weight: {weight}"
@@ -224,7 +224,7 @@ def _not_to_be_learnt(message: Row) -> str | None:
 
 
 def _is_false(value: Any) -> bool:
-    """As JSON and Parquet have it, or in the words of a CSV file."""
+    """Return whether a value is false, as in JSON and Parquet, or in the words of a CSV file."""
     return value is False or (isinstance(value, str) and value.strip().lower() == "false")
 
 

@@ -1,8 +1,8 @@
-"""The weights of a checkpoint as tensors that are read only when asked for, and leave nothing behind.
+"""The weights of a checkpoint as tensors that are read only on demand, and leave nothing resident.
 
 transformers maps checkpoint files into memory: each page it has read stays resident until the whole model is loaded (a
 second copy, in the file's type), and on a CPU the weights *are* the file's pages, which a rewritten file would change
-under a running training. Reading each tensor with ``pread`` has neither.
+under a running training. Reading each tensor with ``pread`` avoids both.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LazyWeight:
     """A tensor of a safetensors file, in the form that ``from_pretrained(state_dict=...)`` takes.
 
     Args:
-        file: where it lies.
-        name: in that file.
+        file: the file that holds it.
+        name: its name in that file.
         values: safetensors' slice of all of it.
     """
 
@@ -38,7 +38,7 @@ class LazyWeight:
         self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
-        """Read it, and look at it while it is in the processor's cache.
+        """Read it, and check it while it is in the CPU's cache.
 
         Raises:
             ModelError: if it holds NaN or infinity.
@@ -53,18 +53,18 @@ class LazyWeight:
 
 
 def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[str, Any]:
-    """Every tensor of a folder's or hub repository's safetensors files by name; ``[...]`` on one reads it.
+    """Return every tensor of a folder's or hub repository's safetensors files by name; ``[...]`` on one reads it.
 
     Files may hold parts of tensors, as several processes write them into a checkpoint: each tensor is put together.
 
     Args:
         path: local folder or hub id; missing files are downloaded.
-        backend: ``pread``, or ``mmap`` for tensors that are the file's own pages, to be looked at and let go.
+        backend: ``pread``, or ``mmap`` for tensors that are the file's own pages, to be read and released.
         **source: ``revision`` and ``local_files_only``, as ``from_pretrained`` takes them.
 
     Returns:
-        What ``from_pretrained(state_dict=...)`` takes; a value that is not finite is refused when it is read, except
-        by ``mmap``, which is for weights that were read before.
+        A value for ``from_pretrained(state_dict=...)``. Reading a tensor that is not finite raises, except with
+        ``mmap``, which is for weights that were read before.
 
     Raises:
         FileNotFoundError: if there are no safetensors.
@@ -83,12 +83,12 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
 
 
 def causal_lm_class(hf_config: PretrainedConfig, path: str, **source: Any) -> type[PreTrainedModel]:
-    """The class that ``AutoModelForCausalLM`` would choose for a config."""
+    """Return the class that ``AutoModelForCausalLM`` would choose for a config."""
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         own_class = get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], path, **source)
         own_class.register_for_auto_class(
             "AutoModelForCausalLM"
-        )  # or its code would not be saved with its weights
+        )  # otherwise its code would not be saved with its weights
         return own_class
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     candidates = {cls.__name__: cls for cls in (found if isinstance(found, tuple) else (found,))}
@@ -97,7 +97,7 @@ def causal_lm_class(hf_config: PretrainedConfig, path: str, **source: Any) -> ty
 
 
 def generation_config(model: PreTrainedModel, path: str, **source: Any) -> GenerationConfig:
-    """The checkpoint's own generation settings, or those that follow from the model's config if it has none."""
+    """Return the checkpoint's own generation settings, or those that follow from the model's config if it has none."""
     if cached_file(path, "generation_config.json", _raise_exceptions_for_missing_entries=False, **source):
         return GenerationConfig.from_pretrained(path, **source)
     return GenerationConfig.from_model_config(model.config)

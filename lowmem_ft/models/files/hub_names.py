@@ -1,4 +1,4 @@
-"""Names of models on the hub: what they are short for, which are spelt alike, and whether they can be read at all."""
+"""Names of models on the hub: catalogue names, suggestions for misspelt ones, and checks that they can be read."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lowmem_ft.models.files.local_paths import not_a_tokenizer
 
 
 def hub_id_of(name: str) -> str:
-    """The hub id that a catalogue name stands for; any other name unchanged."""
+    """Return the hub id for a catalogue name; any other name unchanged."""
     found = None if "/" in name else find_architecture(name)
     return found.hub_id if found else name
 
 
 def nearest_names(name: str) -> str:
-    """A suffix with the catalogue's names, or hub ids, that are closest to an unknown one; empty if none is close."""
+    """Return a suffix with the catalogue names or hub ids closest to an unknown one; empty if none is close."""
     if find_architecture(name):
         return ""
     architectures = load_architectures().values()
@@ -31,7 +31,7 @@ def nearest_names(name: str) -> str:
 
 
 def out_of_reach(name: str) -> ModelError:
-    """The error for a hub id of which nothing is on this machine, where the hub does not answer."""
+    """Return the error for a hub id with no file on this machine while the hub does not answer."""
     return ModelError(
         f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach."
         f"{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs no hub."
@@ -39,10 +39,10 @@ def out_of_reach(name: str) -> ModelError:
 
 
 def require_within_reach(config: ModelConfig) -> None:
-    """Refuse a hub id of which nothing is on this machine, where the hub does not answer; paths pass.
+    """Reject a hub id with no file on this machine if the hub does not answer; paths pass.
 
     Raises:
-        ModelError: if no file of it can be had.
+        ModelError: if no file of it is available.
     """
     name = config.name_or_path or ""
     if expand_user(name).suffix == ".gguf":
@@ -52,10 +52,10 @@ def require_within_reach(config: ModelConfig) -> None:
 
 
 def require_tokenizer_within_reach(config: ModelConfig) -> None:
-    """The same of ``model.tokenizer_name_or_path``.
+    """Apply the same check to ``model.tokenizer_name_or_path``.
 
     Raises:
-        ModelError: if no file of it can be had.
+        ModelError: if no file of it is available.
     """
     name = config.tokenizer_name_or_path or ""
     if not _may_be_had(name, ["tokenizer.json", "tokenizer_config.json", "config.json"], None):
@@ -65,7 +65,7 @@ def require_tokenizer_within_reach(config: ModelConfig) -> None:
 
 
 def _may_be_had(name: str, files: Sequence[str], revision: str | None) -> bool:
-    """Whether a hub id is cached or the hub can be asked for it; paths, and what is no id, pass."""
+    """Return whether a hub id is cached or the hub answers; paths, and names that are no id, pass."""
     if not name or expand_user(name).exists():
         return True
     from huggingface_hub import try_to_load_from_cache
@@ -75,4 +75,4 @@ def _may_be_had(name: str, files: Sequence[str], revision: str | None) -> bool:
         cached = (try_to_load_from_cache(hub_id_of(name), file, revision=revision) for file in files)
         return any(isinstance(found, str) for found in cached) or hub_is_reachable()
     except HFValidationError:
-        return True  # transformers says what is wrong with the name
+        return True  # transformers reports what is wrong with the name

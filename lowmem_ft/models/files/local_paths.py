@@ -1,4 +1,4 @@
-"""Local paths of a model and its tokenizer; apart from reading them, so that a wrong one is told before torch is in."""
+"""Checks of a model's and tokenizer's local paths, apart from reading them, so that errors precede torch's import."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from lowmem_ft.models.config import ModelConfig
 
 GGUF_MAGIC = b"GGUF"
 _GGUF_HEADER_BYTES = 24
-"""Magic, version, and the numbers of tensors and of metadata entries."""
+"""Bytes of magic, version, and the numbers of tensors and of metadata entries."""
 
 _LATEST_GGUF = 3
 _LEAST_BYTES_OF_AN_ENTRY = 13
-"""The length of its name, its type, and a value of one byte."""
+"""Minimum bytes of an entry: the length of its name, its type, and a value of one byte."""
 
 _LOOKED_AT_BYTES = 256
 
 _OF_A_TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
-"""How the names of files begin that a tokenizer is read from."""
+"""Prefixes of the names of files that a tokenizer is read from."""
 
 
 def check_model_path(config: ModelConfig) -> None:
-    """Refuse a model's path that is no folder and no GGUF file; a hub id passes.
+    """Reject a model's path that is no folder and no GGUF file; a hub id passes.
 
     Raises:
-        ModelError: if it looks like a path and nothing fit for a model is there.
+        ModelError: if it looks like a path and there is no model there.
     """
     name = config.name_or_path or ""
     if problem := address_problem("model.name_or_path", name):
@@ -61,7 +61,7 @@ def check_model_path(config: ModelConfig) -> None:
 
 
 def check_tokenizer_path(config: ModelConfig) -> None:
-    """Refuse a tokenizer's path that is no folder with a tokenizer in it; hub ids and GGUF files pass.
+    """Reject a tokenizer's path that is no folder with a tokenizer in it; hub ids and GGUF files pass.
 
     Raises:
         ModelError: if it looks like a path and no folder is there, or a folder holds no file of a tokenizer, or a
@@ -83,7 +83,7 @@ def check_tokenizer_path(config: ModelConfig) -> None:
 
 
 def not_a_tokenizer(path: str | Path, reason: str) -> ModelError:
-    """The error about a place that no tokenizer can be read from."""
+    """Return the error for a place that no tokenizer can be read from."""
     return ModelError(
         f"No tokenizer could be read from {path}: {reason} "
         "Set model.tokenizer_name_or_path to a folder or hub id that has one."
@@ -91,7 +91,7 @@ def not_a_tokenizer(path: str | Path, reason: str) -> ModelError:
 
 
 def _refuse_damaged_tokenizer(folder: Path) -> None:
-    """A tokenizer.json can have many megabytes: its two ends tell whether it is whole."""
+    """Reject a truncated tokenizer.json by its two ends: it can have many megabytes."""
     whole, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if whole.is_file():
         with whole.open("rb") as raw:
@@ -110,7 +110,7 @@ def _refuse_damaged_tokenizer(folder: Path) -> None:
 
 
 def looks_like_a_path(name: str) -> bool:
-    """Whether a name cannot be a hub id."""
+    """Return whether a name cannot be a hub id."""
     return name.startswith((".", "/", "~", "\\")) or name.count("/") > 1
 
 

@@ -1,6 +1,6 @@
-"""What the files of a model on this machine tell before torch and transformers are imported, which takes seconds.
+"""Checks of a model's local files before torch and transformers are imported, which takes seconds.
 
-A look at ``config.json`` and at the headers of the weights: ``causality.py`` and ``loading.py`` know more, and later.
+They read ``config.json`` and the headers of the weights; ``causality.py`` and ``loading.py`` check more, later.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowmem_ft.models.files.shard_files import MODEL, shard_files
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
 _MOST_HEADER_BYTES = 100_000_000
-"""The limit of safetensors itself."""
+"""Limit of safetensors itself for a header, in bytes."""
 
 # fmt: off
 ENCODERS = frozenset((
@@ -29,7 +29,7 @@ ENCODERS = frozenset((
     "roberta-prelayernorm", "roformer", "squeezebert", "xlm-roberta", "xlm-roberta-xl", "xmod",
 ))
 # fmt: on
-"""Model types that are encoders unless their config says ``is_decoder``: those that people name most."""
+"""Model types that are encoders unless their config says ``is_decoder``: the most common ones."""
 
 _LARGEST = {
     "vocab_size": 2**24,
@@ -37,11 +37,11 @@ _LARGEST = {
     "num_hidden_layers": 2**12,
     "num_attention_heads": 2**12,
 }
-"""Sizes that no model comes near; beyond them, building it would not end before memory does."""
+"""Sizes beyond any real model: building a larger one would run out of memory before it ended."""
 
 
 def architecture_fields(config: ModelConfig) -> dict[str, Any]:
-    """The fields of a local ``config.json``, or of the catalogue's; empty if neither can be read."""
+    """Return the fields of a local ``config.json``, or of the catalogue's; empty if neither can be read."""
     name = config.name_or_path or ""
     folder = expand_user(name)
     if config.gguf_file or folder.suffix == ".gguf":
@@ -52,21 +52,21 @@ def architecture_fields(config: ModelConfig) -> dict[str, Any]:
     try:
         fields = json.loads((folder / "config.json").read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
-        return {}  # transformers says what is wrong with it
+        return {}  # transformers reports what is wrong with it
     return fields if isinstance(fields, dict) else {}
 
 
 def text_fields(config: ModelConfig) -> dict[str, Any]:
-    """The same of a model's text part, where it has several: those of the whole are below them."""
+    """Return the same fields, with those of a model's text part, if it has one, in place of the outer ones."""
     fields = architecture_fields(config)
     text = fields.get("text_config")
     return {**fields, **(text if isinstance(text, dict) else {})}
 
 
 def least_weights(config: ModelConfig) -> tuple[int, int]:
-    """Elements of a model at the very least: of its embedding, and of its layers; 0 of what its config leaves out.
+    """Return lower bounds on a model's elements: of its embedding, and of its layers; 0 for what its config omits.
 
-    A layer counts with one matrix of its MLP alone: whatever the architecture, it has more.
+    A layer counts as only one matrix of its MLP: whatever the architecture, it has more.
     """
     fields = text_fields(config)
     rows, width, depth, inner = (
@@ -77,10 +77,10 @@ def least_weights(config: ModelConfig) -> tuple[int, int]:
 
 
 def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
-    """The longest sequence that an architecture was made for, in tokens; None where its config names no limit.
+    """Return the longest sequence that an architecture was made for, in tokens; None if its config names no limit.
 
     Args:
-        value_of: a field of the config of its text model by name, None where it has none.
+        value_of: returns a field of the text model's config by name, None if it has none.
     """
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
         limit = value_of(name)
@@ -90,10 +90,10 @@ def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
 
 
 def refuse_unfit(config: ModelConfig) -> None:
-    """Refuse a model whose ``config.json`` says that it cannot be trained here.
+    """Reject a model whose ``config.json`` shows that it cannot be trained here.
 
     Raises:
-        ModelError: if it is no JSON, is or has an encoder, its weights are quantised, or its sizes are none.
+        ModelError: if it is not JSON, is or has an encoder, its weights are quantised, or its sizes are invalid.
     """
     fields, name = architecture_fields(config), config.name_or_path or ""
     _refuse_unreadable(config)
@@ -112,7 +112,7 @@ def refuse_unfit(config: ModelConfig) -> None:
 
 
 def _refuse_unreadable(config: ModelConfig) -> None:
-    """A local config.json is looked at here; what is wrong with one of the hub's, transformers says."""
+    """Reject an unreadable local config.json; transformers reports what is wrong with one on the hub."""
     file = expand_user(config.name_or_path or "") / "config.json"
     if config.is_gguf or not file.is_file():
         return
@@ -128,10 +128,10 @@ def _refuse_unreadable(config: ModelConfig) -> None:
 
 
 def refuse_quantized(name: str, quantization: object) -> None:
-    """Refuse a checkpoint that was saved in fewer bits: gradients need the weights themselves.
+    """Reject a checkpoint that was saved in fewer bits: gradients need the weights themselves.
 
     Args:
-        name: of the model, for the message.
+        name: name of the model, for the message.
         quantization: the ``quantization_config`` of its config.json; None: it has none.
 
     Raises:
@@ -159,7 +159,7 @@ def _refuse_encoder(name: str, fields: dict[str, Any]) -> None:
 
 
 def not_causal(name: str, model_type: object, reason: str) -> str:
-    """The sentence about a model that is no causal one."""
+    """Return the sentence about a model that is not causal."""
     return (
         "model.name_or_path needs a causal language model, whose tokens see only the ones before them; "
         f"{name} is of type {model_type!r}, {reason}. Choose a decoder, such as one of `lowmem-ft models`."
@@ -167,10 +167,10 @@ def not_causal(name: str, model_type: object, reason: str) -> str:
 
 
 def check_weight_files(config: ModelConfig) -> None:
-    """Refuse a local folder whose weights are not there, or not in full.
+    """Reject a local folder whose weights are missing or incomplete.
 
     Raises:
-        ModelError: if a file is missing, cut off or no safetensors.
+        ModelError: if a file is missing, truncated or not safetensors.
     """
     folder = expand_user(config.name_or_path or "")
     if config.weights == "random" or config.gguf_file or not folder.is_dir():
@@ -190,10 +190,10 @@ def check_weight_files(config: ModelConfig) -> None:
 
 
 def damage(file: Path) -> str | None:
-    """What a safetensors file's header and its size tell to be wrong with it; None if they agree.
+    """Return what is wrong with a safetensors file by its header and size; None if they agree.
 
     Args:
-        file: need not be there.
+        file: may be missing.
 
     Returns:
         The end of a sentence about the file.

@@ -1,8 +1,8 @@
-"""Tensors that several processes hold parts of, each process's parts in safetensors files of its own.
+"""Tensors sharded among several processes, each of which writes its parts to its own safetensors files.
 
-A file's header says where each part begins, in the words of torch's ``HuggingFaceStorageWriter``, so that
-``torch.distributed.checkpoint`` reads these files, too; ours reads them without a process group, into as many processes
-as there are. The header also says which checkpoint the file belongs to: files of two are of the same names and sizes.
+A file's header says where each part begins, in the format of torch's ``HuggingFaceStorageWriter``, so that
+``torch.distributed.checkpoint`` reads these files, too; our reader needs no process group, and reads into any number of
+processes. The header also names the file's checkpoint: the files of two checkpoints have the same names and sizes.
 
 Reading names and headers imports no torch.
 """
@@ -27,11 +27,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 MODEL, OPTIMIZER = "model", "optimizer"
-"""What files hold."""
+"""Contents of files."""
 
 MOST_BYTES = 2 * GIB
-"""Of tensors in one file. safetensors holds a file in host memory while writing it: this bounds that, whatever
-the optimizer's size."""
+"""Maximum bytes of tensors in one file.
+
+safetensors holds a file in host memory while writing it: this bounds that, whatever the optimizer's size.
+"""
 
 _NAME = re.compile(rf"shard-(\d{{5}})-of-(\d{{5}})-({MODEL}|{OPTIMIZER})-\d{{5}}\.safetensors")
 _BEGINS, _OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"  # torch's
@@ -40,12 +42,12 @@ _SHAPES = "lowmem_ft_shapes"
 
 
 def _file_name(process_index: int, num_processes: int, what: str, number: int) -> str:
-    """The name of one of a process's files."""
+    """Return the name of one of a process's files."""
     return f"shard-{process_index:05d}-of-{num_processes:05d}-{what}-{number:05d}.safetensors"
 
 
 def shard_files(folder: Path, what: str) -> list[Path]:
-    """The files of all processes in a folder, in the order of the processes; none in any other folder."""
+    """Return the files of all processes in a folder, in the order of the processes; none in any other folder."""
     if not folder.is_dir():
         return []
     return sorted(
@@ -54,7 +56,7 @@ def shard_files(folder: Path, what: str) -> list[Path]:
 
 
 def checkpoint_of(file: Path) -> str | None:
-    """The checkpoint that a file was written for; None: it is not one of ours, or is damaged."""
+    """Return the checkpoint that a file was written for; None: it is not one of ours, or is damaged."""
     try:
         with file.open("rb") as raw:
             length = struct.unpack("<Q", raw.read(8))[0]
@@ -65,12 +67,12 @@ def checkpoint_of(file: Path) -> str | None:
 
 @dataclass(frozen=True)
 class Part:
-    """What lies in this process of a tensor.
+    """A process's part of a tensor.
 
     Args:
-        values: this process's, contiguous or not.
+        values: this process's values, contiguous or not.
         begins: where they begin in the whole, in each dimension.
-        shape: of the whole.
+        shape: shape of the whole.
     """
 
     values: Tensor
@@ -82,10 +84,10 @@ class ShardWriter:
     """Writes one process's files of a checkpoint.
 
     Args:
-        folder: that all processes write into.
-        checkpoint: which one it is; the same in all processes, and in no other checkpoint.
-        process_index: of this process.
-        num_processes: that write.
+        folder: the folder that all processes write into.
+        checkpoint: its id; the same in all processes, and in no other checkpoint.
+        process_index: index of this process.
+        num_processes: number of processes that write.
     """
 
     def __init__(self, folder: Path, checkpoint: str, process_index: int, num_processes: int) -> None:
@@ -116,21 +118,21 @@ class ShardWriter:
         save_file({name: part.values.detach().contiguous() for name, part in parts.items()}, file, metadata)
         descriptor = os.open(file, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # by who wrote it: another machine's kernel does not know of these pages
+            os.fsync(descriptor)  # on the writer: another machine's kernel does not know of these pages
         finally:
             os.close(descriptor)
 
 
 class CutTensor:
-    """A tensor in parts, in the form that ``from_pretrained(state_dict=...)`` takes; read when it is asked for.
+    """A tensor in parts, in the form that ``from_pretrained(state_dict=...)`` takes; read on demand.
 
     Args:
-        name: of the tensor.
-        shape: of the whole.
+        name: name of the tensor.
+        shape: shape of the whole.
         parts: by the first row of each, safetensors' slice of it.
 
     Raises:
-        CheckpointError: if there is a row of which no part is there.
+        CheckpointError: if a row is in no part.
     """
 
     def __init__(self, name: str, shape: Sequence[int], parts: Iterable[tuple[int, Any]]) -> None:
@@ -144,15 +146,15 @@ class CutTensor:
             )
 
     def get_shape(self) -> list[int]:
-        """Of the whole."""
+        """Return the shape of the whole."""
         return self._shape
 
     def get_dtype(self) -> str:
-        """As safetensors names it."""
+        """Return the type by safetensors' name."""
         return self.parts[0][1].get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Put all parts together, then take what is asked for."""
+        """Join all parts, then index the result."""
         import torch
 
         read = [values[...] for _, values in self.parts]
@@ -161,16 +163,16 @@ class CutTensor:
 
 
 def num_rows(values: Any) -> int:
-    """The rows of a tensor, or of safetensors' slice of one; 0 dimensions count as one row."""
+    """Return the rows of a tensor, or of safetensors' slice of one; 0 dimensions count as one row."""
     shape = values.get_shape() if hasattr(values, "get_shape") else values.shape
     return shape[0] if shape else 1
 
 
 def cut_tensors(files: Iterable[Path]) -> dict[str, CutTensor]:
-    """The tensors of which these files hold the parts, by name.
+    """Return by name the tensors whose parts these files hold.
 
     Raises:
-        CheckpointError: if a part is missing, or a file is none of a :class:`ShardWriter`.
+        CheckpointError: if a part is missing, or a file was not written by :class:`ShardWriter`.
     """
     from safetensors import safe_open
 
@@ -193,14 +195,14 @@ def cut_tensors(files: Iterable[Path]) -> dict[str, CutTensor]:
 
 
 def by_file(tensors: Iterable[tuple[str, T]], num_bytes: Callable[[T], int]) -> Iterator[dict[str, T]]:
-    """Deal named tensors out to files, in their order.
+    """Group named tensors into files, in their order.
 
     Args:
-        tensors: or what stands for them.
-        num_bytes: of one.
+        tensors: tensors, or values that represent them.
+        num_bytes: returns the bytes of one.
 
     Yields:
-        Those of one file: at most ``MOST_BYTES``, or a single one.
+        The tensors of one file: at most ``MOST_BYTES``, or a single one.
     """
     together: dict[str, T] = {}
     size = 0

@@ -1,7 +1,7 @@
 """The formats' arithmetic as operators of torch: ``lowmem_ft::read_split``, ``write_blocks`` and so on.
 
-Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, which is
-told what all of them take, move and launch, and the place where a kernel of its own can stand in.
+Each is a dozen elementwise kernels over a chunk. As one operator it is one entry in a profile and in a trace, which
+gets the bytes that all of them take and move and their number of launches, and it can be replaced by a single kernel.
 
 All of it works on the bits of float32 as int32. The upper half of a float32 is a bfloat16; "nearest" rounds it with
 ties away from zero.
@@ -23,15 +23,15 @@ BLOCK = 256
 """Elements that share a scale in 8-bit state."""
 
 SIGNED_OCTAVES, UNSIGNED_OCTAVES = 15, 31
-"""Powers of two that 7 and 8 bits of code reach below a block's largest value, at 8 codes each."""
+"""Powers of two that 7 and 8 bits of code reach below a block's largest value, with 8 codes each."""
 
 _CODE_SHIFT = 20
-"""float32 has 23 mantissa bits, a code 3."""
+"""Bits by which a code is shifted: float32 has 23 mantissa bits, a code 3."""
 
 _SMALLEST_SCALE = 2.0**-126
-"""The smallest normal number; the codes of a block of zeros are the least code whatever its scale."""
+"""The smallest normal number; the codes of a block of zeros are the smallest code whatever its scale."""
 
-_HALF = 0x8000  # of what the last bit of the upper half stands for
+_HALF = 0x8000  # half a unit of the upper half's last bit
 _LAST_NAN = 0x7FFF0000
 _SIGN = -(2**31)
 
@@ -39,7 +39,7 @@ _SIGN = -(2**31)
 _LIBRARY = torch.library.Library("lowmem_ft", "FRAGMENT")
 
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
-"""The functions behind the operators."""
+"""The functions behind the operators, by name."""
 
 
 def register_operator(
@@ -52,15 +52,15 @@ def register_operator(
     launches: Callable[..., int] | None = None,
     irrelevant: Collection[str],
 ) -> Callable[..., Any]:
-    """Make a function an operator ``lowmem_ft::NAME``, with what stands in for it in a trace; the operator.
+    """Register a function as operator ``lowmem_ft::NAME``, with fake rule and costs for a trace; return the operator.
 
     Args:
-        function: what it does; its name is the operator's.
+        function: the implementation; its name is the operator's.
         schema: its arguments and results.
         fake: returns only the result's shape.
-        moved_bytes: read and written by all of its kernels.
-        temporary_bytes: beside the result at the most.
-        launches: its kernels; None: one.
+        moved_bytes: bytes read and written by all of its kernels.
+        temporary_bytes: peak bytes in addition to the result.
+        launches: number of its kernels; None: one.
         irrelevant: arguments on which none of these depends.
     """
     name = function.__name__
@@ -85,9 +85,9 @@ def _operator(
     moved_bytes: Callable[..., int],
     temporary_bytes: Callable[..., int] | None = None,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """:func:`register_operator` for a format's arithmetic; a test counts bytes and launches on the function itself.
+    """Return a decorator for a format's arithmetic; a test counts bytes and launches on the function itself.
 
-    Those of averages are of one with a sign, which takes more.
+    It calls :func:`register_operator`. The costs for averages are those of a signed one, which takes more.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,12 +106,12 @@ def _operator(
 
 
 def _by_element(num_bytes: int) -> Callable[..., int]:
-    """So many bytes for each element of the operator's first argument."""
+    """Return a cost of ``num_bytes`` for each element of the operator's first argument."""
     return lambda chunk, *others: num_bytes * chunk.numel()
 
 
 def _is_ragged(chunk: Tensor) -> bool:
-    """Whether its last block is not whole."""
+    """Return whether the chunk's last block is incomplete."""
     return chunk.numel() % BLOCK != 0
 
 
@@ -123,7 +123,7 @@ def _is_ragged(chunk: Tensor) -> bool:
     temporary_bytes=_by_element(9),
 )
 def read_copy(weight: Tensor, master: Tensor) -> Tensor:
-    """The float32 that a bfloat16 weight is rounded from, ties either way; else the weight: somebody has written it."""
+    """Return the float32 that a bfloat16 weight is rounded from, ties either way; if written to since, the weight."""
     value = weight.float()
     rest = master.view(torch.int32) - value.view(torch.int32)
     return torch.where(rest.clamp(-_HALF, _HALF) == rest, master, value)
@@ -137,10 +137,10 @@ def read_copy(weight: Tensor, master: Tensor) -> Tensor:
     temporary_bytes=_by_element(2),
 )
 def read_split(weight: Tensor, low: Tensor) -> Tensor:
-    """The float32 of a bfloat16 upper half and the bits below it: 16 (int16), or 8 with 8 zeros after them (int8).
+    """Join a bfloat16 upper half and the bits below it to float32: 16 (int16), or 8 with 8 zeros after them (int8).
 
-    The lower bits count as negative where the upper half was rounded up. A weight that has been set to 0 since has
-    nothing below it: there they would make a NaN.
+    The lower bits count as negative where the upper half was rounded up. A weight that has been set to 0 since has no
+    lower bits: there they would make a NaN.
     """
     size = weight.abs().float()
     size.view(torch.int32).add_(low, alpha=2 ** (16 - 8 * low.dtype.itemsize)).clamp_(min=0)
@@ -155,9 +155,9 @@ def read_split(weight: Tensor, low: Tensor) -> Tensor:
     temporary_bytes=_by_element(4),
 )
 def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
-    """Float32 to its upper half, rounded to nearest, and its lower 16 bits as they are."""
+    """Split float32 into its upper half, rounded to nearest, and its lower 16 bits as they are."""
     bits = value.view(torch.int32)
-    low.copy_(bits)  # to int16 means modulo 2**16
+    low.copy_(bits)  # conversion to int16 is modulo 2**16
     _keep_upper_half(bits, _HALF, weight)
 
 
@@ -169,10 +169,10 @@ def write_split16(value: Tensor, weight: Tensor, low: Tensor) -> None:
     temporary_bytes=_by_element(8),
 )
 def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element: int) -> None:
-    """Float32 to 24 bits, up as often as its last 8 bits say: the upper half, to nearest, and the byte below it."""
+    """Split float32 into upper half, to nearest, and the byte below, rounded up as often as the last 8 bits say."""
     bits = value.view(torch.int32)
     noise = random_bits(8, key, element, value.numel(), value.device)
-    low.copy_((bits + noise).bitwise_right_shift_(8))  # to int8 means modulo 256
+    low.copy_((bits + noise).bitwise_right_shift_(8))  # conversion to int8 is modulo 256
     _keep_upper_half(bits, noise.add_(_HALF), weight)
 
 
@@ -184,7 +184,7 @@ def write_split24(value: Tensor, weight: Tensor, low: Tensor, key: int, element:
     temporary_bytes=_by_element(4),
 )
 def write_nearest(value: Tensor, target: Tensor) -> None:
-    """Float32 to the nearest bfloat16."""
+    """Round float32 to the nearest bfloat16."""
     _keep_upper_half(value.view(torch.int32), _HALF, target)
 
 
@@ -196,7 +196,7 @@ def write_nearest(value: Tensor, target: Tensor) -> None:
     temporary_bytes=_by_element(8),
 )
 def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> None:
-    """Float32 to one of the two nearest bfloat16, up as often as its lower 16 bits say."""
+    """Round float32 to one of the two nearest bfloat16, up as often as its lower 16 bits say."""
     noise = random_bits(16, key, element, value.numel(), value.device)
     _keep_upper_half(value.view(torch.int32), noise, target)
 
@@ -209,7 +209,7 @@ def write_stochastic(value: Tensor, target: Tensor, key: int, element: int) -> N
     temporary_bytes=lambda codes, scale, signed: codes.numel() if signed else 0,
 )
 def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
-    """Float32 from codes of 8 bits; see :class:`lowmem_ft.optimizers.formats.state_formats.BlockwiseState`."""
+    """Decode float32 from 8-bit codes; see :class:`lowmem_ft.optimizers.formats.state_formats.BlockwiseState`."""
     octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
     bits = codes.to(torch.int32)
     if signed:
@@ -233,7 +233,7 @@ def read_blocks(codes: Tensor, scale: Tensor, signed: bool) -> Tensor:
     temporary_bytes=_by_element(10),
 )
 def write_blocks(value: Tensor, codes: Tensor, scale: Tensor, signed: bool, key: int, element: int) -> None:
-    """Float32 to codes of 8 bits, each block by its own largest value, rounded at random without bias."""
+    """Encode float32 as 8-bit codes, each block by its own largest value, rounded at random without bias."""
     octaves = SIGNED_OCTAVES if signed else UNSIGNED_OCTAVES
     num_elements = value.numel()
     if num_elements % BLOCK:
@@ -253,7 +253,7 @@ def write_blocks(value: Tensor, codes: Tensor, scale: Tensor, signed: bool, key:
 
 
 def _floor_bits(octaves: int) -> int:
-    """The bits of ``2.0**-octaves``."""
+    """Return the bits of ``2.0**-octaves``."""
     return (127 - octaves) << 23
 
 
@@ -261,11 +261,11 @@ def _keep_upper_half(bits: Tensor, addend: Tensor | int, weight: Tensor) -> None
     """Write the upper half of ``bits + addend``; NaN stays NaN, though its bits might carry into the sign.
 
     Args:
-        bits: of float32, as int32; left as they are.
+        bits: bits of float32, as int32; left as they are.
         addend: from 0 to 0xFFFF.
         weight: bfloat16, written.
     """
-    # Clamping once for positive numbers and, with the sign turned, once for negative ones: four times as fast on the
-    # CPU as asking isnan() and filling in.
+    # Clamping once for positive numbers and, with the sign flipped, once for negative ones: four times as fast on the
+    # CPU as calling isnan() and filling in.
     safe = bits.clamp(max=_LAST_NAN).bitwise_xor_(_SIGN).clamp_(max=_LAST_NAN).bitwise_xor_(_SIGN)
     weight.view(torch.int16).copy_(safe.add_(addend).bitwise_right_shift_(16))

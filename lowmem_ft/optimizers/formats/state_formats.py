@@ -1,4 +1,4 @@
-"""How running averages are kept: in float32, in bfloat16, or in 8 bits with a scale for each block of 256."""
+"""Formats of running averages: float32, bfloat16, or 8 bits with a scale for each block of 256."""
 
 from __future__ import annotations
 
@@ -21,99 +21,99 @@ from lowmem_ft.optimizers.formats.operators import (
 
 
 class StateFormat(Protocol):
-    """How one running average is kept in tensors beside the weight."""
+    """The way in which one running average is kept in tensors next to the weight."""
 
     @property
     def signed(self) -> bool:
-        """Whether values may be negative."""
+        """True if values may be negative."""
         ...
 
     def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Length and type of each tensor that keeps the average ``name``."""
+        """Return length and type of each tensor that keeps the average ``name``."""
         ...
 
     def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Views of what keeps a chunk: the elements from ``start`` to before ``stop``."""
+        """Return views of a chunk's tensors: the elements from ``start`` to before ``stop``."""
         ...
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
-        """The average in float32; the very tensor that holds it where there is one, to be updated in place."""
+        """Return the average in float32, to be updated in place; the stored tensor itself if that is float32."""
         ...
 
     def write(
         self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
     ) -> None:
-        """Keep a float32 average."""
+        """Store a float32 average."""
         ...
 
 
 @dataclass(frozen=True)
 class Float32State:
-    """As it is computed: 4 bytes a parameter."""
+    """Float32, as computed: 4 bytes per parameter."""
 
     signed: bool = True
 
     def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """One of float32."""
+        """Return one float32 tensor."""
         return {name: (num_elements, torch.float32)}
 
     def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """One view."""
+        """Return one view."""
         return {name: kept[name][start:stop]}
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return kept[name]
 
     def write(
         self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
     ) -> None:
-        """Nothing is left to do after an update in place."""
+        """Store nothing more: the update was made in place."""
         if value is not kept[name]:
             kept[name].copy_(value)
 
 
 @dataclass(frozen=True)
 class BFloat16State:
-    """2 bytes a parameter, rounded at random to one of the two nearest values.
+    """Bfloat16: 2 bytes per parameter, rounded at random to one of the two nearest values.
 
-    To nearest, an average over 1000 steps would stand still: each step moves it by a thousandth, and bfloat16 knows
+    Rounded to nearest, an average over 1000 steps would not move: each step moves it by a thousandth, and bfloat16 has
     steps of 1/256.
     """
 
     signed: bool = True
 
     def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """One of bfloat16."""
+        """Return one bfloat16 tensor."""
         return {name: (num_elements, torch.bfloat16)}
 
     def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """One view."""
+        """Return one view."""
         return {name: kept[name][start:stop]}
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
-        """A float32 copy."""
+        """Return a float32 copy."""
         return kept[name].float()
 
     def write(
         self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
     ) -> None:
-        """Without bias."""
+        """Round without bias."""
         write_stochastic(value, kept[name], random.key(stream), random.element)
 
 
 @dataclass(frozen=True)
 class BlockwiseState:
-    """One byte a parameter, and a float32 scale for each block of 256: a floating-point number of 3 mantissa bits.
+    """8-bit floating-point codes with 3 mantissa bits, and a float32 scale for each block of 256.
 
     A code counts eighths of octaves: its bits are the upper bits of ``value / scale + floor`` in float32, so that codes
     are spaced evenly below the floor and by a sixteenth to an eighth of the value above it. They are rounded at random
-    to one of the two nearest codes, without bias; to nearest, an average over 1000 steps would stand still.
+    to one of the two nearest codes, without bias; rounded to nearest, an average over 1000 steps would not move.
 
-    Limits: ``|kept - value| <= (value + floor * scale) / 8``, where the scale is the block's largest. The floor is
-    2**-15 for averages with a sign (7 bits for the magnitude) and 2**-31 for those without: a second moment is kept to
-    an eighth over nine orders of magnitude. It never becomes zero, which would be divided by: the least code stands for
-    an eighth of the floor.
+    Limits: ``|kept - value| <= (value + floor * scale) / 8``, where the scale is the block's largest value. The floor
+    is 2**-15 for averages with a sign (7 bits for the magnitude) and 2**-31 for those without: a second moment is kept
+    to an eighth over nine orders of magnitude. It never becomes zero, by which a step would divide: the smallest code
+    means an eighth of the floor.
 
     Args:
         signed: whether values may be negative.
@@ -125,29 +125,29 @@ class BlockwiseState:
 
     @property
     def floor(self) -> float:
-        """Below this share of the block's largest value, codes are spaced evenly."""
+        """Share of the block's largest value below which codes are spaced evenly."""
         return 2.0 ** -(SIGNED_OCTAVES if self.signed else UNSIGNED_OCTAVES)
 
     def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Codes and scales."""
+        """Return codes and scales."""
         return {
             name: (num_elements, torch.int8 if self.signed else torch.uint8),
             f"{name}_scale": (-(-num_elements // BLOCK), torch.float32),
         }
 
     def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Codes, and the scales of their blocks; ``start`` begins a block."""
+        """Return the codes, and the scales of their blocks; ``start`` begins a block."""
         scale = f"{name}_scale"
         return {name: kept[name][start:stop], scale: kept[scale][start // BLOCK : -(-stop // BLOCK)]}
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
-        """A float32 copy."""
+        """Return a float32 copy."""
         return read_blocks(kept[name], kept[f"{name}_scale"], self.signed)
 
     def write(
         self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
     ) -> None:
-        """Without bias, each block by its own largest value."""
+        """Round without bias, each block by its own largest value."""
         scale = kept[f"{name}_scale"]
         write_blocks(value, kept[name], scale, self.signed, random.key(stream), random.element)
 
@@ -160,5 +160,5 @@ _BY_NAME: dict[str, Callable[[bool], StateFormat]] = {
 
 
 def state_format(name: str, *, signed: bool) -> StateFormat:
-    """The format that ``optimizer.state`` names, for an average that may be negative or not."""
+    """Return the format that ``optimizer.state`` names, for an average that may be negative or not."""
     return _BY_NAME[name](signed)

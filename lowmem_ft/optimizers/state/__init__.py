@@ -1,1 +1,1 @@
-"""Optimizer state: where it is stored, by which names it is saved, how it changes format or shard."""
+"""Optimizer state: its storage, the names by which it is saved, conversion between formats and shards."""

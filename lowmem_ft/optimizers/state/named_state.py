@@ -1,8 +1,8 @@
 """Optimizer state by parameter name, as plain tensors and JSON, so that a checkpoint needs no pickle.
 
-``torch.optim.Optimizer.state_dict`` numbers parameters by position, and loading it casts state to the type of
-the weight, which spoils float32 state of bfloat16 weights; bitsandbytes' paged state does not come back paged.
-State of our own optimizers is written as it is kept, and read into whatever formats the run that goes on has chosen.
+``torch.optim.Optimizer.state_dict`` numbers parameters by position, and loading it casts state to the type of the
+weight, which spoils float32 state of bfloat16 weights; bitsandbytes' paged state does not come back paged. State of our
+own optimizers is written in its own format, and read into whatever formats the resumed run uses.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from lowmem_ft.tensors.local_shards import (
 # They choose a kernel, not the mathematics: the run that resumes keeps its own.
 _KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}
 
-# Tables that bitsandbytes shares between all its parameters, and makes anew itself.
+# Tables that bitsandbytes shares between all its parameters, and creates itself again.
 _CONSTANTS = {"qmap1", "qmap2"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerState:
-    """Everything an optimizer knows beside its parameters.
+    """Everything that an optimizer knows in addition to its parameters.
 
     Args:
         tensors: by ``{parameter name}.{state key}``; exported, the live tensors, not copies: write them before the next
-            step; of a sharded parameter, this process's part. To be imported, each is asked for once, so that they can
-            be read from files one at a time, and may be a :class:`StateParts`.
-        scalars: what JSON can hold: the optimizer's kind, each group's hyperparameters and shapes, and state
+            step; for a sharded parameter, this process's part. On import, each is read once, so that they can come from
+            files one at a time, and may be a :class:`StateParts`.
+        scalars: values that JSON can hold: the optimizer's kind, each group's hyperparameters and shapes, and state
             that is no tensor.
-        places: of a sharded parameter's tensors, as they are exported, by the same names: where this process's part
-            begins, and the length of the whole.
+        places: for a sharded parameter's exported tensors, by the same names: where this process's part begins, and the
+            length of the whole.
     """
 
     tensors: Mapping[str, Any]
@@ -58,11 +58,11 @@ class OptimizerState:
 def export_optimizer_state(
     optimizer: Optimizer, named_parameters: Iterable[tuple[str, nn.Parameter]]
 ) -> OptimizerState:
-    """The state of an optimizer under the names of its parameters.
+    """Return the state of an optimizer under the names of its parameters.
 
     Args:
         optimizer: the optimizer itself, not Accelerate's wrapper around it.
-        named_parameters: as ``model.named_parameters()`` gives them, with or without frozen ones.
+        named_parameters: from ``model.named_parameters()``, with or without frozen ones.
 
     Returns:
         The state; its tensors are shared with the optimizer.
@@ -98,18 +98,18 @@ def import_optimizer_state(
     state: OptimizerState,
     saved_weight: Callable[[str], Tensor | None] = lambda name: None,
 ) -> None:
-    """Continue where :func:`export_optimizer_state` left off, bit for bit where the formats are the same.
+    """Restore what :func:`export_optimizer_state` returned, bit for bit if the formats are the same.
 
-    Every tensor goes where this optimizer keeps it: in its home, in managed memory if it is paged, a step counter on
-    the host unless the kernel wants it on the device. Tensors are copied one at a time. One of our optimizers takes
+    Every tensor goes where this optimizer keeps it: to its home, to managed memory if it is paged, a step counter to
+    the host unless the kernel needs it on the device. Tensors are copied one at a time. An optimizer of ours takes
     state of the same optimizer in any formats (see :mod:`state_conversion`).
 
     Args:
         optimizer: of the same kind over the same parameters; the optimizer itself, not Accelerate's wrapper.
-        named_parameters: as ``model.named_parameters()`` gives them; they hold the saved weights already.
+        named_parameters: from ``model.named_parameters()``; they hold the saved weights already.
         state: from memory or from files; its tensors are copied, never kept.
-        saved_weight: the weight of that name as it was saved, or None. Asked where it was finer than this model's: a
-            float32 checkpoint goes on with bfloat16 weights, and their master begins from it.
+        saved_weight: returns the weight of that name as it was saved, or None. Called if it was finer than this
+            model's: a float32 checkpoint may resume with bfloat16 weights, and their master begins from it.
 
     Raises:
         CheckpointError: naming every difference in kind, parameters, shapes or types.
@@ -142,7 +142,7 @@ def import_optimizer_state(
 
 
 def _place_of(optimizer: Optimizer, parameter: Any, key: str) -> tuple[int, int]:
-    """Where a sharded parameter's state of this process begins in that of all processes, and the length of that."""
+    """Return where this process's part of a sharded parameter's state begins in the whole, and the whole's length."""
     if not isinstance(optimizer, ChunkedOptimizer):
         raise TypeError(f"{type(optimizer).__name__} has state of its own making of a sharded parameter.")
     lengths = [optimizer.kept_sizes(parameter, elements)[key][0] for elements in parts_of(parameter)]
@@ -200,7 +200,7 @@ def _export_formats(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
 
 
 def _kind(optimizer: Optimizer) -> str:
-    """Package and class, such as ``torch.AdamW``; the modules in between move with versions."""
+    """Return package and class, such as ``torch.AdamW``; the modules in between change with versions."""
     if isinstance(optimizer, ChunkedOptimizer):
         return f"lowmem_ft.{type(optimizer.rule).__name__}"
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__name__}"
@@ -214,7 +214,7 @@ def _export_group(group: Mapping[str, Any], names: Mapping[Tensor, str]) -> dict
 
 
 def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Mapping[str, Any]) -> list[str]:
-    """What keeps this state from fitting this optimizer, one sentence each."""
+    """Return what keeps this state from fitting this optimizer, one sentence each."""
     if scalars["optimizer"] != _kind(optimizer):
         return [
             f"The optimizer state was written by {scalars['optimizer']}, this run uses {_kind(optimizer)}. "
@@ -242,7 +242,7 @@ def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Map
 
 
 def _keys_by_parameter(full_names: Iterable[str]) -> dict[str, list[str]]:
-    """The state keys that each parameter has a tensor of."""
+    """Return the state keys for which each parameter has a tensor."""
     keys: dict[str, list[str]] = {}
     for full_name in full_names:
         name, _, key = full_name.rpartition(".")
@@ -251,7 +251,7 @@ def _keys_by_parameter(full_names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _fill(name: str, allocated: Mapping[str, Any], saved: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into those an optimizer allocated."""
+    """Copy saved tensors into those that an optimizer allocated."""
     for key, tensor in saved.items():
         target = allocated.get(key)
         if target is None or target.dtype != tensor.dtype or target.shape != tensor.shape:
@@ -266,7 +266,7 @@ def _fill(name: str, allocated: Mapping[str, Any], saved: Mapping[str, Tensor]) 
 def _place(
     saved: Mapping[str, Tensor], parameter: nn.Parameter, group: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Copies of saved tensors where torch's optimizers keep them, in the types they were saved in."""
+    """Copy saved tensors to where torch's optimizers keep them, in the types that they were saved in."""
     step_on_device = group.get("fused") or group.get("capturable")
     return {
         key: tensor.to("cpu" if key == "step" and not step_on_device else parameter.device, copy=True)

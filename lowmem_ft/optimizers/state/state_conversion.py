@@ -1,4 +1,4 @@
-"""One parameter's state, saved in any formats, brought into an optimizer that keeps it in its own."""
+"""Conversion of one parameter's state from the formats it was saved in to those of an optimizer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _CHUNK_ELEMENTS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """What was kept of one parameter.
+    """Saved state of one parameter.
 
     Args:
-        values: by the keys of ``optimizer.state``; of a sharded parameter, this process's.
+        values: by the keys of ``optimizer.state``; for a sharded parameter, this process's part.
         state: format of the running averages.
         master: format of 16-bit weights.
         dtype: type of the weight.
-        weight: the weight as it was saved, if it is at hand; flat or not.
+        weight: the weight as it was saved, if available; flat or not.
     """
 
     values: Mapping[str, Any]
@@ -45,9 +45,9 @@ class SavedState:
 
 @torch.no_grad()
 def take_state(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:
-    """Copy saved state into an optimizer's, bit for bit where the formats are the same.
+    """Copy saved state into an optimizer's, bit for bit if the formats are the same.
 
-    The parameter holds the saved weight already, in its own type. Where one of two formats is finer, the finer value is
+    The parameter holds the saved weight already, in its own type. If one of two formats is finer, the finer value is
     kept as well as the other format can: between float32 weights, ``fp32`` and ``split16`` that is exact.
 
     Args:
@@ -90,7 +90,7 @@ def _take_averages(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: 
 
 
 def _take_weight(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:
-    """Set the weight, and what is kept beside it, from what another format kept."""
+    """Set the weight and its master from what another format kept."""
     saved_as = master_format(saved.master, saved.dtype)
     weight = flat_weight(parameter) if saved.weight is None else saved.weight.reshape(-1)
     if saved.dtype == torch.float32 and weight.dtype != torch.float32:
@@ -100,7 +100,7 @@ def _take_weight(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: Sa
             weight.dtype,
         )
         saved_as = master_format("none", weight.dtype)
-    weight = weight.clone()  # it may be the very tensor that is written
+    weight = weight.clone()  # it may be the tensor that is written
 
     def values(start: int, stop: int) -> Tensor:
         kept = {name: saved.values[name][start:stop].to(weight.device) for name in saved_as.tensors}

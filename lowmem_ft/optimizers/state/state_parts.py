@@ -1,9 +1,9 @@
-"""State that was saved in other parts than it is to be kept in: the elements of one process, out of all that was saved.
+"""State saved in other parts than it is to be kept in: one process's elements, out of all that was saved.
 
-What is kept element by element is cut and put together exactly. 8-bit codes share a scale in blocks of 256, which begin
-anew in each process's part: where the blocks of the parts that were saved are those of the part that is wanted, or run
-on in it, codes and scales are taken as they are; else they are read to float32, to be rounded at random to new codes,
-which moves a value by at most ``(|value| + floor * scale) / 8`` once more (see :class:`BlockwiseState`), without bias.
+State that is kept element by element is split and joined exactly. 8-bit codes share a scale in blocks of 256, which
+restart in each process's part: where the blocks of the saved parts are those of the requested part, or continue in it,
+codes and scales are taken as they are; else they are read to float32, to be rounded at random to new codes, which moves
+a value by at most ``(|value| + floor * scale) / 8`` once more (see :class:`BlockwiseState`), without bias.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ class StateParts:
     """A flat tensor that was saved in parts.
 
     Args:
-        parts: in their order, the number of each one's first element in the whole, and the part, of which a slice is a
-            tensor: read when it is asked for.
-        lengths: of the parts.
+        parts: in their order, the number of each one's first element in the whole, and the part, a slice of which is a
+            tensor, read on demand.
+        lengths: lengths of the parts.
     """
 
     parts: Sequence[tuple[int, Any]]
     lengths: Sequence[int]
 
     def overlapping(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
-        """The parts that hold elements from ``start`` to before ``stop``: their number, and which of their elements.
+        """Yield the parts that hold elements from ``start`` to before ``stop``, and these elements' range in each.
 
         Yields:
             Number of the part, its first element in question, and the one after the last.
@@ -44,7 +44,7 @@ class StateParts:
                 yield number, begin - first, end - first
 
     def between(self, start: int, stop: int) -> Tensor:
-        """The elements from ``start`` to before ``stop``."""
+        """Return the elements from ``start`` to before ``stop``."""
         read = [
             self.parts[number][1][begin:end].reshape(-1)
             for number, begin, end in self.overlapping(start, stop)
@@ -62,17 +62,17 @@ def state_here(
     start: int,
     stop: int,
 ) -> tuple[dict[str, Tensor | StateParts], str]:
-    """What was saved of a parameter's elements from ``start`` to before ``stop``.
+    """Return the saved state of a parameter's elements from ``start`` to before ``stop``.
 
     Args:
-        values: by the keys of ``optimizer.state``; a tensor is all of it.
+        values: by the keys of ``optimizer.state``; a tensor holds all of it.
         averages: the parameter's running averages, in whatever format they are kept here.
         saved_as: the format that they were saved in.
         start: first element, of the flattened whole.
         stop: the one after the last.
 
     Returns:
-        By the same keys, flat tensors; and the format that the averages are in: ``saved_as``, or ``fp32`` where blocks
+        By the same keys, flat tensors; and the format that the averages are in: ``saved_as``, or ``fp32`` if blocks
         begin at other places.
 
     Raises:
@@ -104,7 +104,7 @@ def _in_parts(value: Tensor | StateParts) -> StateParts:
 
 
 def _blocks_go_on(codes: StateParts, start: int, stop: int) -> bool:
-    """Whether blocks that are counted from ``start`` are blocks of the parts, but for a last one that ends early."""
+    """Return whether blocks counted from ``start`` are blocks of the parts, except a last one that ends early."""
     return all(
         (codes.parts[number][0] + begin - start) % BLOCK == 0 and begin % BLOCK == 0
         for number, begin, _ in codes.overlapping(start, stop)
@@ -122,7 +122,7 @@ def _scales_between(codes: StateParts, scales: StateParts, start: int, stop: int
 def _read_between(
     form: StateFormat, name: str, codes: StateParts, scales: StateParts, start: int, stop: int
 ) -> Tensor:
-    """The values in float32."""
+    """Return the values in float32."""
     read = []
     for number, begin, end in codes.overlapping(start, stop):
         block = begin - begin % BLOCK

@@ -1,4 +1,4 @@
-"""Where the state of an optimizer waits between updates, and how it visits the device chunk by chunk."""
+"""Storage of an optimizer's state between updates, and its visits to the device chunk by chunk."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from lowmem_ft.host.copy_engine import CopyEvent
 
 
 class StateStorage(Protocol):
-    """The place of optimizer state: beside the weights (:class:`DeviceStorage`), or in host memory."""
+    """Storage of optimizer state: on the weights' device (:class:`DeviceStorage`), or in host memory."""
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros, one-dimensional, where state waits.
+        """Allocate one-dimensional zeros in this storage.
 
         Args:
             num_elements: its length.
             dtype: its type.
-            device: where the weight is that it belongs to.
+            device: the device of its weight.
         """
         ...
 
     def visit(
         self, chunks: Iterable[Mapping[str, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        """For each chunk its tensors on the device, in the chunks' order.
+        """Yield for each chunk its tensors on the device, in the chunks' order.
 
-        What the caller changes in them in place is written back when it asks for the next chunk. ``chunks`` may be
-        read ahead, so that copies run while an earlier chunk is updated.
+        In-place changes by the caller are written back when it requests the next chunk. ``chunks`` may be read ahead,
+        so that copies run while an earlier chunk is updated.
 
         Args:
-            chunks: by name, views of tensors where they wait; no element is in two of them.
-            device: where the update runs.
+            chunks: by name, views of tensors in this storage; no element is in two of them.
+            device: the device that the update runs on.
         """
         ...
 
     def written(self, tensor: Tensor) -> CopyEvent:
-        """The end of the last copy that brought back what waits in a tensor's storage."""
+        """Return the end of the last copy back to a tensor's storage."""
         ...
 
 
 class DeviceStorage:
-    """State beside the weight it belongs to: a visit gives the very tensors."""
+    """State on its weight's device: a visit yields the stored tensors themselves."""
 
     def allocate(self, num_elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Zeros on the weight's device."""
+        """Allocate zeros on the weight's device."""
         return torch.zeros(num_elements, dtype=dtype, device=device)
 
     def visit(
         self, chunks: Iterable[Mapping[str, Tensor]], device: torch.device
     ) -> Iterator[dict[str, Tensor]]:
-        """The chunks themselves; one that waits elsewhere is copied there and back."""
+        """Yield the chunks themselves; one that is stored elsewhere is copied to the device and back."""
         for chunk in chunks:
             here = {name: tensor.to(device) for name, tensor in chunk.items()}
             yield here
@@ -62,5 +62,5 @@ class DeviceStorage:
                     tensor.copy_(here[name])
 
     def written(self, tensor: Tensor) -> CopyEvent:
-        """Nothing is ever on its way."""
+        """Return a complete event: no copy is ever in progress."""
         return CopyEvent()

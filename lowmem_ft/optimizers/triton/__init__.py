@@ -1,1 +1,1 @@
-"""The compact update as one Triton kernel, and whether it can be used."""
+"""The compact update as one Triton kernel, and the check whether it can be used."""

@@ -1,4 +1,4 @@
-"""Whether the Triton kernel updates on a device: answered once for each format, by trying it there."""
+"""Check whether the Triton kernel works on a device: a trial, once for each format."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from lowmem_ft.foundation.packages import is_installed, triton_lacks
 logger = logging.getLogger(__name__)
 
 Kernel = Literal["auto", "eager", "triton", "untried"]
-"""What an optimizer is told to update by; ``untried`` is the Triton kernel without a trial, as in the trial itself."""
+"""Ways to update that an optimizer may request; ``untried`` is Triton without a trial, as in the trial itself."""
 
 Trial = Callable[[Kernel], Mapping[str, Tensor]]
-"""Makes a few steps with a kernel and returns weights and averages after them, in float32."""
+"""Function that takes a few steps with a kernel and returns weights and averages after them, in float32."""
 
 _OLDEST = (8, 0)
-"""The kernel is compiled and its registers are counted for Ampere and later."""
+"""Oldest compute capability: the kernel is compiled and its registers are counted for Ampere and later."""
 
 _works: dict[Hashable, bool] = {}
 _told: set[str] = set()
@@ -35,23 +35,23 @@ _says_of_virtual = contextvars.ContextVar("_says_of_virtual", default=False)
 
 
 def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: Trial) -> bool:
-    """Whether to update by the kernel rather than operation by operation.
+    """Return whether to update with the kernel rather than operation by operation.
 
     Args:
-        kernel: ``auto`` takes it on CUDA where it is there and agrees with the operations; ``triton`` demands it.
-        device: where the update runs.
+        kernel: ``auto`` takes it on CUDA if it is available and agrees with the operations; ``triton`` requires it.
+        device: the device that the update runs on.
         formats: everything that the kernel is compiled for.
-        trial: run twice for new formats; a virtual GPU, which computes nothing, is taken to agree.
+        trial: run twice for new formats; on a virtual GPU, which computes nothing, agreement is assumed.
 
     Raises:
-        UserError: if it is demanded and does not work.
-        RuntimeError: if the trial runs out of memory; it is made again the next time.
+        UserError: if the kernel is required and does not work.
+        RuntimeError: if the trial runs out of memory; it is repeated the next time.
     """
     if kernel == "eager" or (kernel == "auto" and kernels_of(device) != "cuda"):
         return False
     if kernel == "untried":
         return True
-    if is_virtual(device):  # one name for GPUs of all kinds, and none that computes what could be compared
+    if is_virtual(device):  # one name for GPUs of all kinds, and no values to compare
         problem = _problem_of(device)
         if problem is not None and kernel == "auto" and _says_of_virtual.get():
             _tell(problem)
@@ -68,7 +68,7 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
 
 @contextlib.contextmanager
 def said_of_virtual_gpus() -> Iterator[None]:
-    """Within the block a virtual GPU without the kernel is warned of each time, as a run would be once; else never."""
+    """Warn each time that a virtual GPU lacks the kernel, within the block, as a run would once; outside it, never."""
     before = _says_of_virtual.set(True)
     try:
         yield
@@ -106,7 +106,7 @@ def _problem_of(device: torch.device) -> str | None:
 
 
 def _lacks(device: torch.device) -> str | None:
-    """What Triton lacks on this machine, or on the one that a virtual GPU is in."""
+    """Return what Triton lacks on this machine, or on the machine of a virtual GPU."""
     if not is_virtual(device):
         return triton_lacks()
     if torch.get_device_module(device).has_triton():
@@ -115,10 +115,10 @@ def _lacks(device: torch.device) -> str | None:
 
 
 def _tried(trial: Trial) -> Mapping[str, Tensor]:
-    """What the kernel computes; once more where memory has run out.
+    """Run the trial with the kernel, and once more if memory has run out.
 
-    A kernel is loaded past torch's allocator, which may hold all that is free: that is given back. The trial comes
-    before the first weight changes, in an update that cannot start over; real updates run the kernel it has loaded.
+    A kernel is loaded outside torch's allocator, which may hold all free memory: that is released. The trial comes
+    before the first weight changes, in an update that cannot start over; real updates run the kernel that it loaded.
     """
     try:
         return trial("untried")
@@ -134,9 +134,9 @@ def _problem_of_trial(trial: Trial) -> str | None:
     expected = trial("eager")
     try:
         found = _tried(trial)
-    except Exception as error:  # a compiler, a driver and a cache folder are behind it
+    except Exception as error:  # a compiler, a driver and a cache folder are involved
         if is_failed_allocation(error):
-            raise  # which says nothing of the kernel
+            raise  # this is no evidence about the kernel
         text = str(error).strip().splitlines()
         return (
             f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). "
@@ -146,7 +146,7 @@ def _problem_of_trial(trial: Trial) -> str | None:
     for name, value in expected.items():
         off = (found[name] - value).abs()
         is_near = (off <= value.abs() * 2**-12).double().mean().item() >= 0.99
-        # No value is off by more than the coarsest format rounds, an eighth and the block's floor.
+        # No value may be off by more than the coarsest format rounds, an eighth and the block's floor.
         if not is_near or not bool((off <= value.abs() / 4 + value.abs().max() * 2**-14).all()):
             return f"its kernel computes another {name} than torch's operations do. Please report it."
     return None

@@ -1,10 +1,10 @@
-"""The formats of weights, masters and averages in Triton: what ``operators.py`` does, in registers.
+"""The formats of weights, masters and averages in Triton: the arithmetic of ``operators.py``, in registers.
 
-Every function takes and returns a tile of (rows, 256), a row for each block of 8-bit state, and gives the bits that its
-counterpart there gives.
+Every function takes and returns a tile of (rows, 256), a row for each block of 8-bit state, and gives the same bits as
+its counterpart there.
 """
 
-# Annotations and constants are what Triton's own compiler makes of them.
+# Annotations and constants get their meaning from Triton's own compiler.
 # pyright: reportOperatorIssue=false
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 @triton.jit
 def noise(lane: tl.tensor, first: tl.tensor, key: tl.tensor, SHIFT: tl.constexpr) -> tl.tensor:
-    """The bits of ``counter_random.random_bits`` (int32).
+    """Return the bits of ``counter_random.random_bits`` (int32).
 
     Args:
         lane: numbers of the elements in the tile (int32).
         first: number of the tile's first element in the parameter (int64).
-        key: of the stream (int64).
+        key: key of the stream (int64).
         SHIFT: 2 for 8 bits, 1 for 16: 2**SHIFT elements share a hash.
     """
     lane += (first & ((1 << SHIFT) - 1)).to(tl.int32)
@@ -38,26 +38,26 @@ def noise(lane: tl.tensor, first: tl.tensor, key: tl.tensor, SHIFT: tl.constexpr
 
 @triton.jit
 def as_float(bits: tl.tensor) -> tl.tensor:
-    """The float32 of these bits."""
+    """Return the float32 with these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def as_bits(value: tl.tensor) -> tl.tensor:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return value.to(tl.int32, bitcast=True)
 
 
 @triton.jit
 def upper_half(bits: tl.tensor, addend: tl.tensor) -> tl.tensor:
-    """The upper half (int16) of ``bits + addend``, with ``addend`` up to 0xFFFF; NaN stays NaN."""
+    """Return the upper half (int16) of ``bits + addend``, with ``addend`` up to 0xFFFF; NaN stays NaN."""
     safe = tl.minimum(bits & 0x7FFFFFFF, 0x7FFF0000) | (bits & -2147483648)
     return ((safe + addend) >> 16).to(tl.int16)
 
 
 @triton.jit
 def read_codes(codes: tl.tensor, scale: tl.tensor, OCTAVES: tl.constexpr, SIGNED: tl.constexpr) -> tl.tensor:
-    """Float32 from 8-bit codes (as int32) and the scale of each row."""
+    """Decode float32 from 8-bit codes (as int32) and the scale of each row."""
     if SIGNED:
         value = as_float((tl.abs(codes) << 20) + ((127 - OCTAVES) << 23)) - 1.0 / (1 << OCTAVES)
         value = tl.where(codes < 0, -value, value)
@@ -68,8 +68,8 @@ def read_codes(codes: tl.tensor, scale: tl.tensor, OCTAVES: tl.constexpr, SIGNED
 
 @triton.jit
 def row_scales(value: tl.tensor) -> tl.tensor:
-    """The largest magnitude of each row, at least the smallest normal number; NaN if there is one."""
-    # Magnitudes are ordered as their bits are, NaN above all.
+    """Return the largest magnitude of each row, at least the smallest normal number; NaN if there is one."""
+    # Magnitudes have the order of their bits, with NaN above all.
     return as_float(tl.maximum(tl.max(as_bits(value) & 0x7FFFFFFF, 1), 0x00800000))
 
 
@@ -77,7 +77,7 @@ def row_scales(value: tl.tensor) -> tl.tensor:
 def codes_of(
     value: tl.tensor, scale: tl.tensor, bits16: tl.tensor, OCTAVES: tl.constexpr, SIGNED: tl.constexpr
 ) -> tl.tensor:
-    """8-bit codes (as int32), rounded by 16 random bits."""
+    """Return 8-bit codes (as int32), rounded by 16 random bits."""
     share = tl.math.div_rn(tl.abs(value), tl.broadcast_to(scale[:, None], value.shape)) + 1.0 / (1 << OCTAVES)
     codes = (as_bits(share) - ((127 - OCTAVES) << 23) + (bits16 << 4)) >> 20
     if SIGNED:

@@ -1,13 +1,13 @@
 """The update of a chunk as one Triton kernel: reads weight, master, averages and gradient once, and writes them once.
 
-Multiplications and additions are those of the rules' own files, each rounded by itself; nothing is fused.
+Multiplications and additions are those of the rules' own files, each rounded separately; nothing is fused.
 
 Triton compiles a kernel once for each combination of types, constants and what it specialises on: by default whether a
 number is 1 and whether a number or an address is divisible by 16. Random keys, the number of an element and scales are
-each of these now and then, so that it is told not to look at them: one variant a configuration, compiled in step 1.
+each of these now and then, so specialisation on them is turned off: one variant per configuration, compiled in step 1.
 """
 
-# Annotations and constants are what Triton's own compiler makes of them.
+# Annotations and constants get their meaning from Triton's own compiler.
 # pyright: reportInvalidTypeForm=false
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from lowmem_ft.optimizers.triton.triton_formats import (
 )
 
 ROWS = 4
-"""Rows of 256 in a tile: 1024 elements to 128 threads, a warp to each row."""
+"""Rows of 256 in a tile: 1024 elements for 128 threads, a warp for each row."""
 
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
-"""What the kernel is compiled with. Triton fuses by default (``TRITON_DEFAULT_FP_FUSION``): a product and the sum that
-takes it would be rounded once where torch's operations round twice, and a weight depend on which of the two updated
-it."""
+"""Options that the kernel is compiled with.
+
+Triton fuses by default (``TRITON_DEFAULT_FP_FUSION``): a product and the sum that takes it would be rounded once where
+torch's operations round twice, and a weight would depend on which of the two updated it.
+"""
 
 
 @triton.jit
 def lerp(
     start: tl.tensor, end: tl.tensor, part: tl.float32, rest: tl.float32, FROM_END: tl.constexpr
 ) -> tl.tensor:
-    """``torch.lerp`` by ``part``, of which ``rest`` is what is left to 1; FROM_END: part is a half or more."""
+    """Interpolate like ``torch.lerp`` by ``part``; ``rest`` is 1 - part; FROM_END: part is a half or more."""
     return end - (end - start) * rest if FROM_END else start + part * (end - start)
 
 
@@ -54,7 +56,7 @@ def _read_average(
     OCTAVES: tl.constexpr,
     SIGNED: tl.constexpr,
 ) -> tl.tensor:
-    """A running average in float32; 0 past the end."""
+    """Return a running average in float32; 0 past the end."""
     if STATE == "fp32":
         return tl.load(values + lane, inside, 0.0)
     kept = tl.load(values + lane, inside, 0).to(tl.int32)
@@ -78,7 +80,7 @@ def _write_average(
     OCTAVES: tl.constexpr,
     SIGNED: tl.constexpr,
 ) -> None:
-    """Keep a running average."""
+    """Store a running average."""
     if STATE == "fp32":
         tl.store(values + lane, value, inside)
     elif STATE == "bf16":
@@ -131,8 +133,8 @@ def update_chunk(
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` says what each argument is."""
-    if IN_VECTORS:  # says so: the compiler reads no more at once than a mask is the same for
+    """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` documents each argument."""
+    if IN_VECTORS:  # for the compiler: a vector load must have the same mask throughout
         num_elements = num_elements // VECTOR * VECTOR
     first_row = tl.program_id(0).to(tl.int64) * ROWS
     offset = first_row * 256
@@ -183,7 +185,7 @@ def update_chunk(
             b, values_1, scales_1, lane, inside, row, is_row, first, key_1, STATE, UNSIGNED_OCTAVES, False
         )
     elif RULE == "lion":
-        # decay, beta of the step, what is left to 1, beta of the momentum, what is left to 1, learning rate
+        # decay, beta of the step, 1 - that, beta of the momentum, 1 - that, learning rate
         direction = lerp(g, a, c1, c2, FROM_END_0)
         direction = tl.where(direction > 0, 1.0, tl.where(direction < 0, -1.0, 0.0))
         w = w * c0 - direction * c5

@@ -1,4 +1,4 @@
-"""A small update by each kernel, before one of them is trusted with the model."""
+"""A small trial update with each kernel, before one of them is trusted with the model."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 _NUM_STEPS = 2
 
 _LEARNING_RATE = 2.0**-6
-"""Changes weights of about 1 in every format; that of a warm-up begins with 0, which changes none."""
+"""Learning rate that changes weights of about 1 in every format; a warm-up's first one is 0, which changes none."""
 
 
 def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel | None:
-    """The update as the Triton kernel takes it; None: it is made operation by operation."""
+    """Return the update in the Triton kernel's form; None: it is made operation by operation."""
     if optimizer.kernel == "eager":
         return None
     rule = rule_in_kernel(optimizer.rule, update.number, update.hyperparameters)
@@ -34,7 +34,7 @@ def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel 
     weight, gradient = update.weight, update.gradient
     num_averages = len(optimizer.averages_of(update.parameter))
     formats = (rule.name, rule.from_end, optimizer.master_format, optimizer.state_format, num_averages)
-    # Whose last chunk does not end with a vector: a variant of its own.
+    # Nonzero if the last chunk does not end with a vector, which is a separate variant.
     tail, has_clip = gradient.numel() % VECTOR, update.scale is not None
     trial = partial(
         _values_after,
@@ -58,16 +58,16 @@ def _values_after(
     has_clip: bool,
     kernel: Kernel,
 ) -> dict[str, Tensor]:
-    """Weight and averages of a small parameter after steps with an optimizer's rule and formats.
+    """Return weight and averages of a small parameter after steps with an optimizer's rule and formats.
 
     Args:
-        optimizer: whose update is tried; it stays as it is.
-        dtype: of weights.
+        optimizer: the optimizer whose update is tried; it stays as it is.
+        dtype: type of the weight.
         like: a gradient, for device and type.
-        hyperparameters: of the group.
-        num_elements: of the parameter; two chunks.
+        hyperparameters: those of the group.
+        num_elements: elements of the parameter; two chunks.
         has_clip: whether gradients are scaled.
-        kernel: to update by.
+        kernel: the kernel to update with.
     """
     values = torch.randn(1 + _NUM_STEPS, num_elements, generator=torch.Generator().manual_seed(0))
     weight, *gradients = values.to(like.device)

@@ -1,4 +1,4 @@
-"""What the Triton kernel is launched with: a chunk's tensors, its random keys, and the constants of its rule."""
+"""Launch of the Triton kernel: a chunk's tensors, its random keys, and the constants of its rule."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
 
 VECTOR = 16
-"""Chunks of a multiple of so many elements are read and written in vectors up to their end."""
+"""Chunks of a multiple of this many elements are read and written in vectors up to their end."""
 
 _LARGEST_CHUNK = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class RuleInKernel:
-    """A rule as the kernel takes it.
+    """A rule in the form that the kernel takes.
 
     Args:
-        name: of its branch.
+        name: name of its branch.
         constants: in the branch's order.
-        from_end: for each of its interpolations, whether it goes a half of the way or more.
+        from_end: for each of its interpolations, whether it goes half of the way or more.
     """
 
     name: str
@@ -39,7 +39,7 @@ class RuleInKernel:
 
 
 def rule_in_kernel(rule: object, number: int, hyperparameters: Mapping[str, Any]) -> RuleInKernel | None:
-    """The branch for a rule's step ``number``; None: the kernel has none, as for a class derived from these."""
+    """Return the branch for a rule's step ``number``; None if the kernel has none, as for a derived class."""
     lr = hyperparameters["lr"]
     if type(rule) is AdamW:
         beta1, beta2 = hyperparameters["betas"]
@@ -77,18 +77,18 @@ def launch(
     kept: Mapping[str, Tensor],
     random: CounterRandom,
 ) -> None:
-    """Update a chunk in place, on its device's present stream; nothing waits on the host.
+    """Update a chunk in place, on its device's current stream, without a host sync.
 
     Args:
-        rule: the step.
+        rule: the rule's step.
         master: format of the weight's float32 value; ``fp32`` of a float32 weight is the weight.
         state: format of the averages.
         averages: their names, at most two; the second has no sign.
         weight: flat, float32 or bfloat16.
         gradient: flat, float32, bfloat16 or float16.
-        clip: factor on the gradient, 0-d float32 on the device; None: 1.
-        kept: what is kept of master and averages, on the device.
-        random: of the chunk's first element.
+        clip: factor on the gradient, 0-d float32 on the device; None means 1.
+        kept: stored tensors of master and averages, on the device.
+        random: random bits from the chunk's first element on.
 
     Raises:
         ValueError: if the chunk has 2**31 elements or more.
@@ -131,16 +131,16 @@ def update_in_triton(
     keys: list[int],
     element: int,
 ) -> None:
-    """The launch, as an operator: a trace, which has no Triton and no values, sees what it reads and writes."""
+    """Launch the kernel, as an operator: a trace, without Triton and values, sees what it reads and writes."""
     from lowmem_ft.optimizers.triton.triton_kernel import OPTIONS, ROWS, update_chunk
 
-    # A tensor stands in for each pointer that the compiled kernel does not use.
+    # A dummy tensor fills each pointer that the compiled kernel does not use.
     values = [*averages, *[weight] * (2 - len(averages))]
     scales = [*scales, *[weight] * (2 - len(scales))]
     num_elements = weight.numel()
     kernel: Any = update_chunk
     on_device = torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext()
-    with on_device:  # Triton launches on the current device's stream, whatever its tensors are on
+    with on_device:  # Triton launches on the current device's stream, regardless of its tensors' device
         kernel[(-(-num_elements // (ROWS * BLOCK)),)](
             _raw(weight),
             _raw(weight if beside is None else beside),
@@ -176,7 +176,7 @@ def _moved_bytes(
     gradient: Tensor,
     *others: object,
 ) -> int:
-    """All that is kept is read and written once."""
+    """Return the bytes moved: weight and state are read and written once, the gradient is read once."""
     kept = [*averages, *scales, *([] if beside is None else [beside])]
     return 2 * sum(tensor.nbytes for tensor in (weight, *kept)) + gradient.nbytes
 
@@ -193,10 +193,10 @@ _update_in_triton = register_operator(
 
 
 def _rest(part: float) -> float:
-    """What is left to 1 of a share that torch has rounded to float32."""
+    """Return 1 minus a share that torch has rounded to float32."""
     return 1 - float(np.float32(part))
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """Bfloat16 as int16, which the kernel works on."""
+    """Return bfloat16 as int16, which the kernel works on."""
     return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

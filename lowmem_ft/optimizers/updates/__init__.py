@@ -1,1 +1,1 @@
-"""The update rules: one file an optimizer."""
+"""The update rules: one file per optimizer."""

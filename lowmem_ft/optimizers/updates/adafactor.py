@@ -1,4 +1,4 @@
-"""Adafactor: AdamW's second moment as one row and one column a matrix, and no first moment."""
+"""Adafactor: AdamW's second moment as one row and one column per matrix, and no first moment."""
 
 from __future__ import annotations
 
@@ -19,34 +19,34 @@ _DECAY_RATE = -0.8
 
 
 class Adafactor:
-    """Each element's squared gradient is taken to be its row's average times its column's, over the matrix's.
+    """Adafactor: each element's squared gradient is estimated as its row's mean times its column's, over the matrix's.
 
     The learning rate is the recipe's, as with ``Trainer(optim="adafactor")``; try AdamW's first. A gradient is read
     three times: for the statistics, for the size of the step, which is clipped to a root mean square of 1, and for the
     step.
 
-    Equals: ``transformers.Adafactor(scale_parameter=False, relative_step=False)``, to the rounding of sums in float32,
-    which are made chunk by chunk here.
+    Equals: ``transformers.Adafactor(scale_parameter=False, relative_step=False)``, up to the rounding of sums in
+    float32, which are computed chunk by chunk here.
 
-    Frees: all but about 1/500 of AdamW's state. Rows and columns stay in float32 on the device, so that a recipe can
-    ask for no other ``optimizer.state``; the second moment of vectors is kept element by element.
+    Frees: all except about 1/500 of AdamW's state. Rows and columns stay in float32 on the device, so that a recipe
+    cannot request another ``optimizer.state``; the second moment of vectors is kept element by element.
     Costs: no momentum.
 
     Source: Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", 2018.
     """
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """The squared gradient of vectors."""
+        """Return the average of vectors: the squared gradient."""
         return {} if len(shape) > 1 else {"exp_avg_sq": False}
 
     def statistics(self, shape: torch.Size) -> dict[str, int]:
-        """The mean squared gradients of rows and of columns."""
+        """Return the lengths of the mean squared gradients of rows and of columns."""
         if len(shape) < 2:
             return {}
         return {"exp_avg_sq_row": shape[:-1].numel(), "exp_avg_sq_col": shape[:-2].numel() * shape[-1]}
 
     def row_length(self, shape: torch.Size) -> int:
-        """Columns of a matrix."""
+        """Return the columns of a matrix."""
         return shape[-1] if len(shape) > 1 else 1
 
     def measured_step(
@@ -57,7 +57,7 @@ class Adafactor:
         number: int,
         hyperparameters: Mapping[str, Any],
     ) -> Step:
-        """The update, from ``lr`` and decoupled ``weight_decay``."""
+        """Return the update, from ``lr`` and decoupled ``weight_decay``."""
         decay = 1.0 - number**_DECAY_RATE
         if len(shape) > 1:
             matrices = _Matrices(shape, statistics["exp_avg_sq_row"], statistics["exp_avg_sq_col"])
@@ -84,12 +84,12 @@ class Adafactor:
 
 
 def _scaled_gradient(chunk: Chunk, decay: float) -> Tensor:
-    """The gradient over the root of its second moment, element by element."""
+    """Return the gradient over the root of its second moment, element by element."""
     return _next_average(chunk, decay).rsqrt_().mul_(chunk.gradient)
 
 
 def _next_average(chunk: Chunk, decay: float) -> Tensor:
-    """The squared gradient's average after this step."""
+    """Return the squared gradient's average after this step."""
     return (
         chunk.gradient.square().add_(_EPS).mul_(1.0 - decay).add_(chunk.averages["exp_avg_sq"], alpha=decay)
     )
@@ -113,7 +113,7 @@ class _Matrices:
                 self.col_MC[matrix].add_(part_rC.sum(0), alpha=(1.0 - decay) / self.num_rows)
 
     def scaled_gradient(self, chunk: Chunk) -> Tensor:
-        """The gradient over the root of its second moment, flat."""
+        """Return the gradient over the root of its second moment, flat."""
         gradient = chunk.gradient.clone()
         for part_rC, matrix, rows in self._rows_of(gradient, chunk.start):
             row_R = self.row_MR[matrix]
@@ -121,7 +121,7 @@ class _Matrices:
         return gradient
 
     def _rows_of(self, flat: Tensor, start: int) -> Iterator[tuple[Tensor, int, slice]]:
-        """Views of whole rows, each of one matrix: with its number and the rows it is."""
+        """Yield views of whole rows, each of one matrix, with its number and the range of its rows."""
         first, last = start // self.num_columns, (start + flat.numel()) // self.num_columns
         row = first
         while row < last:

@@ -1,4 +1,4 @@
-"""AdamW: a step as long for small gradients as for large ones, along their running average."""
+"""AdamW: a step along the gradient's running average, as long for small gradients as for large ones."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class AdamW:
     """
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """Of the gradient and of its square, which has no sign."""
+        """Return the averages of the gradient and of its square, which has no sign."""
         return {"exp_avg": True, "exp_avg_sq": False}
 
     def step(self, number: int, hyperparameters: Mapping[str, Any]) -> Step:
-        """The update, from ``lr``, ``betas``, ``eps`` and ``weight_decay``."""
+        """Return the update, from ``lr``, ``betas``, ``eps`` and ``weight_decay``."""
 
         def update(weight: Tensor, chunk: Chunk) -> None:
             run = _in_one_kernel if kernels_of(weight.device) == "cuda" else _in_torchs_operations

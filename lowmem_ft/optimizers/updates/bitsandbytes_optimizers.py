@@ -11,15 +11,15 @@ from lowmem_ft.optimizers.table import Bitsandbytes
 
 
 def build_bitsandbytes(groups: list[dict[str, Any]], form: Bitsandbytes, **hyperparameters: Any) -> Optimizer:
-    """One of bitsandbytes' optimizers, sharing no settings with any other.
+    """Build one of bitsandbytes' optimizers, sharing no settings with any other.
 
-    8 bits quantise the state blockwise (256 elements a block), except of tensors below 4096 elements; 32 keep it in
-    float32 whatever the weights are. Paged state is in CUDA's managed memory, which moves to the host when the device
-    is full.
+    With 8 bits, state is quantised blockwise (256 elements a block), except for tensors below 4096 elements; with 32 it
+    is float32 whatever the weights are. Paged state is in CUDA's managed memory, which moves to the host when the
+    device is full.
 
     Args:
         groups: parameter groups with their weight decay.
-        form: which optimizer.
+        form: the optimizer to build.
         **hyperparameters: ``lr``, ``betas`` and, for AdamW, ``eps``.
 
     Returns:
@@ -32,8 +32,8 @@ def build_bitsandbytes(groups: list[dict[str, Any]], form: Bitsandbytes, **hyper
     optimizer = getattr(bitsandbytes.optim, form.algorithm)(
         groups, optim_bits=form.bits, is_paged=form.paged, **hyperparameters
     )
-    # bitsandbytes keeps overrides in one manager for the whole process, by the id() of a parameter: a later
-    # model whose parameter lands on a freed id would inherit them. A manager of its own prevents that.
+    # bitsandbytes keeps overrides in one manager for the whole process, by the id() of a parameter: a later model whose
+    # parameter lands on a freed id would inherit them. A separate manager prevents that.
     manager_class = bitsandbytes.optim.GlobalOptimManager
     optimizer.mng = manager_class.__new__(manager_class)
     optimizer.mng.initialize()
@@ -44,7 +44,7 @@ def keep_embeddings_in_32bit(optimizer: Any, model: nn.Module) -> None:
     """Give ``nn.Embedding`` weights, and a head tied to one, 32-bit state: rare tokens are unstable in 8.
 
     Args:
-        optimizer: one that :func:`build_bitsandbytes` made, before its first step.
+        optimizer: one from :func:`build_bitsandbytes`, before its first step.
         model: the model it trains.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -56,7 +56,7 @@ def keep_embeddings_in_32bit(optimizer: Any, model: nn.Module) -> None:
 
 @runtime_checkable
 class AllocatesState(Protocol):
-    """What bitsandbytes' optimizers have and torch's lack: a call that allocates one parameter's state."""
+    """The call that bitsandbytes' optimizers have and torch's lack: it allocates one parameter's state."""
 
     state: dict[nn.Parameter, dict[str, Any]]
 

@@ -12,10 +12,10 @@ from lowmem_ft.optimizers.updates.update_rule import Chunk, Step
 
 
 class Lion:
-    """Evolved sign momentum: half of AdamW's state, for a step that ignores how large the gradient is.
+    """Evolved sign momentum: half of AdamW's state, for a step that ignores the gradient's magnitude.
 
     Frees: one of AdamW's two states.
-    Costs: other mathematics. Each element moves by ``lr`` whatever its gradient, so take a learning rate 3 to
+    Costs: other mathematics. Each element moves by ``lr`` whatever its gradient, so use a learning rate 3 to
     10 times smaller than AdamW's, and a weight decay 3 to 10 times larger: that keeps their product.
     Small batches hurt it more than AdamW: the paper found its gains from 64 examples upwards.
 
@@ -23,11 +23,11 @@ class Lion:
     """
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """The momentum."""
+        """Return the momentum, which has a sign."""
         return {"momentum": True}
 
     def step(self, number: int, hyperparameters: Mapping[str, Any]) -> Step:
-        """The update, from ``lr``, ``betas`` and decoupled ``weight_decay``."""
+        """Return the update, from ``lr``, ``betas`` and decoupled ``weight_decay``."""
         lr, weight_decay = hyperparameters["lr"], hyperparameters["weight_decay"]
         beta_of_step, beta_of_momentum = hyperparameters["betas"]
 

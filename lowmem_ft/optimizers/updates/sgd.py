@@ -20,11 +20,11 @@ class SGD:
     """
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """The momentum, if there is any."""
+        """Return the momentum, unless it is 0."""
         return {"momentum_buffer": True} if hyperparameters["momentum"] != 0 else {}
 
     def step(self, number: int, hyperparameters: Mapping[str, Any]) -> Step:
-        """The update, from ``lr``, ``momentum`` and ``weight_decay``, an L2 penalty that joins the gradient."""
+        """Return the update, from ``lr``, ``momentum`` and ``weight_decay``, an L2 penalty added to the gradient."""
         weight_decay, momentum = hyperparameters["weight_decay"], hyperparameters["momentum"]
 
         def update(weight: Tensor, chunk: Chunk) -> None:

@@ -38,10 +38,10 @@ class ChunkUpdate:
     """The update of one chunk of a slice.
 
     Args:
-        update: the slice's.
-        start: its first element in the flattened parameter.
+        update: the slice's update.
+        start: the chunk's first element in the flattened parameter.
         stop: the one after its last.
-        here: what is kept of it, on the device, while it visits.
+        here: its state on the device, during the visit.
     """
 
     update: SliceUpdate
@@ -50,11 +50,11 @@ class ChunkUpdate:
     here: Mapping[str, Tensor] = field(default_factory=dict)
 
     def gradient(self) -> Tensor:
-        """In float32, scaled."""
+        """Return the gradient in float32, scaled."""
         gradient, scale = self.gradient_as_it_is().float(), self.update.scale
         return gradient if scale is None else gradient * scale
 
     def gradient_as_it_is(self) -> Tensor:
-        """In its own type, not scaled; a view."""
+        """Return the gradient in its own type, not scaled; a view."""
         update = self.update
         return update.gradient[self.start - update.start : self.stop - update.start]

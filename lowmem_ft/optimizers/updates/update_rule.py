@@ -1,4 +1,4 @@
-"""What makes one optimizer differ from another: one step in float32, on tensors that it may change in place."""
+"""The protocol by which optimizers differ: one step in float32, on tensors that it may change in place."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Chunks:
     """A parameter's chunks, in order, each time that they are iterated over; changes in them are not kept.
 
     Args:
-        count: how many they are; a trace reads a few of them.
-        device: where they are read.
+        count: number of chunks; a trace reads a few of them.
+        device: the device to read them on.
         read: begins a reading.
     """
 
@@ -47,18 +47,18 @@ class Chunks:
 
 
 Step = Callable[[Tensor, Chunk], None]
-"""Takes the weights of a chunk in float32 and the chunk; updates weights and averages in place."""
+"""Step that takes the weights of a chunk in float32 and the chunk; it updates weights and averages in place."""
 
 
 class UpdateRule(Protocol):
     """A rule that updates each element by itself."""
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """The running averages of a parameter, one element each: by name, whether they have signs."""
+        """Return the running averages of a parameter, with as many elements: by name, whether they have signs."""
         ...
 
     def step(self, number: int, hyperparameters: Mapping[str, Any]) -> Step:
-        """The update of one parameter's chunks in its step ``number``, from 1."""
+        """Return the update of one parameter's chunks in its step ``number``, from 1."""
         ...
 
 
@@ -67,15 +67,15 @@ class WholeParameterRule(Protocol):
     """A rule whose step depends on the whole gradient of a parameter, which it reads first."""
 
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
-        """The running averages of a parameter, one element each: by name, whether they have signs."""
+        """Return the running averages of a parameter, with as many elements: by name, whether they have signs."""
         ...
 
     def statistics(self, shape: torch.Size) -> dict[str, int]:
-        """Lengths of small tensors that a parameter keeps beside them, in float32 and on its device."""
+        """Return lengths of small tensors that a parameter keeps as well, in float32 and on its device."""
         ...
 
     def row_length(self, shape: torch.Size) -> int:
-        """Chunks are made of whole rows of so many elements."""
+        """Return the number of elements in a row; chunks consist of whole rows."""
         ...
 
     def measured_step(
@@ -86,14 +86,14 @@ class WholeParameterRule(Protocol):
         number: int,
         hyperparameters: Mapping[str, Any],
     ) -> Step:
-        """Update the statistics from the whole gradient; the update of the parameter's chunks that follows from them.
+        """Update the statistics from the whole gradient; return the resulting update of the parameter's chunks.
 
         Args:
             shape: the parameter's.
-            chunks: of the parameter, to be read as often as it takes. A reading leaves behind nothing that grows with
-                their number.
-            statistics: as :meth:`statistics` named them; updated in place.
-            number: of the step, from 1.
+            chunks: chunks of the parameter, to be read any number of times. A reading must leave behind nothing that
+                grows with their number.
+            statistics: named as in :meth:`statistics`; updated in place.
+            number: number of the step, from 1.
             hyperparameters: the group's.
         """
         ...

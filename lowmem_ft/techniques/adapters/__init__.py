@@ -1,1 +1,1 @@
-"""Adapters beside frozen weights, by PEFT."""
+"""Adapters next to frozen weights, by PEFT."""

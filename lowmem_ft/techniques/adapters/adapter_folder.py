@@ -12,11 +12,11 @@ CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
-    """The settings of a LoRA adapter.
+    """Read the settings of a LoRA adapter.
 
     Args:
         adapter: its folder.
-        model_folder: what a run calls the folder in which it leaves one.
+        model_folder: the name of the folder in which a run saves an adapter.
 
     Returns:
         The content of ``adapter_config.json``.

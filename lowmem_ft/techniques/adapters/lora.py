@@ -1,6 +1,6 @@
-"""LoRA by PEFT: the model's own weights are frozen, and small matrices beside its linear layers are trained.
+"""LoRA by PEFT: the model's own weights are frozen, and small matrices next to its linear layers are trained.
 
-This is the one module that imports peft.
+This is the only module that imports peft.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 _NAME = "default"
-"""What PEFT calls the only adapter of a model; files do not carry it."""
+"""PEFT's name for the only adapter of a model; files do not contain it."""
 
 
 class Lora(Technique):
     """The adapters of a model, and their files in PEFT's format.
 
-    The model itself stays what is called, so that everything that works on its layers finds them where they were;
-    PEFT's wrapper serves the files alone, and whoever wants it.
+    The model itself is what gets called, so that everything that works on its layers finds them where they were;
+    PEFT's wrapper serves the files alone, and any caller that wants it.
 
     Attributes:
-        model: with adapters.
+        model: the model with adapters.
         peft_model: PEFT's wrapper around it.
     """
 
@@ -56,7 +56,7 @@ class Lora(Technique):
         self.peft_model = peft_model
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The adapters' parameters, which are all that is trained, by their names in the model."""
+        """The adapters' parameters, the only trained ones, by their names in the model."""
         return {name: parameter for name, parameter in self.model.named_parameters() if "lora_" in name}
 
     def save(self, folder: Path, *, writes: bool = True) -> bool:
@@ -68,18 +68,18 @@ class Lora(Technique):
         named = self._gathered()
         if not writes:
             return True
-        # The state as it is handed over: without it PEFT would collect that of the whole base first.
+        # The state is passed explicitly: without it PEFT would collect that of the whole base first.
         self.peft_model.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
-        (folder / "README.md").unlink()  # PEFT's card; the run writes its own
+        (folder / "README.md").unlink()  # PEFT's model card; the run writes its own
         state = self._as_in_files(named)
         _compare(state, _read(folder), f"The adapter saved in {folder} is not the one in memory")
         return True
 
     def load(self, folder: Path) -> None:
-        """Take the values of a saved adapter, bit for bit; of sharded ones, this process's rows.
+        """Load the values of a saved adapter, bit for bit; if the adapter is sharded, this rank's rows.
 
         Raises:
-            CheckpointError: if it is not one of these layers and this rank.
+            CheckpointError: if the adapter does not have these layers and this rank.
         """
         saved, live = _read(folder), self._as_in_files(self._named_for_peft(self.parameters()))
         problem = f"The adapter in {folder} does not fit this run's"
@@ -89,12 +89,12 @@ class Lora(Technique):
         _compare(self._as_in_files(self._gathered()), saved, problem)
 
     def _gathered(self) -> dict[str, Tensor]:
-        """All of the adapter; where several processes hold parts of it, each of them calls this."""
+        """Gather the whole adapter; if several processes hold parts of it, each of them must call this."""
         whole = {name: whole_tensor(parameter).detach() for name, parameter in self.parameters().items()}
         return self._named_for_peft(whole)
 
     def _as_in_files(self, named: dict[str, Any]) -> dict[str, Tensor]:
-        """Tensors by their names in files, which do not say which adapter of the model it is."""
+        """Key tensors by their names in files, which omit the adapter's name within the model."""
         from peft import get_peft_model_state_dict
 
         return get_peft_model_state_dict(self.peft_model, state_dict=named, save_embedding_layers=False)
@@ -105,7 +105,7 @@ class Lora(Technique):
 
 
 def check_adapter(config: AdapterConfig) -> None:
-    """Refuse early what :func:`enable_lora` could not do.
+    """Reject early what :func:`enable_lora` could not do.
 
     Raises:
         UserError: if a value is out of range.
@@ -123,31 +123,31 @@ def enable_lora(
     base_name: str | None = None,
     base_revision: str | None = None,
 ) -> Lora:
-    """Puts low-rank adapters beside linear layers, in place, and freezes all else.
+    """Add low-rank adapters to linear layers, in place, and freeze all else.
 
-    Frees: gradients and optimizer state of the model's own weights; and the weights may then be quantised.
-    Costs: other mathematics (each matrix moves by a matrix of rank r); two small products more a layer.
+    Frees: gradients and optimizer state of the model's own weights; the weights may then be quantised, too.
+    Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: experts that are one tensor have adapters where PEFT knows the family (with ``all-linear``), else they are
-    frozen; beside a layer's experts their sum is made whole in each forward. The adapters are float32, the frozen
-    weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for its adapter; under
-    autocast that copy is left out, since autocast would take it back.
+    Limits: experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
+    frozen; for a layer's experts, the whole sum of weight and adapter is computed in each forward. The adapters are
+    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
+    its adapter; under autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
     Args:
         model: a causal LM from transformers, its linear layers plain or bitsandbytes'.
         config: rank, scale, dropout, layers and kind.
-        base_name: what the saved adapter says it belongs to, a hub id or folder; None: the model's own name.
-        base_revision: the hub revision of that.
+        base_name: the base that the saved adapter names, a hub id or folder; None: the model's own name.
+        base_revision: the hub revision of that base.
 
     Returns:
         A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
 
     Raises:
-        UserError: if a value is out of range, a name in ``adapter.target_modules`` is no linear layer's, or the kind of
-            adapter does not go with a layer; the model is then as it was.
+        UserError: if a value is out of range, a name in ``adapter.target_modules`` does not belong to a linear layer,
+            or the kind of adapter does not go with a layer; the model is then as it was.
         MissingPackageError: if peft is not installed.
     """
     check_adapter(config)
@@ -179,7 +179,7 @@ def enable_lora(
     lora_config.revision = base_revision
     layers = _adapted_layers(model)
     for layer in layers.values():
-        existing(layer, "_cast_input_dtype")  # or ours would be there for nobody
+        existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
     _log(model, config, layers)
     return Lora(model, peft_model, *undo, peft_model.unload)
@@ -191,16 +191,16 @@ def merge_adapter(
     dtype: torch.dtype,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
 ) -> int:
-    """Add a saved adapter to the weights it belongs to, one matrix after the other in float32, then rounded once.
+    """Add a saved adapter to its base weights, one matrix at a time, in float32 and then rounded once.
 
     Args:
         model: the adapter's base, in any floating type; a plain model of type ``dtype`` afterwards.
         folder: of an adapter in PEFT's format.
-        dtype: what the merged weights are rounded to.
-        track: wraps the list of layers that is gone through, to show how far it is.
+        dtype: the type that the merged weights are rounded to.
+        track: wraps the list of layers to iterate over, to show progress.
 
     Returns:
-        How many matrices have changed.
+        The number of matrices that have changed.
 
     Raises:
         UserError: if the adapter is not one for this model.
@@ -238,18 +238,18 @@ def merge_adapter(
 
 @contextlib.contextmanager
 def _without_pefts_warnings() -> Iterator[None]:
-    """While PEFT puts its layers in, without what no user can act on."""
+    """Suppress, while PEFT inserts its layers, the warnings that no user can act on."""
     with warnings.catch_warnings():
         warnings.filterwarnings(
             "ignore", message="fan_in_fan_out is set to False"
-        )  # it then does what is right
-        # It asks a model of transformers 5 by a name of former times.
+        )  # PEFT then does what is right
+        # PEFT asks a transformers 5 model by an old name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
 
 
 def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list[str]:
-    """What PEFT is asked for; it would pass over a name that matches nothing as long as another matches."""
+    """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
     if config.target_modules == (ALL_LINEAR,):
         return ALL_LINEAR
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
@@ -267,7 +267,7 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """PEFT puts a copy in the place of such a weight whenever it reads one, without its scales (0.21.2)."""
+    """Reject DoRA here: PEFT (0.21.2) replaces such a weight by a copy without its scales whenever it reads one."""
     if config.use_dora and getattr(model, "is_loaded_in_8bit", False) and model.device.type == "cpu":
         raise UserError(
             "adapter.use_dora=true with model.quantization=int8 runs on a GPU alone, got device cpu. Set "
@@ -276,13 +276,13 @@ def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -
 
 
 def _take_layers_off(model: nn.Module) -> None:
-    """What PEFT leaves behind when it gives up half-way."""
+    """Remove the layers that PEFT leaves behind when it gives up half-way."""
     for name, layer in _adapted_layers(model).items():
         model.set_submodule(name, layer.get_base_layer())
 
 
 def _made_in_float32() -> Handle:
-    """PEFT makes adapters in the type of their layer, and casts them to float32 later: a start rounded to 16 bits."""
+    """Make PEFT create adapters in float32: it takes their layer's type and casts later, a start rounded to 16 bits."""
     from peft.tuners.lora import LoraLayer
 
     ask_layer = existing(LoraLayer, "_get_base_layer_device_and_dtype")
@@ -302,7 +302,7 @@ def _restore_requires_grad(model: nn.Module) -> list[Callable[[], object]]:
 
 
 def _restore_config(model: PreTrainedModel) -> list[Callable[[], object]]:
-    """PEFT sets ``pretraining_tp``, where a config has it, to 1."""
+    """Restore ``pretraining_tp`` of a config that has it, which PEFT sets to 1."""
     if not hasattr(model.config, "pretraining_tp"):
         return []
     return [partial(setattr, model.config, "pretraining_tp", model.config.pretraining_tp)]
@@ -315,12 +315,12 @@ def _adapted_layers(model: nn.Module) -> dict[str, Any]:
 
 
 def _adapted_weight(layer: Any) -> nn.Parameter:
-    """PEFT's layer says the parameter's name where it is not a linear layer's ``weight``: that of fused experts."""
+    """Return the adapted parameter: ``weight``, or for fused experts the one that PEFT's layer names."""
     return getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
 
 
 def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """In place of PEFT's cast of a layer's input to its adapter's type.
+    """Replace PEFT's cast of a layer's input to its adapter's type, unless autocast is on.
 
     Autocast rounds the input back to 16 bits: the same numbers, after a copy of 4 bytes an element and one of 2 that
     backward would keep, for each of the layers that share the input.

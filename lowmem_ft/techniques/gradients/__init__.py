@@ -1,1 +1,1 @@
-"""Norms, parts and sums of gradients, for the techniques and optimizers that need them."""
+"""Norms, slices and sums of gradients, for the techniques and optimizers that need them."""

@@ -1,4 +1,4 @@
-"""Where the gradient of a matrix may be cut, so that an optimizer can apply each part by itself."""
+"""Rows at which a matrix's gradient may be cut, so that an optimizer can apply each slice by itself."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _BLOCK = 256
 
 
 def rows_per_block(num_columns: int) -> int:
-    """The fewest rows that fill whole blocks: parts of a gradient begin at multiples of it.
+    """Return the fewest rows that fill whole blocks: slices of a gradient begin at multiples of it.
 
     Args:
-        num_columns: of the matrix.
+        num_columns: columns of the matrix.
     """
     return _BLOCK // math.gcd(_BLOCK, num_columns)

@@ -1,6 +1,6 @@
 """The global norm of gradients in float32, and clipping to it.
 
-torch's own ``clip_grad_norm_`` computes the norm of 16-bit gradients in 16 bits, of which bfloat16 keeps three digits.
+torch's own ``clip_grad_norm_`` computes the norm of 16-bit gradients in 16 bits; in bfloat16 that leaves three digits.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from torch import Tensor, nn
 from lowmem_ft.tensors.local_shards import is_sharded, local_part, sum_over_shards
 
 _ELEMENTS_AT_ONCE = 2**22
-"""Elements converted to float32 together: a CPU makes a whole copy of what it converts."""
+"""Elements converted to float32 together: a CPU copies all that it converts."""
 
 
 def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tensor:
     """Scale gradients down so that their global norm is at most ``max_norm``.
 
     Equals: ``torch.nn.utils.clip_grad_norm_`` for 32-bit gradients; for others the same in float32, each gradient
-    rounded once. Of gradients that FSDP2 has cut, each process counts its own rows, and all get the one norm.
+    rounded once. For gradients that FSDP2 has sharded, each process counts its own rows, and all get the same norm.
 
     Args:
-        parameters: those without a gradient are passed over.
-        max_norm: the limit; infinite only measures.
+        parameters: those without a gradient are skipped.
+        max_norm: the limit; infinity only measures.
 
     Returns:
-        The norm before; 0-d, float32.
+        The norm before clipping; 0-d, float32.
     """
     parameters = list(parameters)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
@@ -45,12 +45,12 @@ def clip_grad_norm(parameters: Iterable[nn.Parameter], max_norm: float) -> Tenso
 
 
 def clip_factor(norm: Tensor, max_norm: float) -> Tensor:
-    """What to multiply gradients with, as ``torch.nn.utils.clip_grads_with_norm_`` has it; nobody asks the device."""
+    """Return the factor for gradients, as in ``torch.nn.utils.clip_grads_with_norm_``, without a host sync."""
     return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def norm_in_float32(gradient: Tensor) -> Tensor:
-    """The Euclidean norm of one gradient; 0-d, float32 (float64 for float64)."""
+    """Return the Euclidean norm of one gradient; 0-d, float32 (float64 for float64)."""
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dtype=dtype) for part in _parts(gradient)])
@@ -58,7 +58,7 @@ def norm_in_float32(gradient: Tensor) -> Tensor:
 
 
 def _norms_over_processes(gradients: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Of sharded gradients, those of each mesh together: one message a mesh."""
+    """Yield the norm of all sharded gradients of each mesh, with one all-reduce per mesh."""
     by_mesh: dict[Any, list[Tensor]] = {}
     for gradient in gradients:
         sharded: Any = gradient

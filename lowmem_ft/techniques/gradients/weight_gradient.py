@@ -1,4 +1,4 @@
-"""The gradient of a linear layer's weight from tokens that come in chunks, rounded once.
+"""The gradient of a linear layer's weight, accumulated from chunks of tokens and rounded once.
 
 Axes: C tokens of a chunk, N tokens of several chunks, O outputs of the layer, I inputs.
 """
@@ -19,22 +19,22 @@ _REDUCED_SUMS = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
     torch.float16: "allow_fp16_reduced_precision_reduction",
 }
-"""The options, on by default, that let cuBLAS cut a sum over tokens into parts and add these in 16 bits."""
+"""Options, on by default, that let cuBLAS split a sum over tokens and add the parts in 16 bits."""
 
 
 class WeightGradient:
     """The sum over chunks of ``d_output.T @ input``, as exact as one product over all tokens.
 
-    A half-precision gradient to which each chunk is added would round with every chunk, and a sum in fp32 takes
-    4 * O * I bytes that are read and written for every chunk. So the factors wait for one product at the end where they
-    take less than that sum; where they take more, a quarter of it waits to be added at a time. Products sum in fp32
-    throughout, whatever ``torch.backends.cuda.matmul`` allows to others.
+    A half-precision gradient to which each chunk is added would round with every chunk, and an fp32 sum takes 4 * O * I
+    bytes that are read and written for every chunk. So the factors are kept for one product at the end if they take
+    less memory than that sum; if they take more, a quarter of that size is kept and added at a time. Products sum in
+    fp32 throughout, whatever ``torch.backends.cuda.matmul`` allows elsewhere.
 
     Args:
         shape: O x I.
-        dtype: of the finished gradient, which is the weight's.
-        device: where.
-        num_tokens: of all chunks together.
+        dtype: type of the finished gradient, which is the weight's.
+        device: its device.
+        num_tokens: tokens of all chunks together.
     """
 
     def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, num_tokens: int) -> None:
@@ -46,30 +46,30 @@ class WeightGradient:
         self._waiting_tokens = 0
 
     def add(self, d_output_CO: Tensor, input_CI: Tensor) -> None:
-        """Take one chunk. Both tensors may have to wait: they are not to be written to any more."""
+        """Add one chunk. Both tensors may be kept until later: the caller must not write to them any more."""
         self._waiting.append((d_output_CO, input_CI))
         self._waiting_tokens += len(input_CI)
         if self._waiting_tokens > self._most_waiting_tokens(input_CI.dtype):
             self._sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
 
     def chunks_added_together(self, chunk_tokens: int, factor_dtype: torch.dtype) -> int:
-        """How many chunks wait until they are added to the sum: the rhythm of what :meth:`add` takes and frees.
+        """Return how many chunks are kept until they are added to the sum: the period of :meth:`add`'s memory.
 
         Args:
-            chunk_tokens: of each chunk but the last.
-            factor_dtype: of both tensors of a chunk.
+            chunk_tokens: tokens of each chunk except the last.
+            factor_dtype: type of both tensors of a chunk.
         """
         return self._most_waiting_tokens(factor_dtype) // chunk_tokens + 1
 
     def _most_waiting_tokens(self, factor_dtype: torch.dtype) -> int:
         if self._dtype == self._sum_dtype:
-            return 0  # the sum is the gradient itself: waiting would take memory beside it
+            return 0  # the sum is the gradient itself: keeping factors would take extra memory
         sum_bytes = self._shape.numel() * self._sum_dtype.itemsize
         tokens_of_that_size = sum_bytes // (sum(self._shape) * factor_dtype.itemsize)
         return self._num_tokens if self._num_tokens <= tokens_of_that_size else tokens_of_that_size // 4
 
     def finish(self) -> Tensor:
-        """The gradient, O x I, in a storage of its own; zeros without any chunk."""
+        """Return the gradient, O x I, in its own storage; zeros if no chunk was added."""
         if self._sum_OI is None:
             return self._with_waiting_added(None, self._dtype)
         sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
@@ -87,7 +87,7 @@ class WeightGradient:
 
 
 def row_slices(tensor: Tensor) -> Iterator[slice]:
-    """The rows of a tensor, a few thousand at a time."""
+    """Yield slices over the rows of a tensor, a few thousand at a time."""
     return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(tensor), _ROWS_AT_ONCE))
 
 

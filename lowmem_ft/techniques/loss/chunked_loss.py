@@ -32,21 +32,24 @@ log = logging.getLogger(__name__)
 
 _IGNORED = -100
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
-"""What configs call the softcap of the logits: Gemma 2 and later, RecurrentGemma, xLSTM."""
+"""Config fields of the logits' softcap: Gemma 2 and later, RecurrentGemma, xLSTM."""
 _FACTORS = ("logit_scale", "lm_head_multiplier")
-"""What configs call a factor on the logits: Cohere, Falcon-H1."""
+"""Config fields of a factor on the logits: Cohere, Falcon-H1."""
 _LOGITS_SCALING_POWER = {"hyperclovax": 1, "minicpm3": 0}
-"""Granite and its kin divide the logits by ``logits_scaling``; these multiply, or divide the head's input."""
+"""Exceptions to Granite and its kin, which divide the logits by ``logits_scaling``.
+
+These multiply the logits by it, or divide the head's input.
+"""
 _AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""What models call the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
+"""Model attributes for the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
 
 
 SMALLEST_CHUNK = 32
-"""Tokens: the logits of fewer are next to nothing, even over a quarter of a million words."""
+"""Tokens of the smallest chunk: the logits of fewer take almost no memory, even with a vocabulary of 250,000 tokens."""
 
 
 class ChunkedLoss(Technique):
-    """A loss that was switched on, whose head may come from elsewhere."""
+    """A chunked loss that is enabled, and whose head may be supplied in tiles."""
 
     def __init__(self, causal_lm: Any, loss: _Loss) -> None:
         self._causal_lm, self._loss = causal_lm, loss
@@ -56,7 +59,7 @@ class ChunkedLoss(Technique):
         )
 
     def compare_with_stock(self) -> None:
-        """Two forwards of 8 tokens; of a model whose parameters are cut among processes, in all of them.
+        """Run two forwards of 8 tokens; if the parameters are sharded among processes, all of them must call this.
 
         Raises:
             ModelError: if the stock loss is another one.
@@ -64,31 +67,31 @@ class ChunkedLoss(Technique):
         _check_equals_stock(self._causal_lm, self._loss.head, self._stock_forward)
 
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
-        """Where the number of labels is known, the loss need not ask the device."""
+        """Pass on the number of labels if it is known, so that the loss need not wait for the device."""
         return {} if num_label_tokens is None else {"num_label_tokens": num_label_tokens}
 
     @property
     def is_running(self) -> bool:
-        """Whether a loss has been begun and not ended, by an error in it maybe."""
+        """True if a loss has begun and not ended, possibly because of an error in it."""
         return self._loss.is_running
 
     def abandon(self) -> None:
-        """The loss that failed is over."""
+        """Mark the failed loss as ended."""
         self._loss.is_running = False
 
     def smaller_chunk(self, num_label_tokens: int) -> int | None:
-        """Half of the tokens whose logits exist together when so many have a label; None: it is small already."""
+        """Return half of the tokens whose logits exist at once with so many labels; None: it is small already."""
         half = min(self._loss.chunk_tokens, num_label_tokens) // 2
         return half if half >= SMALLEST_CHUNK else None
 
     def limit_chunk(self, max_tokens: int | None) -> None:
-        """Compute the logits of at most so many tokens together; None: of as many as the recipe says."""
+        """Limit the tokens whose logits exist at once; None: the recipe's ``chunk_tokens`` is the limit."""
         chosen = self._loss.config.chunk_tokens
         assert chosen is not None, "or there would be no such technique"
         self._loss.chunk_tokens = chosen if max_tokens is None else min(chosen, max_tokens)
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
-        """Ask for the head's weight in tiles from now on; None: the head has it again."""
+        """Take the head's weight from ``tiles`` from now on; None: from the head again."""
         self._loss.head_tiles = tiles
 
 
@@ -100,32 +103,32 @@ def enable_chunked_loss(
     device: torch.device | None = None,
     compare: bool = True,
 ) -> ChunkedLoss | Technique:
-    """Makes ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
+    """Make ``model(input_ids=..., labels=...)`` return its loss without ever holding all logits.
 
-    The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean what they
-    mean to transformers; with ``num_label_tokens``, the number of labels (after the shift) that are not -100, the
-    rows are picked without asking the device. Without ``labels`` forward is untouched, so generation works.
+    The output is the model's own, with ``logits=None``. ``num_items_in_batch`` and ``shift_labels`` mean the same as in
+    transformers; with ``num_label_tokens``, the number of labels (after the shift) that are not -100, the rows are
+    picked without a host sync. Without ``labels`` forward is untouched, so generation works.
 
-    Frees: logits, their fp32 copy, the probabilities and the gradient, each tokens x vocabulary; what remains is
-    chunk_tokens x vocabulary, or with ``tiling.head`` a part of the vocabulary. Tokens without a label skip the head.
+    Frees: logits, their fp32 copy, the probabilities and the gradient, each tokens x vocabulary; chunk_tokens x
+    vocabulary remains, or with ``tiling.head`` a part of the vocabulary. Tokens without a label skip the head.
     Costs: see :func:`linear_cross_entropy_sum`; once, two forwards of 8 tokens, which check on real weights that this
-    model's loss is reproduced (some architectures do more around the head than a config tells).
+    model's loss is reproduced (some architectures do more around the head than the config shows).
     Equals: transformers' ``ForCausalLMLoss`` and, with routers' logits on, its load-balancing loss; in train mode with
     labels smoothed as by ``torch.nn.functional.cross_entropy``. One difference: a batch in which all labels are ignored
     has the mean 0, not NaN.
-    Limits: the head must be a plain ``nn.Linear``. Meta and fake weights cannot be checked and are taken on trust. Of
-    a model that waits on the host for its device, the check runs what lies around the layers alone: their kernels may
-    be the device's, and the host would take minutes for them.
+    Limits: the head must be a plain ``nn.Linear``. Meta and fake weights cannot be checked and are accepted. For a
+    model kept on the host to be streamed, the check runs only the parts around the layers: their kernels may exist only
+    on the device, and the host would take minutes for them.
 
     Args:
         model: a causal LM from transformers, or a PEFT model around one.
-        config: the chunk's size and the share of the smoothed labels.
-        tiling: into how many tiles to cut the vocabulary; None: one.
-        device: where the model will compute; None: where its weights are.
-        compare: whether the weights have their values yet; if not, call ``compare_with_stock`` once they have.
+        config: the chunk size and the share of label smoothing.
+        tiling: the number of vocabulary tiles; None: one.
+        device: the device that the model will compute on; None: that of its weights.
+        compare: whether the weights already have their values; if not, call ``compare_with_stock`` once they do.
 
     Returns:
-        A handle whose ``remove()`` brings the stock forward back; a plain one if ``chunk_tokens`` is None.
+        A handle whose ``remove()`` restores the stock forward; with ``chunk_tokens=None`` a plain one.
 
     Raises:
         UserError: if a value is out of its range.
@@ -158,7 +161,7 @@ def enable_chunked_loss(
 
 @dataclass(frozen=True, kw_only=True)
 class _Head:
-    """The last linear layer and what the architecture does to its logits."""
+    """The last linear layer, and what the architecture does to its logits."""
 
     linear: nn.Linear
     logit_softcap: float | None
@@ -224,7 +227,7 @@ def _logit_scale(config: Any) -> float:
 
 
 def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The stock forward, with the loss computed where the head would compute the logits."""
+    """Return the stock forward, with the loss computed where the head would compute the logits."""
     signature = inspect.signature(stock_forward)
     linear = loss_of.head.linear
 
@@ -252,10 +255,10 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
             count = max(len(rows_L), 1) if num_items is None else num_items
             hidden_LH = hidden_NH.index_select(0, rows_L)
             losses.append(loss_of.mean(hidden_LH, labels_N[rows_L], count, smooth=causal_lm.training))
-            # The architecture's work on the logits costs next to nothing on this. No view: FSDP2 hooks onto it.
+            # The architecture's work on the logits costs almost nothing on this. No view: FSDP2 hooks onto it.
             return hidden_BTH[..., :1].clone()
 
-        # Inside the head's own call, so that whoever gathers or casts its weight there does so as ever.
+        # Inside the head's own call, so that hooks that gather or cast its weight there still work.
         with Handle(set_attribute(linear, "forward", loss_instead_of_logits)):
             outputs = stock_forward(**kwargs, return_dict=True)
         (loss,) = losses
@@ -269,14 +272,14 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
 
 
 def _shifted(labels_BT: Tensor, shift_labels_BT: Tensor | None) -> Tensor:
-    """The label of the token after each token, as transformers shifts them."""
+    """Return the label of the token after each token, as transformers shifts them."""
     if shift_labels_BT is not None:
         return shift_labels_BT
     return F.pad(labels_BT, (0, 1), value=_IGNORED)[..., 1:]
 
 
 def _label_rows(targets_N: Tensor, num_label_tokens: int | None) -> Tensor:
-    """Indices of the rows that have a label; their number, if given, spares a wait for the device."""
+    """Return the indices of the rows that have a label; if their number is given, without waiting for the device."""
     has_label_N = targets_N != _IGNORED
     if num_label_tokens is None:
         return has_label_N.nonzero().squeeze(1)
@@ -288,7 +291,7 @@ def _label_rows(targets_N: Tensor, num_label_tokens: int | None) -> Tensor:
 
 
 def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
-    """The load-balancing loss of the routers, weighted as the stock forward does, where routers' logits are on."""
+    """Return the routers' load-balancing loss, weighted as in the stock forward, if routers' logits are on; else 0."""
     loss = getattr(outputs, "aux_loss", None)
     if not isinstance(loss, Tensor):
         return 0.0
@@ -302,9 +305,9 @@ def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
 
 
 def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[..., Any]) -> None:
-    """Compares logits and loss with the stock forward's on a few tokens, where the weights hold numbers.
+    """Compare logits and loss with the stock forward's on a few tokens, if the weights hold numbers.
 
-    Modules are called, not their forwards: whoever gathers a weight for a call does so.
+    Modules are called, not their forwards, so that hooks that gather a weight for a call run.
     """
     weight = head.linear.weight
     if any(parameter.is_meta for parameter in causal_lm.parameters()):
@@ -314,7 +317,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
     tokens_BT = tokens_BT.to(weight.device)
     inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True}
     num_labels = tokens_BT.numel() - 1  # the first token is not predicted
-    # flash-attn takes no fp32, so fp32 weights with it will train under autocast; compare them there.
+    # flash-attn does not support fp32, so fp32 weights with it will train under autocast; compare them there.
     flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
     dtype = torch.bfloat16 if flash else weight.dtype
     logits: list[Tensor] = []
@@ -338,27 +341,30 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
 
 
 def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
-    """Equal up to a few roundings of ``dtype`` (the stock forward scales and caps in it), relative to the largest."""
+    """Return whether both are equal up to a few roundings of ``dtype``, relative to the largest value.
+
+    The stock forward scales and caps in ``dtype``.
+    """
     if ours.shape != stock.shape:
         return False
     tolerance = max(1e-4, 4 * torch.finfo(dtype).eps)
     difference = (ours.float() - stock.float()).abs().max()
     is_close = difference <= tolerance * stock.float().abs().max()
-    # Without values, as in a trace, there is nothing to compare but the memory that comparing takes.
+    # Without values, as in a trace, there is nothing to compare: only the memory of the comparison counts.
     return not has_values(is_close) or bool(is_close)
 
 
 @contextlib.contextmanager
 def _without_layers(causal_lm: Any) -> Iterator[None]:
-    """Let the model hand its embeddings to its last norm and its head; with routers' losses, through its last layer."""
+    """Make the model pass its embeddings to its last norm and head; with routers' losses, through its last layer."""
     layers, config = decoder_layers(causal_lm, way_out="offload.parameters=device"), causal_lm.config
     stack = list(layers)
     parts = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
     attention = {key: part._attn_implementation for key, part in parts.items()}
-    # A load-balancing loss needs a router, and where only some layers have one, the last one has.
+    # A load-balancing loss needs a router, and if only some layers have one, the last one does.
     num_kept = 1 if getattr(config.get_text_config(), "output_router_logits", False) else 0
     del layers[: len(stack) - num_kept]
-    config._attn_implementation = "eager"  # the device's kernel may be the device's alone
+    config._attn_implementation = "eager"  # the device's kernel may not run on the host
     try:
         yield
     finally:
@@ -372,7 +378,7 @@ def _evaluating(model: nn.Module) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     for module, _ in modes:
         # bitsandbytes repacks a 4-bit weight on a CPU in its first evaluation, for a kernel without a derivative:
-        # training would go on with wrong gradients (0.50.2, Linear4bit.forward).
+        # training would continue with wrong gradients (0.50.2, Linear4bit.forward).
         module.training = hasattr(module, "support_avx512bf16_for_cpu")
     try:
         yield

@@ -22,7 +22,7 @@ from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 
 @dataclass(frozen=True, kw_only=True)
 class Head:
-    """What is done with the logits of a head, and how much at once.
+    """Operations on the logits of a head, and how much of them exists at once.
 
     Args:
         chunk_tokens: tokens whose logits exist at once.
@@ -43,7 +43,7 @@ class Head:
 
 @dataclass(frozen=True, kw_only=True)
 class WantedGradients:
-    """Which gradients to make."""
+    """The gradients to compute."""
 
     hidden: bool
     weight: bool
@@ -51,7 +51,7 @@ class WantedGradients:
 
     @property
     def any(self) -> bool:
-        """Whether to make one at all."""
+        """True if any gradient is wanted."""
         return self.hidden or self.weight or self.bias
 
 
@@ -60,18 +60,18 @@ class HeadLoss:
 
     Args:
         hidden_NH: the head's input.
-        weight_VH: the head's weight, or what has its shape and type.
+        weight_VH: the head's weight, or a tensor of its shape and type.
         bias_V: the head's bias, if it has one.
         labels_N: token ids.
-        head: what happens to the logits.
-        tiles: serves the weight and takes its gradient.
-        wanted: which gradients.
-        compute_dtype: of matrix products.
+        head: operations on the logits.
+        tiles: supplies the weight and takes its gradient.
+        wanted: the gradients to compute.
+        compute_dtype: type of matrix products.
 
     Attributes:
-        d_hidden_NH: gradient of the input, times ``loss_factor`` unless ``late_factor`` is that.
-        d_bias_V: likewise of the bias, in fp32.
-        late_factor: by what the gradients are still to be multiplied.
+        d_hidden_NH: gradient of the input, times ``loss_factor`` unless that is ``late_factor``.
+        d_bias_V: likewise for the bias, in fp32.
+        late_factor: factor by which the gradients are still to be multiplied.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class HeadLoss:
         self.d_bias_V = torch.zeros(len(weight_VH), **self._exact) if wanted.bias else None
 
     def in_one_pass(self) -> Tensor:
-        """All of the vocabulary at once."""
+        """Compute the loss with all of the vocabulary at once."""
         loss = torch.zeros((), **self._exact)
         if self._wanted.hidden:
             self.d_hidden_NH = torch.empty_like(self._hidden_NH)
@@ -121,14 +121,14 @@ class HeadLoss:
             if self.d_hidden_NH is not None:
                 self.d_hidden_NH[tokens] = logits_CV @ weight_VH
             self._take(rows, d_weight, logits_CV, hidden_CH)
-            # Else they live while the next chunk's are made.
+            # Else they live while the next chunk's are computed.
             del exact_CV, probability_CV, slope_CV, logits_CV
         del weight_VH
         self._hand_over(rows, d_weight)
         return loss
 
     def in_two_passes(self) -> Tensor:
-        """Tile by tile: first what the whole vocabulary says about each token, then its gradients."""
+        """Compute the loss tile by tile: one pass for each token's statistics over all tiles, one for its gradients."""
         log_sum_N1, loss = self._pass_for_loss()
         if self._wanted.any:
             self._pass_for_gradients(log_sum_N1)
@@ -173,10 +173,10 @@ class HeadLoss:
         if d_hidden_NH is not None:
             self.d_hidden_NH = d_hidden_NH.to(self._hidden_NH.dtype)
 
-    # --- the steps of both ------------------------------------------------------------------------------------------
+    # --- steps shared by both passes ---------------------------------------------------------------------------------
 
     def _chunks(self, d_weight: WeightGradient | None = None) -> Iterator[slice]:
-        """The tokens of each chunk; alike are as many as are added to the weight's gradient together."""
+        """Return each chunk's tokens; a group that is added to the weight's gradient together repeats alike."""
         size = self._head.chunk_tokens
         chunks = [slice(start, start + size) for start in range(0, len(self._labels_N), size)]
         num_alike = 1 if d_weight is None else d_weight.chunks_added_together(size, self._compute_dtype)
@@ -191,7 +191,7 @@ class HeadLoss:
         return self._tiles.weight(rows).to(self._compute_dtype)
 
     def _logits(self, tokens: slice, weight_WH: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The head's input in the type of the products, and its output."""
+        """Return the head's input in the type of the products, and its output."""
         hidden_CH = self._hidden_NH[tokens].to(self._compute_dtype)
         bias_W = None if self._bias_V is None else self._bias_V[rows].to(self._compute_dtype)
         return hidden_CH, F.linear(hidden_CH, weight_WH, bias_W)
@@ -199,7 +199,7 @@ class HeadLoss:
     def _scaled_and_capped(
         self, logits_CW: Tensor, *, with_slope: bool = True
     ) -> tuple[Tensor, Tensor | None]:
-        """The logits in fp32, scaled and capped, and the cap's slope; in the logits' memory if they are fp32."""
+        """Return the logits in fp32, scaled and capped, and the cap's slope; in place if the logits are fp32."""
         head = self._head
         exact_CW = logits_CW.to(self._exact["dtype"])
         if head.logit_scale != 1.0:
@@ -211,7 +211,7 @@ class HeadLoss:
         return exact_CW.mul_(head.logit_softcap), slope_CW
 
     def _target(self, seen: _Seen) -> Tensor:
-        """What the smoothed label picks of each token's logits in a tile."""
+        """Return what the smoothed label selects of each token's logits in a tile."""
         if seen.logit_sum_C1 is None:
             return seen.label_logit_C1
         smoothing = self._head.label_smoothing
@@ -221,7 +221,7 @@ class HeadLoss:
     def _finish_gradient_(
         self, logits_CW: Tensor, probability_CW: Tensor, slope_CW: Tensor | None, labels: _LabelsInTile
     ) -> None:
-        """Overwrites the logits with the loss's gradient by them."""
+        """Overwrite the logits with the loss's gradient with respect to them."""
         head = self._head
         label_probability_C1 = probability_CW.gather(1, labels.column_C1)
         label_share_C1 = labels.is_inside_C1.to(self._exact["dtype"]) * (1 - head.label_smoothing)
@@ -257,7 +257,7 @@ class HeadLoss:
 
 @dataclass(frozen=True)
 class _LabelsInTile:
-    """Which column of a tile each token's label is; a token whose label is elsewhere has some column, outside."""
+    """Each token's label as a column of a tile; a label outside the tile is clamped to some column and masked."""
 
     column_C1: Tensor
     is_inside_C1: Tensor
@@ -271,13 +271,13 @@ class _LabelsInTile:
 
 @dataclass(frozen=True)
 class _Seen:
-    """What a tile says about each token of a chunk, in fp32.
+    """One tile's statistics for each token of a chunk, in fp32.
 
     Args:
         log_sum_C1: logarithm of the sum of the exponentials of the tile's logits.
-        sum_C1: that sum, of the logits less their maximum.
+        sum_C1: that sum, of the logits minus their maximum.
         label_logit_C1: the label's logit, 0 if it is not in the tile.
-        logit_sum_C1: the sum of the logits, if asked for.
+        logit_sum_C1: the sum of the logits, if requested.
     """
 
     log_sum_C1: Tensor
@@ -287,7 +287,7 @@ class _Seen:
 
     @classmethod
     def of_(cls, exact_CW: Tensor, labels: _LabelsInTile, *, with_sum: bool) -> _Seen:
-        """Overwrites the logits with the exponentials of what they are less their maximum."""
+        """Compute the statistics; overwrites the logits with the exponentials of the logits minus their maximum."""
         label_logit_C1 = exact_CW.gather(1, labels.column_C1).mul_(labels.is_inside_C1)
         logit_sum_C1 = exact_CW.sum(1, keepdim=True) if with_sum else None
         maximum_C1 = exact_CW.amax(1, keepdim=True)

@@ -1,4 +1,4 @@
-"""The weight of a head, cut into tiles of its vocabulary.
+"""The weight of a head, split into tiles of its vocabulary.
 
 Axes: H hidden size, V vocabulary, W vocabulary of one tile.
 """
@@ -12,14 +12,14 @@ from torch import Tensor
 
 
 class HeadTiles(Protocol):
-    """Where the head's weight comes from, tile by tile, and where its gradient goes.
+    """The source of the head's weight, tile by tile, and the sink of its gradient.
 
-    Tiles are asked for in ascending order for the loss, and then in descending order for the gradients. They begin at
+    Tiles are requested in ascending order for the loss, and then in descending order for the gradients. They begin at
     multiples of ``gradients.blocks.rows_per_block``.
     """
 
     def weight(self, rows: slice) -> Tensor:
-        """These rows of the weight, on the device of the hidden states; in use until the next call."""
+        """Return these rows of the weight, on the device of the hidden states; valid until the next call."""
         ...
 
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
@@ -34,7 +34,7 @@ class ResidentTiles:
         weight_VH: the weight.
 
     Attributes:
-        d_weight_VH: its gradient, once tiles of it have been added; what was not added is undefined.
+        d_weight_VH: its gradient, once tiles of it have been added; rows that were not added are undefined.
     """
 
     def __init__(self, weight_VH: Tensor) -> None:
@@ -42,11 +42,11 @@ class ResidentTiles:
         self._weight_VH = weight_VH
 
     def weight(self, rows: slice) -> Tensor:
-        """A view of these rows."""
+        """Return a view of these rows."""
         return self._weight_VH[rows]
 
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
-        """Put the gradient of these rows in its place."""
+        """Copy the gradient of these rows to its place."""
         if d_weight_WH.shape == self._weight_VH.shape:
             self.d_weight_VH = d_weight_WH
             return

@@ -1,8 +1,8 @@
 """Cross-entropy of a linear head, chunk by chunk: the logits of some tokens, their loss, their gradients, next chunk.
 
-Chunking alone frees nothing, because autograd keeps every chunk's logits for backward. Here the gradients are made in
-the same pass as the loss, so nothing else is kept. With the vocabulary in tiles there are two passes, because a token's
-probabilities are known only when all tiles have been seen: one for the loss, one for the gradients.
+Chunking alone frees nothing, because autograd keeps every chunk's logits for backward. Here the gradients are computed
+in the same pass as the loss, so nothing else is kept. With the vocabulary in tiles there are two passes, one for the
+loss and one for the gradients, because a token's probabilities are known only after all tiles.
 
 Axes: N tokens, C tokens of one chunk, H hidden size, V vocabulary, W vocabulary of one tile; a trailing 1 is an axis of
 length one.
@@ -38,18 +38,18 @@ def linear_cross_entropy_sum(
     loss_factor: float | Tensor = 1.0,
     head_tiles: HeadTiles | None = None,
 ) -> Tensor:
-    """The sum over tokens of the negative log-likelihood, without the logits of more than ``chunk_tokens`` tokens.
+    """Return the summed negative log-likelihood, never holding the logits of more than ``chunk_tokens`` tokens.
 
     Frees: every N x V array (logits, their fp32 copy, probabilities, gradient). Kept for backward are the gradients
-    themselves, N x H and V x H; a frozen weight or input has none.
-    Costs: in one tile no recomputation; in several, the logits are computed twice. While a chunk is worked on, 6 bytes
-    * C * W in half precision or 4 in fp32, and 4 more with a softcap. With a half-precision weight, 2 * N * W bytes or
-    4 * W * H if that is less (see :class:`WeightGradient`), and 4 * N * H with several tiles.
+    themselves, N x H and V x H; a frozen weight or input needs none.
+    Costs: with one tile no recomputation; with several, the logits are computed twice. During a chunk, 6 bytes * C * W
+    in half precision or 4 in fp32, and 4 more with a softcap. With a half-precision weight also 2 * N * W bytes, or if
+    that is less, 4 * W * H (see :class:`WeightGradient`), and 4 * N * H with several tiles.
     Equals: ``F.cross_entropy(softcap(scale * F.linear(hidden, weight, bias)).float(), labels, reduction="sum",
     label_smoothing=label_smoothing) * loss_factor`` with matrix products in autocast's type, or else the inputs', and
     all else in fp32.
-    Limits: no second derivative, and one call of backward, which hands its buffers over as the gradients.
-    Source: Liger Kernel, 2024 (arXiv:2410.10989), for gradients made in forward; it sums them in the weight's type.
+    Limits: no second derivative, and only one call of backward, which returns its buffers as the gradients.
+    Source: Liger Kernel, 2024 (arXiv:2410.10989), for gradients computed in forward; it sums them in the weight's type.
     Online normalizer calculation for softmax, 2018 (arXiv:1805.02867), for the tiles.
 
     Args:
@@ -58,15 +58,15 @@ def linear_cross_entropy_sum(
         labels_N: int64 token ids, each in [0, V).
         bias_V: the head's bias, if it has one.
         chunk_tokens: tokens whose logits exist at once.
-        vocabulary_tiles: how many tiles the vocabulary is cut into; fewer where one would be less than a block
+        vocabulary_tiles: number of tiles of the vocabulary; fewer if one would be less than a block
             (:func:`rows_per_block`).
         logit_softcap: c in ``c * tanh(logits / c)``, after the scale; None leaves the logits as they are.
         logit_scale: factor on the logits.
         label_smoothing: share of each label that is spread over the whole vocabulary, 0 to 1.
-        loss_factor: factor on the sum. A half-precision gradient is rounded after it, so better here than outside.
-        head_tiles: serves the weight and takes its gradient while forward runs, so that the factor on the result must
-            be 1: it belongs into ``loss_factor``. None: the weight is on the device, and its gradient goes its way
-            through autograd.
+        loss_factor: factor on the sum. A half-precision gradient is rounded after it, so passing it here is more exact
+            than multiplying outside.
+        head_tiles: supplies the weight and takes its gradient while forward runs, so that the factor on the result must
+            be 1: pass it as ``loss_factor``. None: the weight is on the device, and its gradient goes through autograd.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs), connected to the graph even if N is 0.
@@ -79,8 +79,8 @@ def linear_cross_entropy_sum(
         label_smoothing=label_smoothing,
         loss_factor=loss_factor,
     )
-    # The Function cannot know: in its forward grad mode is always off, and it is told what requires grad, not whether
-    # anybody wants it.
+    # The Function cannot know: in its forward grad mode is always off, and needs_input_grad shows what requires grad,
+    # not whether a gradient is wanted.
     wanted = WantedGradients(
         hidden=torch.is_grad_enabled() and hidden_NH.requires_grad,
         weight=torch.is_grad_enabled() and weight_VH.requires_grad,
@@ -92,14 +92,14 @@ def linear_cross_entropy_sum(
 
 
 def _tile_rows(weight_VH: Tensor, vocabulary_tiles: int) -> int:
-    """The same whether or not the weight's gradient is handed over tile by tile, so that the loss is, too."""
+    """Return a tile's rows, whether or not the weight's gradient is taken tile by tile, so that the loss is equal."""
     unit = rows_per_block(weight_VH.shape[1])
     return -(-len(weight_VH) // (vocabulary_tiles * unit)) * unit
 
 
 @dataclass(frozen=True)
 class _Served:
-    """A weight that is elsewhere."""
+    """A weight that ``head_tiles`` supplies."""
 
     weight_VH: Tensor
     tiles: HeadTiles
@@ -152,7 +152,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             torch._assert_async(
                 d_loss == 1, "the gradient of a streamed head is made for a loss that nothing multiplies"
             )
-        # Taken off ctx, so that autograd is their only owner and makes them the parameters' .grad without a copy.
+        # Taken off ctx, so that autograd is their only owner and uses them as the parameters' .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
         factor = d_loss * ctx.late_factor
         scaled = [
@@ -170,14 +170,14 @@ def _compute_dtype(hidden_NH: Tensor) -> torch.dtype:
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
-    """Casts are made by hand, once: autocast would make them for each chunk, or cache a copy of the weight."""
+    """Turn autocast off: casts here are explicit, once; autocast would cast each chunk, or cache a weight copy."""
     if torch.is_autocast_enabled(device_type):
         return torch.autocast(device_type, enabled=False)
     return contextlib.nullcontext()
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient times a scalar: multiplied in fp32, then cast; in the gradient's own memory if the type stays.
+    """Return the gradient times a scalar: multiplied in fp32, then cast; in place if the type stays.
 
     An fp16 loss scale may be beyond fp16, and a factor such as 1 / tokens has more digits than bf16.
     """

@@ -1,1 +1,1 @@
-"""Finding the decoder layers of a model, and changing living modules so that it can be taken back."""
+"""Finding a model's decoder layers, and patching live modules reversibly."""

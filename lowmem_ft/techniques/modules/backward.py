@@ -1,4 +1,4 @@
-"""Whether a module's forward is the model's, or a part of it computed again for backward."""
+"""Detection of recomputation: whether a module's forward is the model's own, or runs again for backward."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ import torch
 
 
 def is_in_backward() -> bool:
-    """Whether a backward pass runs: a forward within it is a recomputation."""
+    """Return whether a backward pass is running: a forward within it is a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,4 +1,4 @@
-"""The model inside PEFT's wrapper, whose forward that calls."""
+"""The model inside PEFT's wrapper, whose forward calls it."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from typing import Any
 
 
 def base_model(model: Any) -> Any:
-    """The causal LM itself, with its adapters; a model without PEFT's wrapper is returned as it is."""
+    """Return the causal LM itself, with its adapters; a model without PEFT's wrapper is returned as it is."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model

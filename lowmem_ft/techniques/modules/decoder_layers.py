@@ -1,4 +1,4 @@
-"""The stack of decoder layers inside a HuggingFace causal LM, which layer-wise techniques work on."""
+"""The stack of decoder layers in a HuggingFace causal LM, on which layer-wise techniques work."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from lowmem_ft.foundation.errors import ModelError
 
 
 def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:
-    """The one list of decoder layers of a model, first layer first; wrappers such as PEFT's are looked through.
+    """Return a model's only list of decoder layers, first layer first; wrappers such as PEFT's are unwrapped.
 
     Args:
         model: a causal LM from transformers, wrapped or not.
-        way_out: the setting that does without them.
+        way_out: the setting that does not need them, for the error message.
 
     Returns:
         The model's own ``nn.ModuleList``, whose items are ``GradientCheckpointingLayer`` modules.
@@ -47,7 +47,7 @@ def _is_layer_stack(module: nn.Module) -> bool:
 
 
 def _outermost(stacks: dict[str, nn.Module]) -> dict[str, nn.ModuleList]:
-    """Drops the lists that lie inside a layer of another list."""
+    """Drop the lists that are inside a layer of another list."""
     return {
         name: stack
         for name, stack in stacks.items()

@@ -1,4 +1,4 @@
-"""Changes to a living object that can be taken back exactly, in any order."""
+"""Changes to a live object that can be undone exactly, in any order."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 _ABSENT = object()
 _HISTORY = "_lowmem_ft_overrides"
-"""The attribute in which an object keeps, while one of its attributes is overridden, what that was before."""
+"""Attribute in which an object keeps the original values of its attributes while they are overridden."""
 
 
 @dataclass(eq=False)
@@ -18,15 +18,15 @@ class _Override:
 
 
 def set_attribute(target: Any, name: str, value: object) -> Callable[[], None]:
-    """Sets an attribute on the instance, and returns the call that brings back the old one, or its absence.
+    """Set an attribute on the instance, and return the call that restores the old one, or its absence.
 
     Args:
         target: a module or another object with a ``__dict__``.
-        name: the attribute; one of the class that is hidden by this comes to light again.
-        value: what it is from now on.
+        name: the attribute; a class attribute hidden by this becomes visible again when undone.
+        value: its new value.
 
     Returns:
-        What to hand to a :class:`lowmem_ft.foundation.handle.Handle`.
+        A call for a :class:`lowmem_ft.foundation.handle.Handle`.
     """
     return _put_on(target, name, _Override(value))
 
@@ -34,16 +34,16 @@ def set_attribute(target: Any, name: str, value: object) -> Callable[[], None]:
 def wrap_method(
     target: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]
 ) -> Callable[[], None]:
-    """Sets a method that calls the one it hides, and returns the call that takes it off again.
+    """Set a method that calls the one it hides, and return the call that removes it again.
 
     Args:
         target: a module or another object with a ``__dict__``.
-        name: of the method.
-        wrap: gets the hidden method and returns the new one. Once what is hidden is taken off itself, what it hid is
-            called instead.
+        name: name of the method.
+        wrap: gets the hidden method and returns the new one. If the hidden method is itself removed later, the new one
+            calls the method below it.
 
     Returns:
-        What to hand to a :class:`lowmem_ft.foundation.handle.Handle`.
+        A call for a :class:`lowmem_ft.foundation.handle.Handle`.
     """
     override = _Override(None)
 
@@ -75,7 +75,7 @@ def _take_off(target: Any, name: str, override: _Override) -> None:
         delattr(target, name)
     elif is_visible:
         setattr(target, name, overrides[-1].value)
-    override.value = None  # what it wraps knows it, too: a circle
+    override.value = None  # the wrapper refers to it, too: a reference cycle
     if len(overrides) == 1:
         del _overrides(target)[name]
     if not _overrides(target):
@@ -83,5 +83,5 @@ def _take_off(target: Any, name: str, override: _Override) -> None:
 
 
 def _overrides(target: Any) -> dict[str, list[_Override]]:
-    """Of each overridden attribute its own value, then what has been put on, in that order."""
+    """Return for each overridden attribute its original value, then the overrides, in that order."""
     return vars(target)[_HISTORY]

@@ -1,1 +1,1 @@
-"""Weights that wait in host memory and visit the device."""
+"""Weights kept in host memory and streamed through the device."""

@@ -1,4 +1,4 @@
-"""An embedding that waits in host memory: the rows of a batch's tokens visit the device, not the table.
+"""An embedding kept in host memory: only the rows of a batch's tokens are copied to the device, not the table.
 
 Axes: B rows of the batch, T tokens of a row, N tokens of the batch (B * T), V vocabulary, H hidden size, C rows of a
 chunk of the vocabulary.
@@ -22,27 +22,28 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in
 
 TakeGradient = Callable[[nn.Parameter, Tensor, int], None]
-"""Called with a parameter, the finished gradient of a slice of it, and the number of that slice's first element."""
+"""Callback for a parameter, the finished gradient of a slice of it, and the number of that slice's first element."""
 
 Written = Callable[[], CopyEvent]
-"""The end of the last copy that brought an updated weight back to the host."""
+"""Callable that returns the end of the last copy of an updated weight back to the host."""
 
 _CHUNK_ELEMENTS = 2**23
-"""Of the gradient that exists at once; 16 MiB in bfloat16."""
+"""Elements of the gradient that exist at once; 16 MiB in bfloat16."""
 
 
 class StreamedEmbedding(Handle):
-    """Makes an embedding take its rows from host memory.
+    """Embedding that reads its rows from host memory.
 
-    The ids are read on the host. :meth:`expect` tells them beforehand; otherwise the host has to wait for the device.
+    The ids are read on the host. :meth:`expect` announces them beforehand; otherwise the host has to wait for the
+    device.
 
     Args:
-        embedding: its weight is in host memory already.
-        device: where the model computes.
-        held_gradient: the gradient, on the host, that a tied head has left; None: it is not tied.
+        embedding: the embedding, whose weight is already in host memory.
+        device: the device that the model computes on.
+        held_gradient: returns the gradient, on the host, that a tied head has left; None: it is not tied.
 
     Raises:
-        ModelError: if the embedding changes its weight, or weighs gradients by how often a token occurs.
+        ModelError: if the embedding changes its weight, or weights gradients by token frequency.
     """
 
     def __init__(
@@ -67,11 +68,11 @@ class StreamedEmbedding(Handle):
         super().__init__(set_attribute(embedding, "forward", self._forward))
 
     def train_with(self, take: TakeGradient, written: Written) -> None:
-        """From now on hand gradients to ``take``, and read no row before the updates made of them are back."""
+        """Pass gradients to ``take`` from now on, and read no row before the resulting updates are back on the host."""
         self._take, self._written = take, written
 
     def expect(self, ids_BT: Tensor) -> None:
-        """Say, on the host, which ids the next forward will be asked for."""
+        """Announce, on the host, the ids of the next forward."""
         self._expected = ids_BT
 
     def _forward(self, ids_BT: Tensor) -> Tensor:
@@ -83,10 +84,10 @@ class StreamedEmbedding(Handle):
             hook = functools.partial(self._take_gradient, ids_N=ids_BT.flatten())
             rows_NH.register_post_accumulate_grad_hook(hook)
         positions_BT = torch.arange(len(ids_N), device=self._device).view(ids_BT.shape)
-        # The stock forward, which may scale, on a table that has only these rows.
+        # The stock forward, which may scale, on a table of these rows only.
         with Handle(stand_in(self._embedding, rows_NH), set_attribute(self._embedding, "padding_idx", None)):
             hidden_BTH = self._stock_forward(positions_BT)
-        # The graph keeps the table for its gradient, which asks for its shape alone.
+        # The graph keeps the table for its gradient, which needs only its shape.
         rows_NH.data = torch.zeros((), dtype=rows_NH.dtype, device=self._device).expand(rows_NH.shape)
         return hidden_BTH
 
@@ -101,7 +102,7 @@ class StreamedEmbedding(Handle):
 
     @torch.no_grad()
     def _take_gradient(self, rows_NH: Tensor, *, ids_N: Tensor) -> None:
-        """Hand the table's gradient over chunk by chunk: the rows' sums, and zeros for tokens that did not occur."""
+        """Pass on the table's gradient chunk by chunk: the rows' sums, and zeros for tokens that did not occur."""
         d_rows_NH, rows_NH.grad = rows_NH.grad, None
         assert d_rows_NH is not None
         assert self._take is not None
@@ -113,7 +114,7 @@ class StreamedEmbedding(Handle):
             num_rows = min(rows_at_once, len(weight) - start)
             is_elsewhere_N = (ids_N < start) | (ids_N >= start + num_rows) | (ids_N == padding)
             local_N = torch.where(is_elsewhere_N, num_rows, ids_N - start)
-            # One row more for tokens elsewhere, which this kernel passes over.
+            # One extra row for tokens elsewhere, which this kernel skips.
             d_weight_CH = torch.ops.aten.embedding_dense_backward(
                 d_rows_NH, local_N, num_rows + 1, num_rows, False
             )[:num_rows]
@@ -125,6 +126,6 @@ class StreamedEmbedding(Handle):
 
 
 def _rows_at_once(num_columns: int) -> int:
-    """As many rows as a chunk holds, so that each chunk begins at a block of the optimizer's state."""
+    """Return the rows of a chunk, so that each chunk begins at a block of the optimizer's state."""
     rows_of_blocks = rows_per_block(num_columns)
     return max(1, _CHUNK_ELEMENTS // (num_columns * rows_of_blocks)) * rows_of_blocks

@@ -1,4 +1,4 @@
-"""A head that waits in host memory: tiles of its weight visit the device for the loss, all of it for logits.
+"""A head kept in host memory: tiles of its weight are streamed for the loss, all of it is copied for logits.
 
 Axes: B rows of the batch, T tokens of a row, V vocabulary, H hidden size, W vocabulary of one tile.
 """
@@ -19,13 +19,13 @@ from lowmem_ft.techniques.streaming.tensors import stand_in
 
 
 class StreamedHead(Handle):
-    """Makes a head's weight visit the device.
+    """Head whose weight is streamed to the device.
 
-    It is a ``head_tiles.HeadTiles``, for a loss that works tile by tile; whoever calls the head gets logits.
+    It is a ``head_tiles.HeadTiles``, for a loss that works tile by tile; calling the head itself returns logits.
 
     Args:
-        head: its weight is in host memory.
-        device: where the model computes.
+        head: the head, whose weight is in host memory.
+        device: the device that the model computes on.
         host: holds the gradient of a tied weight until the embedding's is there.
         is_tied: whether the embedding has the same weight.
     """
@@ -49,11 +49,12 @@ class StreamedHead(Handle):
         )
 
     def train_with(self, take: TakeGradient, written: Written) -> None:
-        """From now on hand gradients to ``take``, or to the embedding if the weight is tied to its.
+        """Pass gradients to ``take`` from now on, or to the embedding if both share their weight.
 
         Args:
-            take: whoever updates the weight.
-            written: when the last of these updates is back; no tile sets out before.
+            take: the callback that updates the weight.
+            written: returns the end of the last copy of these updates back to the host; no tile's copy starts before
+                it.
         """
         self._take, self._written = take, written
         if self._is_tied:
@@ -61,16 +62,16 @@ class StreamedHead(Handle):
             self._held_VH = self._host.allocate(weight.shape, weight.dtype, "gradient")
 
     def held_gradient(self) -> Tensor | None:
-        """What the embedding's gradient has yet to be added to, on the host; None if the weight is not tied."""
+        """Return the gradient on the host that the embedding still has to add to; None if the weight is not tied."""
         self._engine.synchronize()
         return self._held_VH
 
     def abandon(self) -> None:
-        """Let go of gradients that were on their way to the host; tiles went with the forward that failed."""
+        """Release gradients that were being copied to the host; tiles went with the forward that failed."""
         self._engine.forget_sources()
 
     def weight(self, rows: slice) -> Tensor:
-        """These rows on the device; the tile that comes next sets out."""
+        """Return these rows on the device, and start copying the next tile."""
         here, arrived = self._on_its_way.pop(rows.start, None) or self._send(rows)
         self._forget_others()
         following = self._following(rows)
@@ -89,7 +90,7 @@ class StreamedHead(Handle):
             self._take(self.parameter, d_weight_WH, rows.start * d_weight_WH.shape[1])
 
     def _following(self, rows: slice) -> slice | None:
-        """Tiles go up for the loss, then down for the gradients; the turn, at the last one, cannot be foreseen."""
+        """Return the next tile while they ascend for the loss; none is prefetched on the way down for gradients."""
         num_all, num_rows = len(self.parameter), rows.stop - rows.start
         if rows.start > self._last_start and rows.stop < num_all:
             return slice(rows.stop, min(rows.stop + num_rows, num_all))
@@ -101,13 +102,13 @@ class StreamedHead(Handle):
         return place, self._engine.to_device(values, place, after=(self._engine.now(), self._written()))
 
     def _forget_others(self) -> None:
-        """Let go of a tile that nobody came for, whose memory may be used again once it has arrived."""
+        """Release tiles that were prefetched in vain, whose memory may be used again once they have arrived."""
         for _, arrived in self._on_its_way.values():
             self._engine.wait(arrived)
         self._on_its_way.clear()
 
     def _forward(self, hidden_BTH: Tensor) -> Tensor:
-        """The stock forward, with all of the weight on the device."""
+        """Run the stock forward, with all of the weight on the device."""
         is_trained = self._take is not None and self.parameter.requires_grad and torch.is_grad_enabled()
         whole = slice(0, len(self.parameter))
         visitor = nn.Parameter(self.weight(whole), requires_grad=is_trained)

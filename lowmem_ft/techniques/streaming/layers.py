@@ -1,12 +1,12 @@
-"""Decoder layers whose weights wait in host memory and visit one of two slots on the device.
+"""Decoder layers whose weights are kept in host memory and streamed through two slots on the device.
 
-Layer i always visits slot ``i % 2``. While it computes, the next layer's weights travel to the other slot; the weights
-of the turn, at the end of forward, and of the first layers, at the end of backward, are still there when they are
-needed again. Updates that wait for the next layer's visit in forward are made in its slot meanwhile, too.
+Layer i always uses slot ``i % 2``. While it computes, the next layer's weights are copied to the other slot; the last
+layers' weights at the end of forward, and the first layers' at the end of backward, are still there when they are
+needed again. Deferred updates for the next layer's visit in forward are made in its slot meanwhile, too.
 
-Not more slots, and no copies in pieces: by the clock of virtual GPUs (Llama 3.1 8B, 1 to 16 rows of 2048 tokens a step,
-A100, H100 and RTX 4090, 2026-11-23) a third slot, with each layer sent for two ahead, saves at most 0.6 % of a step for
-a layer's memory, and pieces of 32 MiB save nothing.
+More slots or copies in pieces do not pay: by the clock of virtual GPUs (Llama 3.1 8B, 1 to 16 rows of 2048 tokens a
+step, A100, H100 and RTX 4090, 2026-11-23) a third slot, with each layer prefetched two ahead, saves at most 0.6 % of a
+step for a layer's memory, and pieces of 32 MiB save nothing.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.streaming.tensors import StreamedTensor, streamed_tensors, with_own_storage
 
 ALIGNMENT = 256
-"""Bytes at whose multiples each tensor begins, as the vector loads of kernels want it."""
+"""Alignment in bytes of each tensor, as the vector loads of kernels need it."""
 
 NUM_SLOTS = 2
 
 
 class SupportsDeferredUpdates(Protocol):
-    """What streaming needs of whoever updates weights: see ``optimizer_in_backward.InBackward``."""
+    """An updater of weights as streaming needs it: see ``optimizer_in_backward.InBackward``."""
 
     updates_at_once: bool
-    """Whether weights are updated while their gradients are made, or when :meth:`apply` is called."""
+    """True if weights are updated while their gradients are computed, False if :meth:`apply` updates them."""
 
     def defer(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Leave the updates of these parameters to :meth:`apply`, where they cannot be made at once."""
+        """Leave the updates of these parameters to :meth:`apply` if they cannot be made at once."""
         ...
 
     def has_deferred(self, parameters: Iterable[nn.Parameter]) -> bool:
-        """Whether the update of any of them waits."""
+        """Return whether the update of any of them is deferred."""
         ...
 
     def apply(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Update those of them whose update waits."""
+        """Make the deferred updates of these parameters."""
         ...
 
     def fork(self) -> None:
-        """Let what the next :meth:`beside` does run beside all that is computed from here on."""
+        """Mark this point: the next concurrent block overlaps with all that is computed from here on."""
         ...
 
     def beside(self) -> AbstractContextManager[None]:
-        """In a ``with`` block, work beside the computing since the fork, if that is possible; what comes next waits."""
+        """In a ``with`` block, work concurrently with compute since the fork, if possible; what comes next waits."""
         ...
 
 
 class LayerSlab:
-    """The streamed weights of one layer side by side in one host tensor, so that one copy moves them all.
+    """The streamed weights of one layer, contiguous in one host tensor, so that one copy moves them all.
 
     Args:
-        layer: its weights are copied to the slab and let go.
-        is_streamed: which of its parameters go.
-        host: where the slab is allocated.
-        stub_of: a tensor without memory of its own, like the given one, that parameters show while they are away.
+        layer: its weights are copied to the slab and released.
+        is_streamed: whether a parameter is streamed.
+        host: the host memory in which the slab is allocated.
+        stub_of: a tensor without memory of its own, like the given one, that a parameter shows while it is away.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ class LayerSlab:
         self.evict()
 
     def load(self, memory: Tensor) -> None:
-        """Let the layer use a copy of the slab."""
+        """Point the layer's parameters at a copy of the slab."""
         self._point_at(self._views(memory))
 
     def evict(self) -> None:
-        """Let the layer use nothing: its parameters show their shapes alone."""
+        """Point the layer's parameters at stubs, which have only their shapes."""
         self._point_at(iter(self._stubs))
 
     def materialize(self) -> None:
-        """Let the layer use the slab itself, each tensor for itself; fake parameters cannot leave their device."""
+        """Point the layer at the slab itself, each tensor with its own storage; fake parameters keep their device."""
         if is_virtual(self._device):
             torch.get_device_module(self._device).host_may_use(self.memory)
         else:
@@ -126,17 +126,17 @@ class _Slot:
 
 
 class LayerStream:
-    """Brings each layer's weights to the device for its visit, and changed ones back.
+    """Copies each layer's weights to the device for its visit, and changed ones back.
 
     Args:
         slabs: one for each streamed layer, first layer first.
-        engine: copies.
-        device: where the slots are.
+        engine: makes the copies.
+        device: the device of the slots.
 
     Attributes:
-        updates: who updates the weights; None while nobody does.
+        updates: the updater of the weights; None while they are not trained.
         num_loads: copies of a slab to the device so far.
-        is_updating: whether the weights in a slot are newer than their slab, and not on their way there.
+        is_updating: whether the weights in a slot are newer than their slab, and not yet being copied there.
     """
 
     def __init__(self, slabs: Sequence[LayerSlab], engine: CopyEngine, device: torch.device) -> None:
@@ -154,21 +154,21 @@ class LayerStream:
 
     @property
     def slot_memory(self) -> list[Tensor]:
-        """The slots."""
+        """The memory of each slot."""
         return [slot.memory for slot in self._slots]
 
     @property
     def slot_bytes(self) -> int:
-        """Of the device, for all slots."""
+        """Device bytes of all slots."""
         return sum(memory.nbytes for memory in self.slot_memory)
 
     @torch.no_grad()
     def visit(self, index: int, *, then: int, in_backward: bool) -> None:
-        """Put a layer's weights in its place; the layer before leaves, and the one after sets out.
+        """Point a layer at its weights in its slot; evict the layer before, and start copying the one after.
 
         Args:
-            index: of the layer.
-            then: the layer that comes next; none if there is no layer of that number.
+            index: number of the layer.
+            then: number of the layer that comes next; ignored if there is no layer of that number.
             in_backward: whether this visit's gradients may change the weights.
         """
         if self._visiting != index:
@@ -190,7 +190,7 @@ class LayerStream:
 
     @torch.no_grad()
     def end_visit(self) -> None:
-        """Let the visiting layer leave, if there is one; what its visit changed sets out for the host."""
+        """Evict the visiting layer, if there is one; what its visit changed is copied to the host."""
         if self._visiting is None:
             return
         if self._is_changed:
@@ -199,7 +199,7 @@ class LayerStream:
         self._visiting, self._is_changed = None, False
 
     def flush(self) -> None:
-        """Make all updates that wait, and end all copies: the slabs are then up to date."""
+        """Make all deferred updates, and end all copies: the slabs are then up to date."""
         waiting = list(filter(self._has_waiting, range(len(self.slabs))))
         for index in range(waiting[0], waiting[-1] + 1) if waiting else ():  # each updates the next one
             self.visit(index, then=index + 1, in_backward=False)
@@ -207,12 +207,12 @@ class LayerStream:
         self._engine.synchronize()
 
     def abandon(self) -> None:
-        """Let the visiting layer leave in the middle of a step; a copy to a slot may have failed halfway."""
+        """Evict the visiting layer in the middle of a step; a copy to a slot may have failed halfway."""
         self.end_visit()
         self.forget()
 
     def forget(self) -> None:
-        """Load anew what is in the slots: the slabs may have changed."""
+        """Invalidate the slots, so that they are loaded again: the slabs may have changed."""
         for slot in self._slots:
             slot.holds = None
 
@@ -220,15 +220,15 @@ class LayerStream:
         return self.updates is not None and self.updates.has_deferred(self.slabs[index].parameters)
 
     def _update(self, index: int) -> None:
-        """Make a layer's updates that wait, in its slot, and send it home; beside the layer before, where they can be.
+        """Make a layer's deferred updates in its slot, and copy it back; if possible, during the layer before.
 
-        They are issued behind that layer: the host may have to wait for files, and the device has work meanwhile.
+        They are issued after that layer: the host may have to wait for files, and the device has work meanwhile.
         """
         assert self.updates is not None, "somebody has updates that wait"
         slot, slab = self._load(index), self.slabs[index]
         with self.updates.beside():
             self._engine.wait(slot.filled)
-            # It may still be on its way to the host since its last update.
+            # The slot may still be being copied to the host since its last update.
             self._engine.wait(slot.emptied)
             slab.load(slot.memory)
             self.is_updating = True

@@ -1,4 +1,4 @@
-"""Parameter streaming: weights wait in host memory and visit the device layer by layer."""
+"""Parameter streaming: weights are kept in host memory and streamed through the device layer by layer."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ log = logging.getLogger(__name__)
 
 
 class SupportsStreamedUpdates(SupportsDeferredUpdates, Protocol):
-    """Who updates streamed weights, such as ``optimizer_in_backward.InBackward``."""
+    """An updater of streamed weights, such as ``optimizer_in_backward.InBackward``."""
 
     def take(self, parameter: nn.Parameter, gradient: Tensor, start: int = 0) -> None:
         """Accept the finished gradient of a slice of a parameter whose gradients autograd does not collect."""
         ...
 
     def written(self, parameter: nn.Parameter) -> CopyEvent:
-        """The end of the last copy that brought an updated weight back to where it waits."""
+        """Return the end of the last copy of an updated weight back to the host."""
         ...
 
 
@@ -46,7 +46,7 @@ class SupportsHeadTiles(Protocol):
     """A loss that can take the head in tiles, such as ``chunked_loss.ChunkedLoss``."""
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
-        """Ask these for the head's weight from now on."""
+        """Take the head's weight from these tiles from now on."""
         ...
 
 
@@ -59,34 +59,35 @@ def enable_parameter_streaming(
     trained: bool,
     loss: SupportsHeadTiles | None = None,
 ) -> ParameterStreaming:
-    """Moves a model on the host to a device, but for its decoder layers, embedding and head, which visit it in turn.
+    """Move a model to a device, except its decoder layers, embedding and head, which are streamed from the host.
 
-    Frees: all weights of decoder layers but two layers and ``offload.resident_layers``; of the embedding all but the
-    rows of a batch; of the head all, but while the loss is computed.
-    Costs: each layer's weights cross the host link twice a step, and once more if they are trained; copies run beside
-    the computation. The visits of the first layers, and of the last ones at the turn, cost nothing: they are
-    still there.
+    Frees: all weights of decoder layers except two layers and ``offload.resident_layers``; all of the embedding except
+    the rows of a batch; all of the head, except while the loss is computed.
+    Costs: each layer's weights cross the host link twice per step, and once more if they are trained; copies overlap
+    with compute. The first layers at the start of forward, and the last ones at the start of backward, cost nothing:
+    they are still there.
     Equals: the same losses and gradients bit for bit.
-    Limits: trained weights are updated while they visit, by an optimizer that steps in backward
+    Limits: trained weights are updated while they are on the device, by an optimizer that steps in backward
     (:meth:`ParameterStreaming.update_with`). Enable it after every technique that changes the model's forward and
-    before the optimizer is made. Weights in files (``offload.folder``) may be larger than RAM, unless they are unpacked
-    from GGUF; the disk then bounds the speed.
+    before creating the optimizer. Weights in files (``offload.folder``) may be larger than RAM, unless they are
+    unpacked from GGUF; the disk then bounds the speed.
     Source: L2L: Training Large Neural Networks with Constant Memory, 2020 (arXiv:2002.05645).
 
     Args:
         model: a causal LM from transformers, in host memory; a PEFT model around one, too.
-        config: how many layers stay.
-        device: where it computes.
-        host: where the weights will wait.
-        trained: whether weights that require grad are streamed too; false if they are adapters, which stay.
-        loss: gets the head in tiles; None: all of it visits for the logits.
+        config: how many layers stay on the device.
+        device: the device that it computes on.
+        host: the host memory for the weights.
+        trained: whether weights that require grad are streamed too; False if they are adapters, which stay on the
+            device.
+        loss: takes the head in tiles; None: all of it is copied for the logits.
 
     Returns:
         A handle whose ``remove()`` leaves a plain model on the host, with the weights as trained.
 
     Raises:
         ModelError: if the model's layers cannot be found, or if one that is not checkpointed has experts in one tensor.
-        UserError: if more layers are to stay than there are.
+        UserError: if ``offload.resident_layers`` exceeds the number of layers.
         DoesNotFitError: if the host has too little memory left.
     """
     layers = decoder_layers(model, way_out="offload.parameters=device")
@@ -101,7 +102,7 @@ def enable_parameter_streaming(
     num_streamed = len(layers) - config.resident_layers
     if device.type != "cpu":  # where the experts' products keep no slices: tests/invariants
         _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
-    # Beside the model as it was loaded, of which each layer is let go once it is copied.
+    # In addition to the model as loaded, each layer of which is released once it is copied.
     largest = max(sum(parameter.nbytes for parameter in layer.parameters()) for layer in layers)
     host.check(
         largest,
@@ -132,8 +133,8 @@ class ParameterStreaming(Technique):
     """A model whose weights are streamed; see :func:`enable_parameter_streaming`.
 
     Attributes:
-        layers: the streamed layers' weights on their way.
-        updates: who updates them; None while nobody does.
+        layers: the stream of the layers' weights.
+        updates: the updater of the weights; None while they are not trained.
     """
 
     def __init__(
@@ -175,18 +176,18 @@ class ParameterStreaming(Technique):
 
     @property
     def waiting(self) -> set[nn.Parameter]:
-        """The parameters whose weights wait on the host."""
+        """The parameters whose weights are kept on the host."""
         return self._on_host.union(*(slab.parameters for slab in self.layers.slabs))
 
     @property
     def host_bytes(self) -> int:
-        """Of the weights that wait."""
+        """Host bytes of the streamed weights."""
         return sum(slab.memory.nbytes for slab in self.layers.slabs) + sum(
             weight.nbytes for weight in self._on_host
         )
 
     def update_with(self, updates: SupportsStreamedUpdates) -> None:
-        """Let the streamed weights be trained: their gradients go to ``updates`` while they are on the device."""
+        """Train the streamed weights: their gradients go to ``updates`` while they are on the device."""
         self.updates = self.layers.updates = updates
         updates.defer(parameter for slab in self.layers.slabs for parameter in slab.parameters)
         for part in (self._embedding, self._head):
@@ -194,29 +195,29 @@ class ParameterStreaming(Technique):
                 part.train_with(updates.take, partial(updates.written, part.parameter))
 
     def before_forward(self, input_ids_BT: Tensor, num_label_tokens: int | None) -> dict[str, Any]:
-        """The host reads the embedding's rows, and need not ask the device for the token ids."""
+        """Announce the token ids to the embedding, whose rows the host then reads without waiting for the device."""
         if self._embedding is not None:
             self._embedding.expect(input_ids_BT)
         return {}
 
     @property
     def is_updating(self) -> bool:
-        """Also once an update has failed."""
+        """True while an update runs, and also after an update has failed."""
         return self.layers.is_updating
 
     def abandon(self) -> None:
-        """Nobody visits; what has been updated on its visit is home."""
+        """Evict all visitors; what has been updated in its visit is on the host."""
         self.layers.abandon()
         if self._head is not None:
             self._head.abandon()
 
     def flush(self) -> None:
-        """Make all updates that wait for a layer's next visit, so that the weights on the host are those of now."""
+        """Make all updates deferred to a layer's next visit, so that the weights on the host are current."""
         self.layers.flush()
 
     @contextlib.contextmanager
     def at_rest(self) -> Iterator[None]:
-        """Every parameter on the host, where it can be read without a copy: for saving."""
+        """Keep every parameter on the host in a ``with`` block, where it can be read without a copy: for saving."""
         self.flush()
         for slab in self.layers.slabs:
             slab.materialize()
@@ -228,14 +229,14 @@ class ParameterStreaming(Technique):
             self.layers.forget()
 
     def weight_memory(self) -> Iterator[WeightMemory]:
-        """The slots that layers visit in turn, and where each layer waits."""
+        """Yield the slots that layers use in turn, and each layer's slab."""
         for memory in self.layers.slot_memory:
             yield WeightMemory(memory)
         for slab in self.layers.slabs:
             yield WeightMemory(slab.memory, of=slab.parameters[0])
 
     def _leave_on_host(self) -> None:
-        """Called last by ``remove()``: hooks and stand-ins are gone."""
+        """Leave a plain model on the host; ``remove()`` calls this last, after hooks and stand-ins are gone."""
         self.flush()
         for slab in self.layers.slabs:
             slab.materialize()
@@ -245,7 +246,7 @@ class ParameterStreaming(Technique):
 def _outer_parts(
     model: Any, device: torch.device, host: HostMemory, is_streamed: Callable[[Any], bool]
 ) -> tuple[StreamedEmbedding | None, StreamedHead | None]:
-    """The embedding and the head, where they are what they mostly are; others stay on the device."""
+    """Return the embedding and the head if they are plain ones that are streamed; others stay on the device."""
     table, linear = model.get_input_embeddings(), model.get_output_embeddings()
     is_tied = linear is not None and table is not None and linear.weight is table.weight
     head = embedding = None
@@ -257,9 +258,10 @@ def _outer_parts(
 
 
 def _refuse_slices_kept_for_backward(layers: Sequence[nn.Module]) -> None:
-    """Of a whole weight autograd keeps the parameter, and finds there what visits in backward; of a slice, the slot.
+    """Reject layers without checkpointing whose experts are slices of one tensor.
 
-    In a checkpointed layer the slices are taken again in the visit in which they are needed.
+    For a whole weight, autograd keeps the parameter, and finds there what is loaded in backward; for a slice, it keeps
+    the slot. In a checkpointed layer the slices are taken again in the visit in which they are needed.
     """
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
@@ -278,13 +280,13 @@ def _weights_of(embedding: StreamedEmbedding | None, head: StreamedHead | None) 
 
 
 def _shared_parameters(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Parameters that several layers have in common: they stay on the device."""
+    """Return the parameters that several layers have in common: they stay on the device."""
     count = Counter(parameter for layer in layers for parameter in set(layer.parameters()))
     return {parameter for parameter, num_layers in count.items() if num_layers > 1}
 
 
 def _biases_of_quantised(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
-    """Biases to which bitsandbytes gives another type in their first forward: once for all, as long as they stay.
+    """Return biases whose type bitsandbytes changes in their first forward: once and for all, as long as they stay.
 
     A cast in each visit would be one in a layer's forward and none in its recomputation, if that is the same visit;
     selective checkpointing counts operations.
@@ -300,7 +302,7 @@ def _biases_of_quantised(layers: Sequence[nn.Module]) -> set[nn.Parameter]:
 
 
 def _stubs_on(device: torch.device) -> Callable[[Tensor], Tensor]:
-    """What a parameter shows while it is away: its shape and type, and one element's memory for all of them."""
+    """Return a maker of stubs for parameters that are away: shape and type, one element's memory for all of a type."""
     elements: dict[torch.dtype, Tensor] = {}
 
     def stub_of(tensor: Tensor) -> Tensor:
@@ -312,7 +314,7 @@ def _stubs_on(device: torch.device) -> Callable[[Tensor], Tensor]:
 
 
 def _visiting_hooks(layers: Sequence[nn.Module], stream: LayerStream) -> Iterator[Callable[[], None]]:
-    """Let each layer's weights come before its forward, and again before its backward; how to undo that."""
+    """Hook each layer to load its weights before its forward and again before its backward; yield the undo calls."""
 
     def before_forward(index: int, layer: nn.Module, args: Any) -> None:
         if not is_in_backward():  # a recomputation: the weights are there

@@ -1,6 +1,7 @@
-"""The tensors that a module computes with, and how to let it use them somewhere else.
+"""The tensors that a module computes with, and ways to point it at other memory.
 
-A parameter is its module's own object for good: optimizers, hooks and ties know it. What moves is the memory behind it.
+A parameter remains its module's own object throughout: optimizers, hooks and ties refer to it. Only the memory behind
+it changes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class StreamedTensor:
     """A tensor with all the attributes that hold it.
 
     Args:
-        tensor: where it is now.
+        tensor: its current tensor.
         holders: objects and the names of their attributes.
     """
 
@@ -30,18 +31,18 @@ class StreamedTensor:
     holders: tuple[tuple[Any, str], ...]
 
     def point_at(self, tensor: Tensor) -> None:
-        """Let the holders use a tensor of the same shape and type."""
+        """Point the holders at a tensor of the same shape and type."""
         for holder, attribute in self.holders:
             setattr(holder, attribute, tensor)
 
 
 def streamed_tensors(module: nn.Module, name: str, stub: Tensor) -> Iterator[StreamedTensor]:
-    """A parameter's own tensor, and the statistics that a quantised one brings along.
+    """Yield a parameter's own tensor, and the statistics that a quantised one has.
 
     Args:
-        module: holds the parameter.
-        name: the parameter's, in the module.
-        stub: of the parameter's shape and type, on the device where it will be used.
+        module: the module that holds the parameter.
+        name: the parameter's name in the module.
+        stub: a tensor of the parameter's shape and type, on the device that will use it.
     """
     values = module._parameters[name].data  # type: ignore[union-attr]
     parameter: Any = _move_parameter(module, name, stub)
@@ -58,10 +59,10 @@ def streamed_tensors(module: nn.Module, name: str, stub: Tensor) -> Iterator[Str
 
 
 def _move_parameter(module: nn.Module, name: str, tensor: Tensor) -> nn.Parameter:
-    """Give a parameter another tensor, on another device maybe, as ``Module.to`` does.
+    """Give a parameter another tensor, possibly on another device, as ``Module.to`` does.
 
     Returns:
-        The parameter, or a new one where torch cannot change the device of one that exists: fake tensors only.
+        The parameter, or a new one if torch cannot change the device of an existing one: fake tensors only.
     """
     parameter = module._parameters[name]
     assert parameter is not None
@@ -78,7 +79,7 @@ def _move_parameter(module: nn.Module, name: str, tensor: Tensor) -> nn.Paramete
 
 
 def move_the_rest(module: nn.Module, device: torch.device, waiting: set[nn.Parameter]) -> None:
-    """Move all parameters and buffers to a device, but for those that wait on the host."""
+    """Move all parameters and buffers to a device, except those kept on the host."""
     moved: dict[nn.Parameter, nn.Parameter] = {}
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -93,14 +94,14 @@ def move_the_rest(module: nn.Module, device: torch.device, waiting: set[nn.Param
 
 
 def stand_in(module: nn.Module, weight: nn.Parameter) -> Callable[[], None]:
-    """Put a parameter in the place of a module's weight; what is returned puts the other one back."""
+    """Replace a module's weight by a parameter; the call returned restores the original."""
     own = module._parameters["weight"]
     module._parameters["weight"] = weight
     return partial(module._parameters.__setitem__, "weight", own)
 
 
 def with_own_storage(view: Tensor) -> Tensor:
-    """The same memory behind a storage that begins and ends with the view, so that nobody takes it for shared."""
+    """Return the same memory with a storage that begins and ends with the view, so that it does not seem shared."""
     if not has_values(view) or not view.nbytes:
         return view  # there is no memory
     with _disable_current_modes():  # a storage tracker would take it for new memory
@@ -108,7 +109,7 @@ def with_own_storage(view: Tensor) -> Tensor:
 
 
 def _scales_of(state: Any, device: torch.device) -> Iterator[StreamedTensor]:
-    """The scales of blocks, one in 64 weights; the tables are small and stay on the device."""
+    """Yield the scales of blocks, one for 64 weights; the tables are small and stay on the device."""
     scales = [state, state.state2] if state.nested else [state]
     for scale in scales:
         scale.code = scale.code.to(device)

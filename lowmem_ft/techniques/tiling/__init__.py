@@ -1,1 +1,1 @@
-"""Parts of a layer that work through the tokens tile by tile."""
+"""Parts of a layer that process the tokens tile by tile."""

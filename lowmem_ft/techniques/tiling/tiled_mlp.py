@@ -1,4 +1,4 @@
-"""MLPs that work through the tokens in tiles, so that their wide inner activations exist for one tile at a time.
+"""MLPs that process the tokens in tiles, so that their wide inner activations exist for one tile at a time.
 
 Axes: B rows, T tokens of a row, H hidden size.
 """
@@ -23,38 +23,38 @@ from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
 log = logging.getLogger(__name__)
 
 _NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
-"""What decoder layers call the part that treats each token by itself."""
+"""Attributes by which decoder layers hold the part that treats each token by itself."""
 
 _CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_TILES = 2, 8, 3
-"""A comparison with the stock MLP in tiles of 6, 6 and 4 tokens, none of which is a row."""
+"""Sizes of a comparison with the stock MLP in tiles of 6, 6 and 4 tokens, none of which is a row."""
 
 
 def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
-    """Makes the MLP of each decoder layer work on one of ``config.mlp`` tiles of the tokens after the other.
+    """Make the MLP of each decoder layer process the tokens in ``config.mlp`` tiles, one after the other.
 
     In backward each tile is computed again and differentiated, and every parameter gets its whole gradient at once, so
     that hooks on it fire once.
 
-    Frees: the MLP's inner activations and their gradients but for one tile, of which a gated MLP holds 7 * tokens *
-    intermediate numbers while its layer is differentiated. The gain is full for frozen weights; of trained linear
-    layers the factors of their gradients stay, 3 * tokens * intermediate numbers, or a sum in fp32 if that is less
-    (see ``weight_gradient.WeightGradient``). Other trained weights are summed in fp32.
-    Costs: the MLP's forward once more in backward. Nothing in a checkpointed layer that ends with the MLP (all but
+    Frees: the MLP's inner activations and their gradients except for one tile, of which a gated MLP holds 7 * tokens *
+    intermediate numbers while its layer is differentiated. The gain is full for frozen weights; for trained linear
+    layers the factors of their gradients stay, 3 * tokens * intermediate numbers, or a sum in fp32 if that is less (see
+    ``weight_gradient.WeightGradient``). Other trained weights are summed in fp32.
+    Costs: one more forward of the MLP in backward, none in a checkpointed layer that ends with the MLP (all except
     Gemma's kind): its recomputation stops before the MLP. Smaller matrix products.
-    Equals: the same gradients up to the order of sums: those of linear layers are one product over all tokens wherever
-    that takes less memory than a sum.
+    Equals: the same gradients up to the order of sums: those of linear layers are one product over all tokens if that
+    takes less memory than a sum.
     Limits: dropout in the MLP draws other numbers than without tiles. No second derivative. An MLP that does not treat
-    each token by itself is refused: its output is compared on random tokens, but with meta or fake weights taken on
-    trust. LLM.int8 passes that comparison, though it looks for outliers over all tokens. Routers' logits cannot be
+    each token by itself is rejected: its output is compared on random tokens, except meta or fake weights, which are
+    accepted. LLM.int8 passes that comparison, although it looks for outliers over all tokens. Routers' logits cannot be
     collected.
-    Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once a tile.
+    Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once per tile.
 
     Args:
         model: a causal LM from transformers, wrapped or not, with its adapters.
         config: the number of tiles.
 
     Returns:
-        A handle whose ``remove()`` brings the stock MLPs back.
+        A handle whose ``remove()`` restores the stock MLPs.
 
     Raises:
         UserError: if the number of tiles is less than 1.
@@ -92,14 +92,14 @@ def _refuse_routers_whose_logits_are_collected(model: Any) -> None:
 
 
 def _random_hidden(model: Any, mlp: nn.Module) -> Tensor:
-    """A few tokens as the MLP would get them."""
+    """Return a few random tokens in the form that the MLP gets."""
     shape = (_CHECKED_ROWS, _CHECKED_TOKENS, model.config.get_text_config().hidden_size)
     hidden_BTH = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     return hidden_BTH.to(next(mlp.parameters()).device, model.dtype)
 
 
 def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
-    """Compares output with and without tiles, where the weights hold numbers."""
+    """Compare output with and without tiles, if the weights hold numbers."""
     if hidden_BTH.is_meta:
         log.info("Tiled MLP: not compared with the stock MLP, because the weights are on the meta device.")
         return
@@ -133,8 +133,8 @@ def _equals_in_tiles(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
 
 
 def _close(ours: Tensor, stock: Tensor) -> bool:
-    """Equal up to a few roundings of their type, relative to the largest."""
+    """Return whether both are equal up to a few roundings of their type, relative to the largest value."""
     tolerance = max(1e-5, 4 * torch.finfo(stock.dtype).eps)
     is_close = (ours - stock).abs().max() <= tolerance * stock.abs().max()
-    # Without values, as in a trace, there is nothing to compare but the memory that comparing takes.
+    # Without values, as in a trace, there is nothing to compare: only the memory of the comparison counts.
     return not has_values(is_close) or bool(is_close)

@@ -1,7 +1,7 @@
-"""A module's forward, token by token in tiles, differentiated so that each parameter gets one gradient.
+"""A module's forward over tiles of tokens, differentiated so that each parameter gets one gradient.
 
-Autograd's nodes of one call, in the order of backward: :class:`_InTiles` computes tile after tile again and sums the
-gradients; :class:`_Keep` passes the input's on; :class:`_StandIn`, one a parameter, finishes that parameter's.
+Autograd's nodes of one call, in the order of backward: :class:`_InTiles` recomputes tile after tile and sums the
+gradients; :class:`_Keep` passes the input's on; :class:`_StandIn`, one per parameter, finishes that parameter's.
 
 Axes: B rows, T tokens of a row, N tokens of the batch (B * T), H hidden size, C tokens of one tile, O outputs.
 """
@@ -23,11 +23,11 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 
 
 class ForwardInTiles:
-    """In place of the forward of a module that treats each token by itself.
+    """Replacement for the forward of a module that treats each token by itself.
 
     Args:
         module: takes one tensor of B x T x H and returns another.
-        num_tiles: of the B * T tokens.
+        num_tiles: number of tiles of the B * T tokens.
     """
 
     def __init__(self, module: nn.Module, num_tiles: int) -> None:
@@ -36,18 +36,18 @@ class ForwardInTiles:
         self._stock_forward: Callable[[Tensor], Tensor] = module.forward
 
     def __call__(self, hidden_states: Tensor) -> Tensor:
-        """The module's output, connected to the graph."""
+        """Return the module's output, connected to the graph."""
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden_states.requires_grad or parameters):
             return self.in_tiles(hidden_states).view_as(hidden_states)
         kept, sums = _Kept(), _Sums()
         stand_ins = [_StandIn.apply(parameter, sums) for parameter in parameters]
         same = _Keep.apply(hidden_states, kept, *stand_ins[:1])
-        # The view is made out here: autograd forbids to change a view that a Function returns, as Falcon's layers do.
+        # The view is created out here: autograd forbids changing a view that a Function returns, as Falcon's layers do.
         return _InTiles.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
 
     def in_tiles(self, hidden_BTH: Tensor) -> Tensor:
-        """The module's output, one tile after the other, as 1 x N x H; for calls without a graph."""
+        """Return the module's output, one tile after the other, as 1 x N x H; for calls without a graph."""
         hidden_1NH = _one_row(hidden_BTH)
         tiles = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
         return torch.cat(tiles, dim=1)
@@ -55,7 +55,7 @@ class ForwardInTiles:
     def differentiated(
         self, hidden_BTH: Tensor, d_output_BTH: Tensor, gradients: _ParameterGradients
     ) -> Tensor:
-        """The gradient of the input; adds those of the parameters."""
+        """Return the gradient of the input; adds those of the parameters."""
         hidden_1NH, d_output_1NH = _one_row(hidden_BTH), _one_row(d_output_BTH)
         d_hidden_1NH = torch.empty_like(hidden_1NH)
         with gradients.collected_from_linear_layers():
@@ -80,16 +80,16 @@ class ForwardInTiles:
 
 
 class _Kept:
-    """Where :class:`_InTiles` finds the node whose saved tensor is its input."""
+    """The node whose saved tensor is the input of :class:`_InTiles`."""
 
     saver: Any = None
 
 
 class _Sums:
-    """Where :class:`_StandIn` finds what :class:`_InTiles` has summed.
+    """The sums that :class:`_InTiles` leaves for :class:`_StandIn`.
 
-    Not one object with :class:`_Kept`: the saver's inputs include a stand-in, and a circle of references would keep the
-    activations of each recomputed layer until Python's garbage collector comes by.
+    Not one object with :class:`_Kept`: the saver's inputs include a stand-in, and a reference cycle would keep the
+    activations of each recomputed layer until Python's garbage collector runs.
     """
 
     gradients: _ParameterGradients | None = None
@@ -101,7 +101,7 @@ class _Keep(torch.autograd.Function):
     Saved before the module is computed, the input is the last that a checkpointed layer saves if the module ends it:
     the recomputation stops there, and does not compute the module. (What a Function saves, it saves after its forward.)
 
-    A stand-in among the inputs has it save even where the input needs no gradient, as behind frozen embeddings.
+    A stand-in among the inputs makes it save even if the input needs no gradient, as after frozen embeddings.
     """
 
     @staticmethod
@@ -117,9 +117,9 @@ class _Keep(torch.autograd.Function):
 
 
 class _StandIn(torch.autograd.Function):
-    """A number that stands for a parameter among the inputs of :class:`_InTiles`.
+    """A scalar that represents a parameter among the inputs of :class:`_InTiles`.
 
-    Its backward comes afterwards and makes the parameter's gradient, right before the hooks on it take it: gradients
+    Its backward comes afterwards and creates the parameter's gradient, right before the hooks on it take it: gradients
     leave one by one, where a single Function would have to return all of them at once.
     """
 
@@ -131,7 +131,7 @@ class _StandIn(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_stand_in: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        assert ctx.sums.gradients is not None  # made by _InTiles, whose input the stand-in was
+        assert ctx.sums.gradients is not None  # set by _InTiles, whose input the stand-in was
         return ctx.sums.gradients.take(ctx.parameter), None
 
 
@@ -159,7 +159,7 @@ class _InTiles(torch.autograd.Function):
 
 
 class _Surroundings:
-    """Autocast and random numbers of a moment, to compute the same again later."""
+    """Autocast and RNG state at some moment, to repeat the same computation later."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -188,12 +188,12 @@ class _Surroundings:
 class _ParameterGradients:
     """Sums of a module's gradients over tiles of tokens.
 
-    The weight of a plain ``nn.Linear`` gets its gradient from what its layer's calls hand over. Autograd has the other
-    parameters', and that of such a weight where the module uses it by other means than calling its layer, as PEFT does
-    beside fused experts.
+    The weight of a plain ``nn.Linear`` gets its gradient from the factors that its layer's calls collect. Autograd
+    computes the other parameters', and that of such a weight if the module uses it by other means than calling its
+    layer, as PEFT does next to fused experts.
 
     Attributes:
-        trained: the parameters to ask autograd about.
+        trained: the parameters that autograd differentiates.
     """
 
     def __init__(self, module: nn.Module, num_tokens: int) -> None:
@@ -213,7 +213,7 @@ class _ParameterGradients:
 
     @contextlib.contextmanager
     def collected_from_linear_layers(self) -> Iterator[None]:
-        """Let linear layers hand the factors of their weights' gradients over, while a block runs."""
+        """Collect the factors of linear layers' weight gradients in a ``with`` block."""
         undo = [
             set_attribute(linear, "forward", _HandingOver(linear, self._handed_over[linear.weight]))
             for linear in self._linears
@@ -222,7 +222,7 @@ class _ParameterGradients:
             yield
 
     def add(self, by_autograd: Sequence[Tensor | None]) -> None:
-        """One tile's gradients of ``trained``; None for a parameter that autograd has seen nothing of."""
+        """Add one tile's gradients of ``trained``; None for a parameter that autograd has not met."""
         for parameter, gradient in zip(self.trained, by_autograd, strict=True):
             if gradient is None:
                 continue
@@ -231,7 +231,7 @@ class _ParameterGradients:
             self._by_autograd[parameter] += gradient
 
     def take(self, parameter: nn.Parameter) -> Tensor:
-        """The finished gradient of a parameter, in its type; nothing of it is kept."""
+        """Return the finished gradient of a parameter, in its type, and release its sum."""
         by_autograd = self._by_autograd.pop(parameter, None)
         if parameter not in self._handed_over:
             assert by_autograd is not None, "its sum is there from the beginning"
@@ -241,7 +241,7 @@ class _ParameterGradients:
 
 
 class _HandingOver:
-    """In place of a linear layer's forward."""
+    """Replacement for a linear layer's forward that collects the factors of its weight's gradient."""
 
     def __init__(self, linear: nn.Linear, gradient: WeightGradient) -> None:
         self._linear = linear
@@ -253,7 +253,7 @@ class _HandingOver:
 
 
 class _LinearWithoutWeightGradient(torch.autograd.Function):
-    """``F.linear``, whose backward leaves the two factors of the weight's gradient with somebody else."""
+    """``F.linear``, whose backward passes the two factors of the weight's gradient to a collector."""
 
     @staticmethod
     def forward(
@@ -277,7 +277,7 @@ class _LinearWithoutWeightGradient(torch.autograd.Function):
 
 
 def _one_row(tensor_BTH: Tensor) -> Tensor:
-    """All tokens in one row, whose tiles are views."""
+    """Return all tokens in one row, whose tiles are views."""
     return tensor_BTH.reshape(1, -1, tensor_BTH.shape[-1])
 
 
