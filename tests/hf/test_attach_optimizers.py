@@ -12,6 +12,7 @@ from transformers import Trainer
 from transformers.training_args import OptimizerNames
 
 from lowmem_ft import hf
+from lowmem_ft.hf.trainers import attaching
 from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
 from lowmem_ft.optimizers import OPTIMIZERS
 
@@ -75,7 +76,7 @@ def test_it_trains_the_weights_that_the_trainer_alone_trains(name, fields, tmp_p
 def test_it_has_the_hyperparameters_that_the_trainer_alone_would_give_it(name, fields, tmp_path):
     """The paged ones, too, which need a GPU to run."""
     trainer, _ = stock(tmp_path, name, fields)
-    chosen = hf.attaching.settled_with(
+    chosen = attaching.settled_with(
         trainer, recipe_of(f"optimizer.name={BY_HF_NAME[name]}"), "Trainer"
     ).recipe.optimizer
     if not BITSANDBYTES and chosen.row.bitsandbytes is not None:

@@ -72,7 +72,7 @@ def test_an_ordering_that_is_left_out_makes_a_race(name, a_run):
 def test_no_module_that_copies_is_left_out():
     package = Path(lowmem_ft.__file__).parent
     uses = re.compile(
-        r"\bCopyEngine\(|\.(to_device|to_host)\(|CopyEvent\b.*host_copies|host_copies import.*CopyEvent"
+        r"\bCopyEngine\(|\.(to_device|to_host)\(|CopyEvent\b.*copy_engine|copy_engine import.*CopyEvent"
     )
     found = {
         ".".join(("lowmem_ft", *path.relative_to(package).with_suffix("").parts))
