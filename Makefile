@@ -36,11 +36,12 @@ test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py tests/docs/test_launch_lines.py -k 'deepspeed or zero'
 
-check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter)
+check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter), English
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
+	$(BIN)/python scripts/lint_english.py
 
 format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .

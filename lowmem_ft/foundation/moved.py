@@ -1,10 +1,10 @@
-"""Modules that have moved: their old names work for one version, with a warning."""
+"""Published modules that have moved, and names that have changed: the old ones work for one version, with a warning."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -27,5 +27,29 @@ def moved(old: str, new: str) -> Callable[[str], Any]:
             f"{old} is {new} now; the old name goes with the next version.", DeprecationWarning, stacklevel=2
         )
         return value
+
+    return __getattr__
+
+
+def renamed(module: str, values: Mapping[str, Any]) -> Callable[[str], Any]:
+    """Make the ``__getattr__`` of a module some of whose names have changed.
+
+    Args:
+        module: the module's name.
+        values: the values by their old names; each has its new one as ``__name__``.
+
+    Returns:
+        A function that returns the value of an old name, and warns of it with a DeprecationWarning.
+    """
+
+    def __getattr__(name: str) -> Any:
+        if name not in values:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        warnings.warn(
+            f"{module}.{name} is {values[name].__name__} now; the old name goes with the next version.",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return values[name]
 
     return __getattr__

@@ -15,7 +15,7 @@ from lowmem_ft.rehearsal.result import Rehearsal
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mend:
+class Fix:
     """A change of settings, and the rehearsal of the run with it.
 
     Args:
@@ -41,7 +41,7 @@ class Mend:
         }
 
 
-class Mending:
+class FixSearch:
     """Rehearsals of the smallest changes that should make a run fit by the estimate of its longest rows, one by one.
 
     Only tries changes that give the same result, up to the order of sums. Stop at the first whose rehearsal fits: one
@@ -67,7 +67,7 @@ class Mending:
             _with_rows_as_they_are(found), found.gpu, kept=kept, on_estimate=on_estimate, exact=True
         )
 
-    def __iter__(self) -> Iterator[Mend]:
+    def __iter__(self) -> Iterator[Fix]:
         """Yield each change with its rehearsal, over as many steps as the one that failed; three at most."""
         found = self._found
         is_part = found.rehearsed_steps < found.num_steps
@@ -79,7 +79,7 @@ class Mending:
                 kept=self._kept,
                 on_step=self._on_step,
             )
-            yield Mend(change=change, rehearsal=rehearsed)
+            yield Fix(change=change, rehearsal=rehearsed)
 
     @property
     def all_together(self) -> Change | None:

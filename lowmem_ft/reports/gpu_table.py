@@ -13,7 +13,7 @@ from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
 from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
 LEGEND = (
@@ -102,13 +102,13 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
-def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> UncutTable:
+def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> ResponsiveTable:
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
     rows = [
         [*_row(estimate, gpu), cost] for estimate, gpu, cost in zip(estimates, of_gpus, costs, strict=True)
     ]
-    return UncutTable(
+    return ResponsiveTable(
         ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
         rows,
         left=("GPU", "verdict"),

@@ -17,7 +17,7 @@ from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_toke
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
 from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.text.wrapping import shell_lines
 from lowmem_ft.reports.wording import short_name, verdict_colour
 
@@ -42,7 +42,7 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
     )
     marks = _marks(results)
     columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M")]
-    table = UncutTable(
+    table = ResponsiveTable(
         ("GPU", "GiB", "$/hour", *columns),
         _rows([gpus[name] for name in names], list(by_method.values()), marks),
         left=("GPU",),
@@ -79,7 +79,7 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
         Something that ``rich.print`` prints.
     """
     costs = _costs(results)
-    table = UncutTable(
+    table = ResponsiveTable(
         ("", "verdict", "needs", "of", "host", "tok/s", "$/1M"),
         [
             [Text(result.method.title, "bold"), *_line(result), cost]

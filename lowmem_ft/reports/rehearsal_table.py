@@ -11,12 +11,12 @@ from rich.text import Text
 from lowmem_ft.estimator.changes import Change
 from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.rehearsal.fix_search import Mend
+from lowmem_ft.rehearsal.fix_search import Fix
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
 
 MOST_WARNINGS = 20
@@ -38,8 +38,8 @@ def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
     return Group(*parts)
 
 
-def mend_table(
-    tried: Sequence[Mend], all_together: Change | None, gpu_name: str, *, complete: bool
+def fixes_table(
+    tried: Sequence[Fix], all_together: Change | None, gpu_name: str, *, complete: bool
 ) -> RenderableType:
     """Return what would make a run fit that does not, as settings to paste.
 
@@ -202,7 +202,7 @@ def _shapes(rehearsal: Rehearsal) -> RenderableType:
             yield "update", f"{rehearsal.rehearsed_steps:,}", "", _seconds(rehearsal.update_seconds), ""
         yield from ((f"evaluation: {_shape_words(one)}", *_numbers(one)) for one in rehearsal.evaluations)
 
-    return UncutTable(
+    return ResponsiveTable(
         ("shape", "times", "first at", "seconds", "tensors"),
         rows(),
         left=("shape",),

@@ -53,7 +53,7 @@ from lowmem_ft.training.distributed.gradient_averaging import (
     sum_gradients,
 )
 from lowmem_ft.training.distributed.launch import processes_here
-from lowmem_ft.training.distributed.rendezvous import Arrival, refusals
+from lowmem_ft.training.distributed.rendezvous import RankInfo, refusals
 from lowmem_ft.training.mixed_precision import MixedPrecision
 from lowmem_ft.training.out_of_memory.budget_cap import Host, ThisHost
 from lowmem_ft.training.random_state import import_random_state
@@ -308,7 +308,7 @@ class AccelerateRuntime(MixedPrecision):
             own = error
         if self.any_process(own is not None):
             problems = () if own is None else own.problems
-            said = list(refusals(self.gather([Arrival(socket.gethostname(), problems)])))
+            said = list(refusals(self.gather([RankInfo(socket.gethostname(), problems)])))
             raise user_error(UserError if own is None else type(own), tuple(said)) from own
 
     def gather(self, value: list[Any]) -> list[Any]:

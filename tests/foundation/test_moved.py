@@ -25,3 +25,12 @@ def test_the_old_name_works_and_says_the_new_one(module, name):
 def test_a_name_that_was_never_there_is_an_error_of_the_new_module():
     with pytest.raises(AttributeError, match=r"lowmem_ft\.foundation\.errors"):
         _ = importlib.import_module("lowmem_ft.errors").Nothing
+
+
+def test_a_changed_name_works_and_says_the_new_one():
+    from lowmem_ft import rehearsal
+
+    with pytest.warns(DeprecationWarning, match=r"rehearsal\.Mending is FixSearch now"):
+        assert rehearsal.Mending is rehearsal.FixSearch
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = rehearsal.Nothing

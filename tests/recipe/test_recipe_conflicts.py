@@ -77,7 +77,7 @@ BROKEN_AND_MENDED = {
         [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=null"],
         [*IN_BACKWARD, "training.mixed_precision=fp16", "training.max_grad_norm=1.0"],
     ),
-    "layers_are_checkpointed_where_they_have_to_be": (
+    "offload_needs_checkpointing": (
         ["accumulation.order=vertical", "checkpointing.mode=none"],
         ["accumulation.order=vertical", "checkpointing.mode=full"],
     ),

@@ -13,8 +13,8 @@ from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
-from lowmem_ft.rehearsal.fix_search import Mending
-from lowmem_ft.reports.rehearsal_table import mend_table
+from lowmem_ft.rehearsal.fix_search import FixSearch
+from lowmem_ft.reports.rehearsal_table import fixes_table
 
 LARGE = (
     *("data.eval_size=null", "training.eval_steps=null", "data.max_length=256"),
@@ -64,7 +64,7 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**20, held_by_others_bytes=0)
     found = rehearse(wanted, small)
     assert not found.fits
-    mend = next(iter(Mending(found)))
+    mend = next(iter(FixSearch(found)))
     assert mend.rehearsal.fits
     mended = mend.change.way.applied_to(wanted)
     rows = dataclasses.replace(mended.data, max_length=found.longest.shape.length)
@@ -76,12 +76,12 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
 def test_a_change_that_fails_when_rehearsed_is_not_offered(settings, monkeypatch):
     found = rehearse(load_recipe("tiny", [*settings[1:], "budget=700MiB"]), "rtx-4090", steps=1)
     monkeypatch.setattr("lowmem_ft.rehearsal.fix_search.rehearse", lambda *arguments, **options: found)
-    mending = Mending(found)
+    mending = FixSearch(found)
     tried = list(mending)
     assert tried
     console = Console(width=80)
     with console.capture() as capture:
-        console.print(mend_table(tried, mending.all_together, "rtx-4090", complete=True))
+        console.print(fixes_table(tried, mending.all_together, "rtx-4090", complete=True))
     said = " ".join(capture.get().split())
     assert "it would by the estimate, and does not when rehearsed." in said
     assert "With this change" not in said

@@ -15,7 +15,7 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
 from lowmem_ft.reports.text.prose import Pairs
-from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.text.wrapping import filled, shell_lines
 
 GPUS = load_gpus()
@@ -70,7 +70,7 @@ def test_a_verdict_on_a_host_is_whole(everywhere, as_text):
 
 def test_columns_go_in_their_order_until_there_is_room(as_text):
     rows = [["a-name-of-22-columns-..", "12345", "12345"]]
-    table = UncutTable(("name", "first", "second"), rows, left=("name",), spare=("first", "second"))
+    table = ResponsiveTable(("name", "first", "second"), rows, left=("name",), spare=("first", "second"))
     heads = {width: as_text(table, width).splitlines()[0].split() for width in (40, 35, 30, 24)}
     assert heads == {
         40: ["name", "first", "second"],
@@ -83,7 +83,7 @@ def test_columns_go_in_their_order_until_there_is_room(as_text):
 
 
 def test_where_nothing_may_go_all_but_the_names_is_folded(as_text):
-    table = UncutTable(("name", "number"), [["rtx-9090", "123456789"]], left=("name",))
+    table = ResponsiveTable(("name", "number"), [["rtx-9090", "123456789"]], left=("name",))
     assert [line.split() for line in as_text(table, 14).splitlines()][-2:] == [
         ["rtx-9090", "12345"],
         ["6789"],

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.rehearsal import Rehearsal
-    from lowmem_ft.rehearsal.fix_search import Mend
+    from lowmem_ft.rehearsal.fix_search import Fix
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
@@ -129,11 +129,11 @@ def _rehearse(arguments: list[str]) -> int:
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
     """Yield the report on rehearsed changes, up to the first that fits; add them to the values."""
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.rehearsal.fix_search import Mending
-    from lowmem_ft.reports.rehearsal_table import mend_table
+    from lowmem_ft.rehearsal.fix_search import FixSearch
+    from lowmem_ft.reports.rehearsal_table import fixes_table
     from lowmem_ft.system.ctrl_c import CtrlC
 
-    tried: list[Mend] = []
+    tried: list[Fix] = []
     complete = False
     doing = "searching for a change with which it fits"
     with CtrlC() as ctrl_c, progress_line(doing) as say:
@@ -146,7 +146,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
             ctrl_c.check()
             say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
 
-        mending = Mending(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)
+        mending = FixSearch(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)
         with contextlib.suppress(KeyboardInterrupt):
             for mend in mending:
                 tried.append(mend)
@@ -154,7 +154,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
                     break
             complete = True
     values["mends"] = [mend.to_json() for mend in tried]
-    yield mend_table(tried, mending.all_together, found.gpu.name, complete=complete)
+    yield fixes_table(tried, mending.all_together, found.gpu.name, complete=complete)
 
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from rich.console import Console
 
-from lowmem_ft.reports.text.responsive_table import UncutTable
+from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.text.wrapping import filled
 
 PIPE_COLUMNS = 200
@@ -32,7 +32,7 @@ def print_table(
     """
     width = None if Console().is_terminal else PIPE_COLUMNS
     Console(width=width, markup=False, highlight=False).print(
-        UncutTable(columns, rows, left=left, spare=spare)
+        ResponsiveTable(columns, rows, left=left, spare=spare)
     )
 
 

@@ -102,7 +102,7 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     "checkpointing.skip_last_layers",
     *knobs_that_need_checkpointing(),
 )
-def layers_are_checkpointed_where_they_have_to_be(recipe: Recipe) -> Iterator[str]:
+def offload_needs_checkpointing(recipe: Recipe) -> Iterator[str]:
     """Vertical order, for one, keeps the inputs of all micro-batches in each layer: their activations must not stay."""
     config = recipe.checkpointing
     for key, value, effect in memory_knobs(recipe):

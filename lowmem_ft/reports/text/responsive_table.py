@@ -15,7 +15,7 @@ GAPS = (2, 1)
 """Blanks between two columns: the first number that fits."""
 
 
-class UncutTable:
+class ResponsiveTable:
     """Rows under headings, for a rich console of any width.
 
     Args:

@@ -19,7 +19,7 @@ from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.models.files.model_files import damage
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.checkpoints.saved_files import MANIFEST, delete_saved
-from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
+from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Progress:
     skipped_in_a_row: int = 0
     loss: float | None = None
     evaluated_step: int | None = None
-    cut: Cut = field(default_factory=Cut)
+    cut: MicroBatchLimit = field(default_factory=MicroBatchLimit)
 
 
 def read_progress(folder: Path) -> Progress:
@@ -66,7 +66,7 @@ def read_progress(folder: Path) -> Progress:
 
 def _progress_in(manifest: dict[str, Any]) -> Progress:
     progress = manifest["progress"]
-    cut = Cut(**progress.get("cut", {}))  # absent in older checkpoints
+    cut = MicroBatchLimit(**progress.get("cut", {}))  # absent in older checkpoints
     return Progress(**dict(progress, position=DataPosition(**progress["position"]), cut=cut))
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from lowmem_ft.data import PreparedData
 from lowmem_ft.foundation.errors import DataError
-from lowmem_ft.training.distributed.rendezvous import Arrival, differences
+from lowmem_ft.training.distributed.rendezvous import RankInfo, differences
 from lowmem_ft.training.runtime import RunRuntime
 
 _ROWS = 64
@@ -29,7 +29,7 @@ def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
     """
     if runtime.num_processes == 1:
         return
-    arrivals = runtime.gather([Arrival(socket.gethostname(), (), _facts_of(data))])
+    arrivals = runtime.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
     way_out = "Let data.path and its files be the same on every machine."
     if problems := list(differences(arrivals, way_out)):
         raise DataError(*problems)

@@ -8,7 +8,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
 from lowmem_ft.training.distributed.launched_gpus import own_gpu
-from lowmem_ft.training.distributed.rendezvous import explained_joining, meet
+from lowmem_ft.training.distributed.rendezvous import explained_joining, rendezvous
 from lowmem_ft.training.run.run_folder import RunFolder
 
 
@@ -30,7 +30,9 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
     launched = as_launched(recipe, launch)
     if launch.num_processes > 1:
         gpu = own_gpu(launch, use_cpu=recipe.training.use_cpu)
-        meet(recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu)
+        rendezvous(
+            recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu
+        )
     with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
         return _runtime_of(launched, folder), launched
 

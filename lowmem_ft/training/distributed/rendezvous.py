@@ -36,7 +36,7 @@ MOST_NAMED = 8
 _LIBRARIES = ("torch", "transformers", "accelerate", "peft", "bitsandbytes", "deepspeed")
 
 
-class Arrival(NamedTuple):
+class RankInfo(NamedTuple):
     """The facts that one process reports about itself.
 
     Args:
@@ -56,7 +56,7 @@ _meetings: list[Any] = []
 """Store of each rendezvous so far; that of rank 0 may be the server of the others."""
 
 
-def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
+def rendezvous(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
     """Wait for all processes of the launch, and check that they are about to do the same.
 
     Args:
@@ -70,7 +70,7 @@ def meet(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None:
     """
     facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
     facts["the checkpoint to go on from"] = checkpoint or "none"
-    _exchange(Arrival(socket.gethostname(), (), facts, gpu))
+    _exchange(RankInfo(socket.gethostname(), (), facts, gpu))
 
 
 def have_met() -> bool:
@@ -93,10 +93,10 @@ def tell_others(error: UserError) -> None:
         UserError: with the errors of all processes, unless all have this same one.
     """
     if not _meetings and "RANK" in os.environ:
-        _exchange(Arrival(socket.gethostname(), error.problems))
+        _exchange(RankInfo(socket.gethostname(), error.problems))
 
 
-def _exchange(own: Arrival) -> None:
+def _exchange(own: RankInfo) -> None:
     with explained_joining():
         store, rank, num_processes = next(dist.rendezvous("env://", timeout=PATIENCE))
         _meetings.append(store)
@@ -108,7 +108,7 @@ def _exchange(own: Arrival) -> None:
         raise UserError(*problems)
 
 
-def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[Arrival]:
+def _arrivals(store: Any, own: RankInfo, rank: int, num_processes: int) -> list[RankInfo]:
     """Return the reports of all processes by rank; only those whose digest differs from this one's are read in full."""
     said = json.dumps([own.problems, own.facts], sort_keys=True)
     digest = hashlib.sha256(said.encode()).hexdigest()
@@ -126,7 +126,7 @@ def _arrivals(store: Any, own: Arrival, rank: int, num_processes: int) -> list[A
             ) from error
         is_same = digest_there == digest
         problems, facts = own[1:3] if is_same else json.loads(store.get(_key("said", other)))
-        arrivals.append(Arrival(host, problems, facts, gpu))
+        arrivals.append(RankInfo(host, problems, facts, gpu))
     return arrivals
 
 
@@ -142,7 +142,7 @@ def _key(what: str, rank: int) -> str:
     return f"lowmem_ft {len(_meetings)} {what} {rank}"
 
 
-def refusals(arrivals: Sequence[Arrival]) -> Iterator[str]:
+def refusals(arrivals: Sequence[RankInfo]) -> Iterator[str]:
     """Yield each problem of any process once, with the ranks that have it unless all have."""
     for problem in dict.fromkeys(problem for arrival in arrivals for problem in arrival.problems):
         ranks = [rank for rank, arrival in enumerate(arrivals) if problem in arrival.problems]
@@ -155,7 +155,7 @@ def refusals(arrivals: Sequence[Arrival]) -> Iterator[str]:
 
 
 def differences(
-    arrivals: Sequence[Arrival], way_out: str = "Start all with the same settings, files and packages."
+    arrivals: Sequence[RankInfo], way_out: str = "Start all with the same settings, files and packages."
 ) -> Iterator[str]:
     """Yield a message for each fact that differs between processes, with the first process in which it differs."""
     first = arrivals[0]
@@ -176,7 +176,7 @@ def differences(
         yield f"{len(differing) - MOST_NAMED} more settings differ: these are different recipes. {way_out}"
 
 
-def shared_gpus(arrivals: Sequence[Arrival]) -> Iterator[str]:
+def shared_gpus(arrivals: Sequence[RankInfo]) -> Iterator[str]:
     """Yield a message for each GPU that several processes would share: NCCL refuses that late, in its own words."""
     for gpu in dict.fromkeys(arrival.gpu for arrival in arrivals if arrival.gpu):
         ranks = [rank for rank, arrival in enumerate(arrivals) if arrival.gpu == gpu]

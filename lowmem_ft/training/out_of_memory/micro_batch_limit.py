@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class MicroBatchLimit:
     """Limits below the recipe's micro-batch and loss chunk; no limit by default.
 
     They count tokens, not rows: memory depends on tokens, and a step of short rows that fits is not split.

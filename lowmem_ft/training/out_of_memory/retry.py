@@ -2,8 +2,8 @@
 
 A step commits when the first weight changes (``step.py``). Everything before that can be discarded: gradients, whether
 stored or in transit, the fp16 scaler's record of them, and the random numbers drawn. The window is then repeated under
-the same normaliser with the part that was running cut in two (:class:`Cut`), and so are all later windows: the run
-equals, bit for bit, one that is resumed from the state before that step with that limit.
+the same normaliser with the part that was running cut in two (:class:`MicroBatchLimit`), and so are all later windows:
+the run equals, bit for bit, one that is resumed from the state before that step with that limit.
 
 The part that was running decides what is made smaller. In horizontal order it is the rows of a micro-batch, as all that
 it keeps is proportional to them; once a row cannot be split, it is the chunk of the loss, if memory ran out in the
@@ -47,8 +47,8 @@ from lowmem_ft.techniques.vertical_accumulation import (
 )
 from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
-from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
-from lowmem_ft.training.out_of_memory.step_rollback import BeforeWindow
+from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
+from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
 
@@ -70,7 +70,7 @@ class Retries:
     """
 
     def __init__(self, session: Session, recipe: Recipe) -> None:
-        self.cut = Cut()
+        self.cut = MicroBatchLimit()
         self.num_retries = 0
         self.session = session
         self._recipe = recipe
@@ -92,7 +92,7 @@ class Retries:
         """Return metrics of the last step; empty in a run whose memory has never run out."""
         return {**({"retries": self.num_retries} if self.num_retries else {}), **self.cut.metrics()}
 
-    def apply(self, cut: Cut) -> None:
+    def apply(self, cut: MicroBatchLimit) -> None:
         """Make the session work within a limit; techniques that this needs are enabled permanently."""
         self.cut = cut
         techniques = self.session.techniques
@@ -109,7 +109,7 @@ class Retries:
         """Return the window's gradients; None if memory ran out and the state was rolled back, with a smaller limit."""
         attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
         try:
-            before = BeforeWindow.of(self.session.unwrapped_model, self.session.runtime.device)
+            before = StepRollback.of(self.session.unwrapped_model, self.session.runtime.device)
             return attempt.gradients()
         except Exception as error:
             if isinstance(error, RowsCannotBeCutError) and self._recipe.accumulation.order == "horizontal":
@@ -148,9 +148,12 @@ class Retries:
 
     # --- what to make smaller -----------------------------------------------------------------------------------------
 
-    def _smaller(self, attempt: WindowPass) -> Cut:
+    def _smaller(self, attempt: WindowPass) -> MicroBatchLimit:
         self._refuse_what_cannot_start_over()
-        ways: list[Callable[[WindowPass], Cut | None]] = [self._with_fewer_tokens, self._with_smaller_chunk]
+        ways: list[Callable[[WindowPass], MicroBatchLimit | None]] = [
+            self._with_fewer_tokens,
+            self._with_smaller_chunk,
+        ]
         if self.session.techniques.takes_whole_window:
             ways.reverse()
         smaller = next((cut for way in ways if (cut := way(attempt)) is not None), None)
@@ -177,7 +180,7 @@ class Retries:
                 "not start over; with training.max_grad_norm=1.0 it can."
             )
 
-    def _with_fewer_tokens(self, attempt: WindowPass) -> Cut | None:
+    def _with_fewer_tokens(self, attempt: WindowPass) -> MicroBatchLimit | None:
         """Return a limit of half the running rows, or of the largest rows if memory ran out outside the model."""
         techniques = self.session.techniques
         in_layers = techniques.takes_whole_window or techniques.find(InBackward) is not None
@@ -199,7 +202,7 @@ class Retries:
         at_once = num_rows if vertical is None else min(num_rows, vertical.rows_at_once(length))
         return half_of_rows(at_once, length)
 
-    def _with_smaller_chunk(self, attempt: WindowPass) -> Cut | None:
+    def _with_smaller_chunk(self, attempt: WindowPass) -> MicroBatchLimit | None:
         loss = self.session.techniques.find(ChunkedLoss)
         if loss is None or not loss.is_running or attempt.working_on is None:
             return None
@@ -254,7 +257,7 @@ class Retries:
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         self.session.techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
 
-    def _refuse_without_room_for_sums(self, cut: Cut) -> None:
+    def _refuse_without_room_for_sums(self, cut: MicroBatchLimit) -> None:
         """Refuse to split a single micro-batch in two if there is no room to sum their gradients in float32."""
         if self._sums_as_wanted or cut.max_tokens is None:
             return

@@ -49,7 +49,7 @@ class _ModuleBefore:
 
 
 @dataclass(frozen=True)
-class BeforeWindow:
+class StepRollback:
     """Snapshot taken before a window with :meth:`of`; :meth:`restore` returns to it, so that the window can restart."""
 
     random_state: dict[str, Any]
@@ -57,11 +57,11 @@ class BeforeWindow:
     device: torch.device
 
     @staticmethod
-    def of(model: nn.Module, device: torch.device) -> BeforeWindow:
+    def of(model: nn.Module, device: torch.device) -> StepRollback:
         """Take a snapshot of the present state."""
         with_buffers = (module for module in model.modules() if module._buffers)
         modules = tuple(map(_ModuleBefore.of, with_buffers))
-        return BeforeWindow(export_random_state(device), modules, device)
+        return StepRollback(export_random_state(device), modules, device)
 
     def restore(self) -> None:
         """Restore the state of the snapshot."""

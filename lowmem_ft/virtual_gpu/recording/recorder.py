@@ -363,11 +363,11 @@ class Recorder(TorchDispatchMode):
             if allocation.size_bytes == storage.nbytes():
                 return
             self._log_resizing(allocation, storage.nbytes())
-        self._bear(func, args, tensor, storage, position)
+        self._record_allocation(func, args, tensor, storage, position)
         if index is not None:
             self._end(index)  # the resized one
 
-    def _bear(
+    def _record_allocation(
         self, func: Any, args: tuple[Any, ...], tensor: Tensor, storage: torch.UntypedStorage, position: int
     ) -> None:
         attribution = self.attribution

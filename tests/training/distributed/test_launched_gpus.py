@@ -10,7 +10,7 @@ import torch
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.distributed.launch import Launch
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu, own_gpu
-from lowmem_ft.training.distributed.rendezvous import Arrival, shared_gpus
+from lowmem_ft.training.distributed.rendezvous import RankInfo, shared_gpus
 
 TWO = Launch(num_processes=2)
 
@@ -55,9 +55,9 @@ def test_more_processes_than_gpus(forks, tmp_path):
 
 def test_gpus_are_told_apart_on_each_machine():
     seen = [("one", "A"), ("one", "B"), ("one", "A"), ("two", "C"), ("two", "D")]
-    [problem] = shared_gpus([Arrival(host, gpu=gpu) for host, gpu in seen])
+    [problem] = shared_gpus([RankInfo(host, gpu=gpu) for host, gpu in seen])
     assert "processes 0 and 2 of 5 on one (A, on one). Start as many there as the 2" in problem
-    assert list(shared_gpus([Arrival("one")] * 3)) == []
+    assert list(shared_gpus([RankInfo("one")] * 3)) == []
 
 
 @pytest.fixture

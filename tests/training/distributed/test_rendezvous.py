@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.training.distributed.rendezvous import Arrival, differences, not_joined, refusals
+from lowmem_ft.training.distributed.rendezvous import RankInfo, differences, not_joined, refusals
 
 TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 
@@ -167,7 +167,7 @@ def when_it_waits():
     store.wait([rendezvous._key("digest", 1)])
     terminate()
 if sys.argv.pop(1) == "a group":
-    process_group.meet, process_group.AccelerateRuntime.create = (lambda *args, **options: None), terminate
+    process_group.rendezvous, process_group.AccelerateRuntime.create = (lambda *args, **options: None), terminate
 else:
     threading.Thread(target=when_it_waits, daemon=True).start()
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -206,14 +206,14 @@ sys.exit(main())
 
 
 def test_what_all_were_refused_is_said_as_it_is_and_what_one_was_with_its_number():
-    assert list(refusals([Arrival("a", ["No."]), Arrival("b", ["No."])])) == ["No."]
-    assert list(refusals([Arrival("a"), Arrival("b", ["No."]), Arrival("c", ["No."])])) == [
+    assert list(refusals([RankInfo("a", ["No."]), RankInfo("b", ["No."])])) == ["No."]
+    assert list(refusals([RankInfo("a"), RankInfo("b", ["No."]), RankInfo("c", ["No."])])) == [
         "No. (Said by process 1 of 3, on b and 1 more.)"
     ]
 
 
 def test_different_recipes_altogether_are_not_listed_to_the_last_key():
-    arrivals = [Arrival("a", (), {f"key {i}": value for i in range(20)}) for value in ("x", "y", "y")]
+    arrivals = [RankInfo("a", (), {f"key {i}": value for i in range(20)}) for value in ("x", "y", "y")]
     problems = list(differences(arrivals))
     assert len(problems) == 9
     assert "got x in process 0 (on a) and y in process 1 (on a) and 1 more" in problems[0]

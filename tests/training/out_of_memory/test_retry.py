@@ -18,8 +18,8 @@ from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.out_of_memory import retry
 from lowmem_ft.training.out_of_memory.error import NotRetried
-from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
-from lowmem_ft.training.out_of_memory.step_rollback import BeforeWindow
+from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
+from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 
 CPU = torch.device("cpu")
@@ -203,7 +203,7 @@ def sweep(retries_of, rung, monkeypatch, choose):
     refused, cut = retries_of(*settings), retries_of(*settings)
     data = windows(settings)
     live_bytes = []
-    take = retry.BeforeWindow.of
+    take = retry.StepRollback.of
 
     def begin(*args):
         waiting = refused.session.host_memory.bytes_by_category.get("activation", 0)
@@ -217,27 +217,27 @@ def sweep(retries_of, rung, monkeypatch, choose):
         cut.train_step(window)
         return result
 
-    monkeypatch.setattr(retry.BeforeWindow, "of", begin)
+    monkeypatch.setattr(retry.StepRollback, "of", begin)
     with OutOfMemoryAt() as tracker:
         both_take(refused.train_step)
         places = both_take(lambda window: places_of(tracker, refused, window, monkeypatch))
         assert len(places) > 100
         for number, at in enumerate([places[len(places) // 3], *choose(places)]):
             if number == 1:  # what a cut needs is on from now on
-                refused.apply(Cut())
-                cut.apply(Cut())
+                refused.apply(MicroBatchLimit())
+                cut.apply(MicroBatchLimit())
                 places = both_take(lambda window: places_of(tracker, refused, window, monkeypatch))
             if at not in places:
                 continue
             window = next(data)
             start = export_random_state(CPU)
-            refused.apply(Cut())
+            refused.apply(MicroBatchLimit())
             live_bytes.clear()
             tracker.refuse(at)
             result = refused.train_step(window)
             tracker.refuse()
             assert refused.num_retries == 1, f"allocation {at}"
-            assert refused.cut != Cut()
+            assert refused.cut != MicroBatchLimit()
             assert live_bytes[1] <= live_bytes[0], f"allocation {at}"
             end = export_random_state(CPU)
             import_random_state(start, CPU)
@@ -369,7 +369,7 @@ def test_what_cannot_start_over_says_why(settings, change, lengths, reason, retr
         tracker.refuse(40)
         with pytest.raises(NotRetried, match=reason):
             retries.train_step(window)
-    assert retries.cut == Cut()
+    assert retries.cut == MicroBatchLimit()
 
 
 def test_layers_that_take_no_part_of_the_rows_are_named_and_not_the_order_that_nobody_asked_for(retries_of):
@@ -427,7 +427,7 @@ def test_sums_of_what_backward_spends_at_once_are_of_its_largest_part(
             contextlib.nullcontext() if num_retries else pytest.raises(NotRetried, match=r"summed in float32")
         ):
             retries.train_step(next(data))
-    assert (retries.cut != Cut()) == bool(num_retries)
+    assert (retries.cut != MicroBatchLimit()) == bool(num_retries)
 
 
 @pytest.mark.parametrize("lengths,order", [((24,), "horizontal"), ((24, 9), "vertical")])
@@ -443,7 +443,7 @@ def test_the_chunk_of_a_loss_is_halved_where_rows_would_free_nothing_of_it(lengt
         retries.train_step(window)
     assert retries.num_retries == 1
     num_labels = sum(batch.num_label_tokens for batch in window)
-    assert retries.cut == Cut(max_loss_tokens=num_labels // 2)
+    assert retries.cut == MicroBatchLimit(max_loss_tokens=num_labels // 2)
 
 
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
@@ -466,7 +466,7 @@ def test_buffers_that_forward_changes_are_put_back():
     module.register_buffer("kept", torch.ones(3))
     module.register_buffer("replaced", torch.ones(3), persistent=False)
     module.longest = 8
-    before = BeforeWindow.of(torch.nn.Sequential(module), CPU)
+    before = StepRollback.of(torch.nn.Sequential(module), CPU)
     replaced, drawn = module.replaced, torch.rand(3)
     module.kept.add_(1)
     module.register_buffer("replaced", torch.zeros(5), persistent=False)

@@ -21,7 +21,7 @@ from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
 from lowmem_ft.training.out_of_memory import diagnosis
-from lowmem_ft.training.out_of_memory.micro_batch_limit import Cut
+from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.run.replaced_run import allocator_file
 from lowmem_ft.training.step import WindowPass
 
@@ -67,7 +67,7 @@ def test_a_run_whose_memory_ran_out_is_one_that_was_resumed_with_that_cut(
     assert "(CUDA out of memory. Tried to allocate 1.00 GiB.). Nothing is lost" in warning.message
     cut = read_progress(run / "checkpoint-6").cut
     assert cut.max_tokens is not None
-    assert read_progress(run / "checkpoint-4").cut == Cut()
+    assert read_progress(run / "checkpoint-4").cut == MicroBatchLimit()
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert [record.get("retries") for record in steps] == [None] * 4 + [1, None]
@@ -120,7 +120,11 @@ def assert_goes_on_as(whole, folder, tiny, metrics):
     train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=folder))
     for key in ("loss", "grad_norm"):
         assert metrics(folder, key) == metrics(whole, key)
-    assert read_progress(folder / "checkpoint-6").cut == read_progress(whole / "checkpoint-6").cut != Cut()
+    assert (
+        read_progress(folder / "checkpoint-6").cut
+        == read_progress(whole / "checkpoint-6").cut
+        != MicroBatchLimit()
+    )
     assert_same_model(whole, folder)
 
 
@@ -159,7 +163,7 @@ def test_a_run_killed_while_a_step_starts_over_goes_on_bit_for_bit(
     done = forks.run(KILLED_IN_THE_SECOND_ATTEMPT, *settings)
     assert done.returncode == -signal.SIGKILL, done.stderr
     assert len(metrics(killed)) == 4
-    assert read_progress(killed / "checkpoint-4").cut == Cut()
+    assert read_progress(killed / "checkpoint-4").cut == MicroBatchLimit()
     run_out_at(monkeypatch, 1)
     assert_goes_on_as(cut_run, killed, tiny, metrics)
 
@@ -223,7 +227,7 @@ def test_a_checkpoint_from_before_there_were_cuts_has_none(tiny, tmp_path):
     saved = json.loads(manifest.read_text())
     del saved["progress"]["cut"]
     manifest.write_text(json.dumps(saved))
-    assert read_progress(manifest.parent).cut == Cut()
+    assert read_progress(manifest.parent).cut == MicroBatchLimit()
 
 
 def test_an_evaluation_cuts_its_own_batches(tiny, tmp_path, monkeypatch, caplog):
