@@ -79,3 +79,13 @@ def test_a_file_name_occurs_once_unless_it_names_the_same_thing():
     here = [path for path in MODULES.values() if "moved(__name__" not in path.read_text()]
     names = Counter(path.stem for path in here if path.stem not in ("__init__", "__main__"))
     assert {name for name, times in names.items() if times > 1} == set(SAME_THING_IN_ANOTHER_ROOM)
+
+
+def test_memory_is_values_that_need_no_torch():
+    room = {name: path for name, path in MODULES.items() if name.startswith("lowmem_ft.memory.")}
+    assert len(room) > 10
+    seen = set(room)
+    while new := {found for name in seen for found in imported_by(MODULES[name]) if found in MODULES} - seen:
+        seen |= new
+    outside = {module.partition(".")[0] for name in seen for module in imported_by(MODULES[name])}
+    assert "torch" not in outside, sorted(outside)
