@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,14 @@ from lowmem_ft.foundation.errors import UserError
 log = logging.getLogger(__name__)
 
 _UNFUSED = ("eager", "flex_attention")
+
+
+_PAST_HOOKS: dict[str, Any] = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+"""Kept attention goes past hooks on saved tensors, as in torch 2.13: 2.14 asks, since its default will change."""
 
 
 class KeepAttentionOutputs:
@@ -34,7 +43,7 @@ class KeepAttentionOutputs:
     def __call__(self, function: Callable[..., Any], *args: Any) -> Any:
         """Return the function's result; backward recomputes all of it except attention."""
         num_kept = self._num_kept
-        result = checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts)
+        result = checkpoint(function, *args, use_reentrant=False, context_fn=self._contexts, **_PAST_HOOKS)
         if self._num_kept == num_kept and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             log.warning(
