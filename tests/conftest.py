@@ -163,11 +163,23 @@ class CudaDriver:
         self.fraction = fraction
 
     def _record_history(
-        self, enabled, context, stacks, max_entries, clear_history, compile_context, annotations, skip_actions
+        self,
+        enabled,
+        context,
+        stacks,
+        max_entries,
+        clear_history,
+        compile_context,
+        annotations,
+        skip_actions,
+        record_pinned_host_memory=False,  # this and the next since torch 2.14
+        record_cuda=True,
     ):
         assert enabled in (None, "state", "all"), enabled
         assert context in (None, "state", "alloc", "all"), context
         assert stacks in ("python", "all"), stacks
+        assert record_cuda
+        assert not record_pinned_host_memory
         assert type(clear_history) is type(compile_context) is type(annotations) is bool
         if clear_history or enabled is None:
             self._entries = []

@@ -37,6 +37,8 @@ ARGUMENTS = {
     "CUDAPluggableAllocator": lambda: ("a", "b", "c"),
     "device": lambda: ("cuda",),
     "device_of": lambda: (torch.ones(1, device="cuda"),),
+    "export_dot": lambda: ("graph.dot",),
+    "export_graph_data": lambda: ("graph.json",),
     "ExternalStream": lambda: (8,),
     "get_stream_from_external": lambda: (8,),
     "graph": lambda: (None,),
