@@ -201,7 +201,7 @@ def refusal_of(function, arguments):
         function(**arguments)
     except ValueError as error:
         return str(error)
-    except (AttributeError, AssertionError, TypeError):
+    except (AttributeError, AssertionError, TypeError, RuntimeError):
         return ""  # there is no driver, and no current device
     return ""
 
