@@ -351,6 +351,11 @@ class Recorder(TorchDispatchMode):
         index = self._index_of.get(storage._cdata)
         if index is None:
             if tensor.device.type not in (self.device_type, "cpu"):
+                if tensor.device.type == "cuda" and self.device_type == "cpu":
+                    # Fake mode makes CUDA's tensors without a GPU; torch's own words where there is none.
+                    raise RuntimeError(
+                        "Found no NVIDIA driver on your system: this is a machine without a GPU."
+                    )
                 return
         else:
             allocation = self.timeline.allocations[index]

@@ -55,9 +55,10 @@ def test_what_does_not_fit_is_told_with_ways_to_make_it_fit_and_no_speed_of_no_t
     assert "How to make it fit: " in capsys.readouterr().out
 
 
-def test_an_error_where_there_is_no_gpu_says_for_what_it_was_estimated(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("line", ["torch.zeros(1).cuda()", 'torch.zeros(1, device="cuda")'])
+def test_an_error_where_there_is_no_gpu_says_for_what_it_was_estimated(line, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("lowmem_ft.cli.estimating.estimate_script.may_have_gpu", lambda: False)
-    (tmp_path / "cuda.py").write_text("import torch\ntorch.zeros(1).cuda()\n")
+    (tmp_path / "cuda.py").write_text(f"import torch\nx = {line}\n")
     assert main(["estimate", "--script", str(tmp_path / "cuda.py")]) == 2
     assert "This is for the machine's processor. See GPUs with --gpu NAME" in capsys.readouterr().err
 
