@@ -352,7 +352,7 @@ class Recorder(TorchDispatchMode):
         if index is None:
             if tensor.device.type not in (self.device_type, "cpu"):
                 if tensor.device.type == "cuda" and self.device_type == "cpu":
-                    # Fake mode makes CUDA's tensors without a GPU; torch's own words where there is none.
+                    # Fake mode makes CUDA tensors without a GPU; the real call would raise this there.
                     raise RuntimeError(
                         "Found no NVIDIA driver on your system: this is a machine without a GPU."
                     )
