@@ -15,6 +15,7 @@ import datetime
 import json
 
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator.run_host_memory import build_bytes
 from lowmem_ft.foundation.user_paths import recipes_folder
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
@@ -39,11 +40,12 @@ def main() -> None:
 def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
     """Return the needs of a recipe on a GPU, and the versions behind the numbers."""
     estimate = estimate_memory(load_recipe(name), gpu)
+    of_build = build_bytes() if gpu == CPU else 0
     needs = RecipeNeeds(
         gpu=gpu,
         memory_bytes=0 if gpu == CPU else estimate.gpu.memory_bytes,
-        process_peak_bytes=estimate.process_peak_bytes,
-        host_peak_bytes=estimate.host_peak_bytes,
+        process_peak_bytes=estimate.process_peak_bytes - of_build,
+        host_peak_bytes=estimate.host_peak_bytes - of_build,
         host_pinned_bytes=estimate.host_pinned_bytes,
     )
     return needs, dict(estimate.versions)

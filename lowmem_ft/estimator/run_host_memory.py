@@ -22,14 +22,18 @@ TENSORS_IN_FLIGHT = 2
 """Tensors on the host at once while weights load: the next is read while the one before is still being copied."""
 
 
+def build_bytes() -> int:
+    """Return the bytes that this machine's build of torch adds to a process without a GPU."""
+    return 0 if torch.version.cuda is None else CUDA_BUILD_BYTES
+
+
 def process_bytes_on_cpu(vocabulary_size: int = 0) -> int:
     """Return the bytes that a process without a GPU holds apart from tensors, with this machine's build of torch.
 
     Args:
         vocabulary_size: tokens of its tokenizer.
     """
-    of_build = 0 if torch.version.cuda is None else CUDA_BUILD_BYTES
-    return LIBRARIES_BYTES + of_build + TOKEN_BYTES * vocabulary_size
+    return LIBRARIES_BYTES + build_bytes() + TOKEN_BYTES * vocabulary_size
 
 
 def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostOutside:

@@ -275,6 +275,7 @@ def test_recipes_says_what_each_needs_of_a_card_and_of_the_host(capsys):
     card, _, sizes = shown["8b-8gb"].partition(": ")
     assert card == "rtx-4060"
     assert re.fullmatch(r"[\d.]+ of 7\.7 GiB, and [\d.]+ GiB of host memory", sizes)
+    assert shown["tiny"] == "cpu: 365 MiB of host memory (505 MiB with torch for CUDA)"
 
 
 def test_recipes_does_without_torch():

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.foundation.user_paths import recipes_folder
+from lowmem_ft.system.process_size import CUDA_BUILD_BYTES
 
 NEEDS_FILE = "needs.json"
 
@@ -27,7 +28,7 @@ class RecipeNeeds:
             processor.
         memory_bytes: memory of the GPU; 0 for a processor.
         process_peak_bytes: peak of the process on the GPU; for a processor, in host memory.
-        host_peak_bytes: host memory of each process.
+        host_peak_bytes: host memory of each process; for a processor, with a build of torch for CPUs.
         host_pinned_bytes: the part of it that is pinned.
     """
 
@@ -46,7 +47,8 @@ class RecipeNeeds:
         """Return a line such as ``rtx-4060: 4.2 of 7.7 GiB, and 65.7 GiB of host memory``."""
         host = f"{format_bytes(self.host_peak_bytes)} of host memory"
         if self.gpu == CPU:
-            return f"{self.gpu}: {host}"
+            with_cuda = format_bytes(self.host_peak_bytes + CUDA_BUILD_BYTES)
+            return f"{self.gpu}: {host} ({with_cuda} with torch for CUDA)"
         return f"{self.gpu}: {self.process_peak_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB, and {host}"
 
     @property
