@@ -61,7 +61,7 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
     """Of 256 tokens at the most, the longest has some 30."""
     wanted = recipe(f"data={chats([9] * 64)}", *LARGE)
     needs = rehearse(wanted, "rtx-4090", steps=1).estimate.process_high_bytes
-    small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**20, held_by_others_bytes=0)
+    small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**23, held_by_others_bytes=0)
     found = rehearse(wanted, small)
     assert not found.fits
     mend = next(iter(FixSearch(found)))
