@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -34,7 +35,7 @@ from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only
 from lowmem_ft.planner.search import Limits, Need
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
-from lowmem_ft.system.ctrl_c import CtrlC
+from lowmem_ft.system.signals import stops_remembered
 from lowmem_ft.techniques.config import CheckpointingConfig
 
 Mode = Literal["full", "selective"]
@@ -87,8 +88,10 @@ def plan_checkpointing(
     check_recipe(asked)
     _refuse_without_limit(asked, gpu)
     target = Target.of(asked, gpu)
-    with CtrlC() as ctrl_c:
-        choices = _Choices(recipe=asked, target=target, ctrl_c=ctrl_c, on_progress=on_progress)
+    with stops_remembered() as raise_if_stopped:
+        choices = _Choices(
+            recipe=asked, target=target, raise_if_stopped=raise_if_stopped, on_progress=on_progress
+        )
         choices.try_all()
         found = choices.concluded(recipe)
         card = None if found.fits else smallest_card(found, target)
@@ -137,14 +140,14 @@ class _Choices:
     Args:
         recipe: the recipe, with all other knobs.
         target: the device, its limits and the model.
-        ctrl_c: checked before each estimate.
+        raise_if_stopped: called before each estimate.
         on_progress: called before each estimate.
         needs: needs of each choice so far; a string says why it cannot be built.
     """
 
     recipe: Recipe
     target: Target
-    ctrl_c: CtrlC
+    raise_if_stopped: Callable[[], None]
     on_progress: OnProgress
     needs: dict[CheckpointingConfig, Need | str] = field(default_factory=dict)
 
@@ -260,7 +263,7 @@ class _Choices:
         recipe = self._with(config)
         if problems := recipe_problems(recipe):
             return " ".join(problems)
-        self.ctrl_c.check()
+        self.raise_if_stopped()
         self.on_progress(self._progress())
         try:
             return need_from(self.target.estimate(recipe)[0])

@@ -28,7 +28,7 @@ from lowmem_ft.planner.search import Candidates, Limits, Need, Search
 from lowmem_ft.planner.search_space import Rule, Space, consent_keys, space_of, words_of
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
-from lowmem_ft.system.ctrl_c import CtrlC
+from lowmem_ft.system.signals import stops_remembered
 
 MAX_EFFORT = 18
 """Effort of the search for the fastest, in estimates of common length, which take a second or two each.
@@ -242,8 +242,8 @@ def _plan_in(
 ) -> MemoryPlan:
     """Return the best of a search space, explained against the user's recipe; Ctrl-C ends the search."""
     others = EstimatesAhead(num_processes_ahead(), target.gpu, target.budget)
-    with CtrlC() as ctrl_c, contextlib.closing(others) as ahead:
-        return _searched(space, candidates, target, asked, on_progress, ctrl_c, ahead)
+    with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
+        return _searched(space, candidates, target, asked, on_progress, raise_if_stopped, ahead)
 
 
 def _searched(
@@ -252,7 +252,7 @@ def _searched(
     target: Target,
     asked: Recipe,
     on_progress: OnProgress,
-    ctrl_c: CtrlC,
+    raise_if_stopped: Callable[[], None],
     ahead: EstimatesAhead,
 ) -> MemoryPlan:
     """Return the best of a search space, explained."""
@@ -261,7 +261,7 @@ def _searched(
         return space.recipe_of(space.combinations[place])
 
     def need_of(place: int) -> Need | str:
-        ctrl_c.check()
+        raise_if_stopped()
         best = search.found.best
         on_progress(
             PlanProgress(

@@ -25,6 +25,7 @@ from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
 from lowmem_ft.models import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
+from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
@@ -42,7 +43,6 @@ from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
-from lowmem_ft.training.run.interruption import Interruption
 from lowmem_ft.training.run.progress import ProgressDisplay
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run.run_memory import RunMemory
@@ -368,7 +368,7 @@ class TrainingRun:
                 self.runtime,
                 self.runtime.to_evaluate(batches),
                 in_pieces=self.evaluation,
-                interrupted=lambda: self.interruption.requested,
+                interrupted=lambda: self.interruption.signal_number != 0,
             )
         if result is None:
             self._stop_if_interrupted()
@@ -419,7 +419,7 @@ class TrainingRun:
 
     def _signal_number(self) -> int:
         """Return the number of the signal that any process has received; 0 if none has."""
-        return self.runtime.max_over_processes(self.interruption.signal_number or 0)
+        return self.runtime.max_over_processes(self.interruption.signal_number)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
         problems = self.health.problems_at_the_end(weights_not_finite(self.session, self.runtime), evaluation)

@@ -16,11 +16,11 @@ from lowmem_ft.foundation.repetition import abridged_for
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.system.garbage_collector import collector_paused
+from lowmem_ft.system.signals import signals_wait_while
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.device.placement import place_module
-from lowmem_ft.virtual_gpu.interrupts import interrupts_wait_for_backward
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution
 from lowmem_ft.virtual_gpu.recording.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
@@ -102,7 +102,9 @@ class VirtualMachine:
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(collector_paused())
-        stack.enter_context(interrupts_wait_for_backward())
+        # A backward pass on a virtual device is Python that C++ calls, and an exception would end the process there by
+        # `std::terminate`, without a message.
+        stack.enter_context(signals_wait_while(lambda: torch._C._current_graph_task_id() != -1))
         # Autograd's own threads would not see this thread's modes.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(followed_thread())

@@ -206,7 +206,7 @@ def test_sigterm_that_a_launcher_passes_on_is_no_second_one(trained, monkeypatch
 
 TOLD_AGAIN = """
 import signal
-from lowmem_ft.cli.processes import signals
+from lowmem_ft.system import signals
 
 signals.ONE_REQUEST_SECONDS = -1
 with signals.sigterm_as_ctrl_c():

@@ -33,7 +33,7 @@ def code_if_stopped_at(number):
 
 BEFORE_ANYTHING_CAN_BE_DONE = (
     "lowmem_ft.__main__", "lowmem_ft.foundation", "lowmem_ft.foundation.lazy_exports", "lowmem_ft.system",
-    "lowmem_ft.system.startup_signals",
+    "lowmem_ft.system.signals", "lowmem_ft.system.launch_variables",
 )
 PROGRAM = {program!r}
 sys.argv = ["lowmem-ft", "--help"]

@@ -11,7 +11,6 @@ import pytest
 
 import lowmem_ft
 from lowmem_ft.budget import Budget
-from lowmem_ft.cli.processes.signals import sigterm_as_ctrl_c
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import RecipeError, UserError
@@ -20,6 +19,7 @@ from lowmem_ft.planner.search_space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
+from lowmem_ft.system.signals import sigterm_as_ctrl_c
 from lowmem_ft.training import train
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype]"

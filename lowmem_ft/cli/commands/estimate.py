@@ -28,6 +28,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     parse,
 )
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+from lowmem_ft.system.signals import stops_remembered
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -248,17 +249,16 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.system.ctrl_c import CtrlC
 
     kept = KeptTraces.of_user()
     found: list[Change] = []
 
     def before_an_estimate(made: int) -> None:
-        ctrl_c.check()
+        raise_if_stopped()
         say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
     search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate)
-    with CtrlC() as ctrl_c:
+    with stops_remembered() as raise_if_stopped:
         try:
             with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):
                 shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept)

@@ -24,8 +24,8 @@ from lowmem_ft.cli.estimating.estimate_options import (
     gpu_problems,
     write_problem,
 )
-from lowmem_ft.cli.processes.signals import if_stopped
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
+from lowmem_ft.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -131,19 +131,18 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.rehearsal.fix_search import FixSearch
     from lowmem_ft.reports.rehearsal_table import fixes_table
-    from lowmem_ft.system.ctrl_c import CtrlC
 
     tried: list[Fix] = []
     complete = False
     doing = "searching for a change with which it fits"
-    with CtrlC() as ctrl_c, progress_line(doing) as say:
+    with stops_remembered() as raise_if_stopped, progress_line(doing) as say:
 
         def before_an_estimate(made: int) -> None:
-            ctrl_c.check()
+            raise_if_stopped()
             say(f"{doing}: {made} estimated, {len(tried)} rehearsed; Ctrl-C ends it")
 
         def on_step(step: int, shapes: int) -> None:
-            ctrl_c.check()
+            raise_if_stopped()
             say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
 
         mending = FixSearch(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)

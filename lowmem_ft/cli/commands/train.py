@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.processes.signals import if_stopped
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
-from lowmem_ft.system.startup_signals import is_launched
+from lowmem_ft.system.launch_variables import is_launched
+from lowmem_ft.system.signals import NOTHING_TRAINED, if_stopped
 
 _EXAMPLES = """\
 examples:
@@ -51,8 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
-    stopped_early = if_stopped("before the first step: nothing was trained, and nothing is written.")
-    with stopped_early, _told_to_all_processes():
+    with if_stopped(NOTHING_TRAINED), _told_to_all_processes():
         _train(*_split(arguments))
     return 0
 

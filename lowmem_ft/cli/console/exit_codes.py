@@ -11,13 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from lowmem_ft.cli.processes.signals import (
-    sigterm_as_ctrl_c,
-    stop_behind,
-    stopped_by,
-    was_terminated,
-    words_of,
-)
 from lowmem_ft.foundation.errors import (
     Interrupted,
     OtherProcessError,
@@ -27,7 +20,16 @@ from lowmem_ft.foundation.errors import (
     panic_problem,
 )
 from lowmem_ft.reports.text.wrapping import filled
-from lowmem_ft.system.startup_signals import SIGNALLED, is_main_process, raise_at_ctrl_c
+from lowmem_ft.system.launch_variables import is_main_process
+from lowmem_ft.system.signals import (
+    SIGNALLED,
+    raise_at_ctrl_c,
+    sigterm_as_ctrl_c,
+    stop_behind,
+    stopped_by,
+    was_terminated,
+    words_of,
+)
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""

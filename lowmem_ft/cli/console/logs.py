@@ -11,7 +11,7 @@ from rich.logging import RichHandler
 from rich.text import Text
 
 from lowmem_ft.reports.text.wrapping import filled
-from lowmem_ft.system.startup_signals import is_main_process
+from lowmem_ft.system.launch_variables import is_main_process
 
 
 def set_up_logging() -> None:

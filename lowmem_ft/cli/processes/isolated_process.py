@@ -12,7 +12,7 @@ from types import FrameType
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import CrashedError
-from lowmem_ft.system.startup_signals import SIGNALLED
+from lowmem_ft.system.signals import SIGNALLED, handlers
 
 _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a terminal's Ctrl-C, which reaches both, before it gets the signal again."""
@@ -80,9 +80,5 @@ def _passing_signals_on(child: int) -> Iterator[list[int]]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with handlers(lambda number, before: pass_on):
         yield came
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -25,7 +25,7 @@ import lowmem_ft
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
-from lowmem_ft.training.run.interruption import signals_end_at_once
+from lowmem_ft.system.signals import NOTHING_TRAINED, signals_end_at_once
 
 PATIENCE = timedelta(minutes=10)
 """Time that a process waits for the others: importing torch from a busy network disk takes minutes."""
@@ -209,7 +209,7 @@ def explained_joining() -> Iterator[None]:
         UserError: for each such error.
     """
     try:
-        with signals_end_at_once():
+        with signals_end_at_once(NOTHING_TRAINED):
             yield
     except dist.DistError as error:
         raise UserError(not_joined(str(error), os.environ)) from error

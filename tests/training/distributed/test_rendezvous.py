@@ -151,32 +151,41 @@ sys.exit(main())
 
 
 @pytest.mark.parametrize("waits_for", ["a process that does not come", "a group"])
-def test_a_process_that_waits_for_others_in_torch_is_ended_by_its_launcher(waits_for, forks, tmp_path):
-    """Which has lost one of them, and would end this one by SIGKILL, half a minute later."""
-    source = """
-import os, signal, sys, threading
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_process_that_waits_for_others_in_torch(number, waits_for, forks, tmp_path):
+    """A launcher that has lost one of them would otherwise end this one by SIGKILL, half a minute later."""
+    source = f"""
+import os, sys, threading
 import torch.distributed
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.training.distributed import process_group, rendezvous
-def terminate(*args, **options):
-    os.kill(os.getpid(), signal.SIGTERM)
-    os._exit(99)  # still there: what waits in C++ calls no handler
+def send_signal():
+    os.kill(os.getpid(), {number:d})
+def waits_in_cpp(*args, **options):
+    threading.Timer(0.2, send_signal).start()
+    store.wait(["never written"])
 def when_it_waits():
     while not rendezvous.have_met():
         pass
-    store.wait([rendezvous._key("digest", 1)])
-    terminate()
+    store.wait([rendezvous._key("digest", 0)])
+    send_signal()
 if sys.argv.pop(1) == "a group":
-    process_group.rendezvous, process_group.AccelerateRuntime.create = (lambda *args, **options: None), terminate
+    process_group.rendezvous = lambda *args, **options: None
+    process_group.AccelerateRuntime.create = waits_in_cpp
 else:
     threading.Thread(target=when_it_waits, daemon=True).start()
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-os.environ.update(RANK="1", LOCAL_RANK="1", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **place)
+place = {{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}}
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", **place)
 sys.exit(main())
 """
     settings = ("recipe=tiny", "training.use_cpu=true", f"training.output_dir={tmp_path}/run")
-    assert forks.run(source, waits_for, *settings).returncode == -signal.SIGTERM
+    ended = forks.run(source, waits_for, *settings)
+    assert ended.returncode == 128 + number
+    assert ended.stderr.splitlines()[-1] == (
+        f"Stopped by {number.name} before the first step: nothing was trained, and nothing is written."
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_port_in_use_is_explained(forks, tmp_path):

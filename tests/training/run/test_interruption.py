@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.system import signals
+from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training import loop, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.run import health, interruption, start
-from lowmem_ft.training.run.interruption import Interruption
+from lowmem_ft.training.run import health, start
 
 SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
 
@@ -25,7 +26,7 @@ def send(number):
 
 def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch):
     """The terminal sends Ctrl-C to all processes, and torchrun sends it to its own once more."""
-    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", float("inf"))  # however busy the machine is
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", float("inf"))  # however busy the machine is
     with Interruption() as run:
         send(signal.SIGINT)
         send(signal.SIGINT)
@@ -34,7 +35,7 @@ def test_a_signal_that_a_launcher_passes_on_counts_once(monkeypatch):
 
 
 def test_a_second_signal_ends_the_process_at_once(monkeypatch):
-    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
     with Interruption():
         send(signal.SIGTERM)
         with pytest.raises(KeyboardInterrupt):
@@ -42,7 +43,7 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
 
 
 def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkeypatch):
-    monkeypatch.setattr(interruption, "ONE_REQUEST_SECONDS", 0.0)
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
     step, taken = loop.Retries.train_step, []
 
     def impatient(retries, window):
