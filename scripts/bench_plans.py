@@ -41,9 +41,9 @@ from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import need_from, only_looking
 from lowmem_ft.planner.search import Limits
-from lowmem_ft.planner.search_space import Settings, space_of, with_settings
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
+from lowmem_ft.recipe.space.search_space import Settings, space_of, with_settings
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 

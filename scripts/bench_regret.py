@@ -37,8 +37,8 @@ from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import need_from
 from lowmem_ft.planner.search import NEARLY_AS_FAST, Need
-from lowmem_ft.planner.search_space import Settings, Space, asks_consent, planned_keys, space_of
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
+from lowmem_ft.recipe.space.search_space import Settings, Space, asks_consent, planned_keys, space_of
 
 BUDGETS = (1.0, 1.3, 2.0)
 """Multiples of the smallest budget, none of them more than the GPU has."""

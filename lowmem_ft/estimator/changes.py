@@ -16,7 +16,7 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
+from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 
 NUM_CHANGES = 3
 ENOUGH_ESTIMATES, ENOUGH_EVENTS = 20, 250_000

@@ -16,9 +16,9 @@ from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity
 from lowmem_ft.planner.search import Candidates, Limits
-from lowmem_ft.planner.search_space import Rule, Space, asks_consent, with_settings
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.space.search_space import Rule, Space, asks_consent, with_settings
 from lowmem_ft.system.process_size import LIBRARIES_BYTES
 
 Ints = NDArray[np.int64]

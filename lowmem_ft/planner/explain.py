@@ -22,8 +22,8 @@ from lowmem_ft.planner.memory_plan import (
 )
 from lowmem_ft.planner.rows_per_gpu import DEALT
 from lowmem_ft.planner.search import NEARLY_AS_FAST, Candidates, Limits, Need, Search, Searched
-from lowmem_ft.planner.search_space import Combination, Space
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.space.search_space import Combination, Space
 
 MOST_ALTERNATIVES = 4
 MOST_REJECTED = 8

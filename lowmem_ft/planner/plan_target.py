@@ -23,9 +23,9 @@ from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
-from lowmem_ft.planner.search_space import Rule
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.budget_limits import beyond_device, beyond_host
+from lowmem_ft.recipe.space.search_space import Rule
 from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

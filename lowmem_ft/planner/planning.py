@@ -25,9 +25,9 @@ from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search
-from lowmem_ft.planner.search_space import Rule, Space, consent_keys, space_of, words_of
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
+from lowmem_ft.recipe.space.search_space import Rule, Space, consent_keys, space_of, words_of
 from lowmem_ft.system.signals import stops_remembered
 
 MAX_EFFORT = 18

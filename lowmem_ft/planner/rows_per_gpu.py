@@ -7,8 +7,8 @@ import math
 
 from lowmem_ft.estimator.gpu_counts import NUMBERS
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.planner.search_space import ROWS, Settings, with_settings
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.space.search_space import ROWS, Settings, with_settings
 
 COUNT = "distributed.num_processes"
 

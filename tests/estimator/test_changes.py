@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.out_of_memory.remediations import remediations_for
+from lowmem_ft.recipe.space.remediations import remediations_for
 
 GREEDY = ["training.per_device_train_batch_size=4", "loss.chunk_tokens=null"]
 LEAN = [

@@ -16,7 +16,7 @@ from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.optimizers import ChunkedOptimizer, config, create_optimizer, table
 from lowmem_ft.recipe import check_recipe, load_recipe
 from lowmem_ft.recipe.reading import keys
-from lowmem_ft.training.out_of_memory.remediations import remediations_for
+from lowmem_ft.recipe.space.remediations import remediations_for
 
 
 class SignedGradient:

@@ -12,8 +12,8 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import bounds
-from lowmem_ft.planner.search_space import space_of, with_settings
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.space.search_space import space_of, with_settings
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 
 GPU = "l4"

@@ -15,10 +15,10 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.planner import plan, planning
-from lowmem_ft.planner.search_space import space_of
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
+from lowmem_ft.recipe.space.search_space import space_of
 from lowmem_ft.system.signals import sigterm_as_ctrl_c
 from lowmem_ft.training import train
 
@@ -427,7 +427,7 @@ def test_words_and_keys_that_do_not_exist(make_recipe, at_once):
 
 def test_a_recipe_with_conflicts_is_not_planned(make_recipe, at_once):
     at_once(lambda recipe: 1.0)
-    from lowmem_ft.planner.search_space import with_settings
+    from lowmem_ft.recipe.space.search_space import with_settings
 
     broken = with_settings(make_recipe(), {"tiling.mlp": 0})
     with pytest.raises(RecipeError, match=r"tiling\.mlp must be at least 1"):

@@ -14,7 +14,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations, plan
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.search_space import with_settings
+from lowmem_ft.recipe.space.search_space import with_settings
 
 SAMPLES = sorted(bench_plans.DATA.glob("*.jsonl"))
 

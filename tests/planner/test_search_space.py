@@ -6,10 +6,10 @@ import random
 import pytest
 
 from lowmem_ft.foundation.knob import Effect
-from lowmem_ft.planner.search_space import ROWS, consent_keys, recipe_rules, space_of, with_settings
 from lowmem_ft.recipe.plan_config import INCLUDED, Consent
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.rules.conflicts import CONFLICTS, recipe_problems
+from lowmem_ft.recipe.space.search_space import ROWS, consent_keys, recipe_rules, space_of, with_settings
 from lowmem_ft.recipe.tree import Recipe
 
 

@@ -18,9 +18,9 @@ from lowmem_ft.models import load_model_config
 from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner import bounds, plan
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
-from lowmem_ft.planner.search_space import Space, space_of
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.space.search_space import Space, space_of
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
 

@@ -12,13 +12,13 @@ from lowmem_ft.estimator.changes import Change, Changes
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, ProcessRange
 from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.recipe.space.remediations import Remediation
 from lowmem_ft.reports.estimate_table import (
     changes_table,
     estimate_table,
     format_dollars,
     price_per_million_tokens,
 )
-from lowmem_ft.training.out_of_memory.remediations import Remediation
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
 

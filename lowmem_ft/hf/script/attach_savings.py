@@ -20,8 +20,8 @@ from lowmem_ft.hf.trainers.attaching import attach, is_attached, settled_with
 from lowmem_ft.hf.trainers.trainer_kinds import Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.training.out_of_memory.remediations import Remediation, remediations_for
 
 _SWITCHED_IN_PLACE = (
     "checkpointing.",

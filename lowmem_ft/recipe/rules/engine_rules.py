@@ -10,6 +10,14 @@ from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
 
+def engine_of(recipe: Recipe, num_processes: int) -> Engine | None:
+    """Return the engine of a run, which one process lacks; without a strategy, each of several has a whole model."""
+    strategy = recipe.distributed.strategy
+    if strategy in (None, "none"):
+        return "ddp" if num_processes > 1 else None
+    return strategy
+
+
 def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
     """Yield settings that do not work with an engine: for each the rule, the values seen and the way out."""
     for key, _, _ in memory_knobs(recipe):

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lowmem_ft.foundation.knob import Engine
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
+from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
 
 
 def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
@@ -18,10 +17,10 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
         For each such setting the rule, the values seen and the way out; empty for one process whose recipe names no
         strategy.
     """
-    strategy = recipe.distributed.strategy
+    engine = engine_of(recipe, num_processes)
+    problems = [] if engine is None else list(problems_with_engine(recipe, engine))
     if num_processes == 1:
-        return [] if strategy in (None, "none") else list(problems_with_engine(recipe, strategy))
-    engine: Engine = "ddp" if strategy in (None, "none") else strategy
+        return problems
     ways_out = {
         "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",
         "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings says what it chooses: set that.",
@@ -29,4 +28,4 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
     return [
         f"{setting} plans for one process, got {num_processes}. {ways_out[setting]}"
         for setting in recipe.left_to_choose
-    ] + list(problems_with_engine(recipe, engine))
+    ] + problems

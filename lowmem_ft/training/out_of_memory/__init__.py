@@ -1,1 +1,1 @@
-"""Out-of-memory errors: budget limits, step retries, the error message and remediations."""
+"""Out-of-memory errors: budget limits, step retries and the error message."""

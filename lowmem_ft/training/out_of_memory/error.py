@@ -9,8 +9,8 @@ from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.space.remediations import remediations_for
 from lowmem_ft.system.memory_meter import MemoryReading
-from lowmem_ft.training.out_of_memory.remediations import remediations_for
 
 
 class NotRetried(RuntimeError):

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
+from lowmem_ft.recipe.space.remediations import SHORTEST_LENGTH, Remediation, remediations_for
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
-from lowmem_ft.training.out_of_memory.remediations import SHORTEST_LENGTH, Remediation, remediations_for
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 GREEDY = [

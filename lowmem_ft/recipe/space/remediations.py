@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,7 +11,8 @@ from lowmem_ft.foundation.knob import COSTS, FIDELITIES
 from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
+from lowmem_ft.recipe.space.search_space import with_settings
 
 CHUNK_TOKENS = 1024
 
@@ -61,12 +61,7 @@ class Remediation:
 
     def applied_to(self, recipe: Recipe) -> Recipe:
         """Return the recipe with these settings."""
-        values: dict[str, dict[str, Any]] = {}
-        for key, value in self.settings.items():
-            group, _, name = key.partition(".")
-            values.setdefault(group, {})[name] = value
-        changed = {group: dataclasses.replace(getattr(recipe, group), **new) for group, new in values.items()}
-        return dataclasses.replace(recipe, **changed)
+        return with_settings(recipe, self.settings)
 
     def is_exact_for(self, recipe: Recipe) -> bool:
         """Return whether a recipe trains the same numbers with this change, up to the order of sums."""
@@ -106,10 +101,15 @@ def remediations_for(
     Yields:
         The changes.
     """
-    known = set(problems_with_processes(recipe, num_processes))
+    engine = engine_of(recipe, num_processes)
+
+    def problems_with(changed: Recipe) -> set[str]:
+        return set() if engine is None else set(problems_with_engine(changed, engine))
+
+    known = problems_with(recipe)
     half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
     for way in sorted(_remediations_for(recipe, half), key=lambda way: way.price(recipe)):
-        if known.issuperset(problems_with_processes(way.applied_to(recipe), num_processes)):
+        if known.issuperset(problems_with(way.applied_to(recipe))):
             yield way
 
 

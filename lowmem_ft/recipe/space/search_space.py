@@ -7,6 +7,7 @@ combination takes one choice of each dimension. Each rule is evaluated once per 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 from collections import Counter
@@ -21,7 +22,6 @@ from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import CONFLICTS
 from lowmem_ft.recipe.rules.engine_rules import problems_of_key, settings_work_with_the_strategy
-from lowmem_ft.training.out_of_memory.remediations import Remediation
 
 ROWS = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
@@ -171,7 +171,14 @@ def planned_keys(recipe: Recipe) -> list[RecipeKey]:
 
 def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
     """Return a recipe with new values by dotted key."""
-    return Remediation(settings=settings, why="").applied_to(recipe)
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    changed = {
+        group: dataclasses.replace(getattr(recipe, group), **values) for group, values in groups.items()
+    }
+    return dataclasses.replace(recipe, **changed)
 
 
 def recipe_rules() -> tuple[Rule, ...]:
