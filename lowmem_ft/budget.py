@@ -15,27 +15,27 @@ DRIVER_SHARE = 0.05
 class Budget:
     """Memory that a run may use, as text such as ``24GiB`` (2**30 bytes each) or ``24GB`` (10**9)."""
 
-    device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all there is.")
+    device: str | None = knob(None, "Device memory the run may use, such as 24GiB; null: all of it.")
     host: str | None = knob(
         None,
-        "Memory of a machine's host that the run may use, such as 64GiB; its processes there share it evenly; null: no "
+        "Host memory of a machine that the run may use, such as 64GiB; the processes on it share it evenly; null: no "
         "limit.",
     )
     enforce: bool = knob(
         True,
-        "A run above budget.device fails: on CUDA the caching allocator is capped at it, less what the process holds "
-        "beside (CUDA context, NCCL); on a CPU the run ends if the "
-        "process is above it before the model is loaded or after the first step. false: only compared and logged.",
+        "A run above budget.device fails: on CUDA the caching allocator is capped at it, minus what the process "
+        "holds outside of it (CUDA context, NCCL); on a CPU the run ends if the process is above it before the model "
+        "is loaded or after the first step. false: it is only compared and logged.",
     )
     preflight: bool = knob(
         True,
-        "Before weights are read, estimate what the run needs, in a process beside it; a run estimated to be above the "
-        "device's memory or a budget ends there (with enforce=false it is warned).",
+        "Before weights are read, estimate what the run needs, in a separate process; a run whose estimate is above "
+        "the device's memory or a budget ends there (enforce=false: it only logs a warning).",
     )
     retry: bool = knob(
         True,
-        "A step that runs out of device memory before any weight has changed starts over with its micro-batches cut in "
-        "two, and so does the rest of the run. false: the run ends there.",
+        "A step that runs out of device memory before any weight has changed starts over with its micro-batches cut "
+        "in two, and the rest of the run keeps the smaller size. false: the run ends there.",
     )
 
     def host_bytes(self, num_processes: int = 1) -> int | None:

@@ -41,8 +41,8 @@ def find_gpu(name: str) -> Gpu:
         if one in gpus:
             count = "".join(re.findall(r"\d+", key.replace(one, "", 1)))
             raise UserError(
-                f"This is for one GPU, got {name}. Ask for {one}; `lowmem-ft estimate` and `lowmem-ft plan` take "
-                f"several, as --gpu {count}x{one}."
+                f"One GPU is expected here, got {name}. Ask for {one}; `lowmem-ft estimate` and `lowmem-ft plan` take "
+                f"several, such as --gpu {count}x{one}."
             )
         hints = (did_you_mean(asked, [known for known in gpus if asked in known]) for asked in (key, one))
         near = next(filter(None, hints), did_you_mean(key, gpus))
@@ -61,16 +61,16 @@ def split_count(name: str) -> tuple[int | None, str]:
     found = re.fullmatch(r"([-+.,/\d]*?)-?x-?(\D.*)?", _plain(name))
     if found is None:
         return None, name
-    count, card = found[1], found[2] or ""
-    if not card and count:
-        raise UserError(f"--gpu names a card after the number and the x, got {name}. Write {name}rtx-4090.")
+    count, gpu = found[1], found[2] or ""
+    if not gpu and count:
+        raise UserError(f"--gpu names a GPU after the number and the x, got {name}. Write {name}rtx-4090.")
     if re.fullmatch(r"\d{1,4}", count) and int(count) >= 1:
-        return int(count), card
-    if card not in load_gpus():
+        return int(count), gpu
+    if gpu not in load_gpus():
         return None, name
     raise UserError(
-        f"--gpu takes a whole number of cards before the x, from 1 to 9999, got {count or 'none'} in {name}. Ask for "
-        f"{card}, or for 2x{card}."
+        f"--gpu takes a whole number of GPUs before the x, from 1 to 9999, got {count or 'none'} in {name}. Ask for "
+        f"{gpu}, or for 2x{gpu}."
     )
 
 

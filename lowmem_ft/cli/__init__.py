@@ -14,14 +14,14 @@ from lowmem_ft.foundation.errors import UserError, did_you_mean
 
 COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",
-    "estimate": "what a run needs, and where it fits: estimate model=NAME",
-    "plan": "choose the memory knobs for a budget: plan model=NAME budget=24GiB",
-    "rehearse": "the whole run without a GPU: rehearse recipe=NAME --gpu NAME",
-    "report": "how runs went, memory estimated and measured: report RUN_DIR",
+    "estimate": "what a run needs, and which GPUs it fits: estimate model=NAME",
+    "plan": "choose the memory settings for a budget: plan model=NAME budget=24GiB",
+    "rehearse": "the complete run without a GPU: rehearse recipe=NAME --gpu NAME",
+    "report": "results of runs, with estimated and measured memory: report RUN_DIR",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
-    "recipes": "list the shipped recipes, or show one with every key explained",
+    "recipes": "list the shipped recipes, or print one with every key explained",
 }
 
 
@@ -50,10 +50,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _no_command(arguments: Sequence[str]) -> str:
     first = arguments[0]
     if "=" in first:
-        return f"A command comes first, got {first}. Write for instance `lowmem-ft train {shlex.join(arguments)}`."
+        return (
+            f"The first argument is a command, got {first}. Write for instance `lowmem-ft train "
+            f"{shlex.join(arguments)}`."
+        )
     return (
-        f"There is no command {first!r}.{did_you_mean(first, COMMANDS)} There are {', '.join(COMMANDS)}; "
-        "`lowmem-ft --help` says what each does."
+        f"Unknown command {first!r}.{did_you_mean(first, COMMANDS)} Commands: {', '.join(COMMANDS)}; `lowmem-ft "
+        "--help` says what each does."
     )
 
 
@@ -63,8 +66,8 @@ def _parser() -> Parser:
         description=lowmem_ft.__doc__,
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
-        + "\n\nBegin with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. "
-        "`lowmem-ft COMMAND --help` explains a command.",
+        + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
+        "COMMAND --help` explains a command.",
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")

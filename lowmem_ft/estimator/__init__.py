@@ -1,13 +1,16 @@
 """The pre-flight estimator: the memory and time that a recipe needs, before a GPU is rented."""
 
 from lowmem_ft.estimator.estimate import CannotRun, estimate_memory, estimate_on_gpus
-from lowmem_ft.estimator.gpu_counts import SeveralCards, estimate_on_several
+from lowmem_ft.estimator.gpu_counts import SeveralGpus, estimate_on_several
 from lowmem_ft.estimator.method_estimates import MethodEstimate, estimate_methods
+from lowmem_ft.foundation.moved import renamed
+
+__getattr__ = renamed(__name__, {"SeveralCards": SeveralGpus})
 
 __all__ = [
     "CannotRun",
     "MethodEstimate",
-    "SeveralCards",
+    "SeveralGpus",
     "estimate_memory",
     "estimate_methods",
     "estimate_on_gpus",

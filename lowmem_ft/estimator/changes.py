@@ -216,7 +216,7 @@ class ChangeSearch:
     def _change(self, ways: Sequence[Remediation]) -> Change:
         """Return the recipe with some changes, which can run."""
         estimate = self._estimate(ways)
-        assert not isinstance(estimate, UserError), "only changes that run get so far"
+        assert not isinstance(estimate, UserError), "only changes that can run get this far"
         return Change(
             way=_together(self._recipe, ways),
             estimate=estimate,

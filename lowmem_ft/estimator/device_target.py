@@ -49,9 +49,9 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
         bought = _cheapest_with(parse_bytes(budget.device), budget.device)
         return (
             bought,
-            f"device: {bought.name}, of the catalogue's with budget.device={budget.device} the cheapest by the hour",
+            f"device: {bought.name}, the cheapest GPU by the hour in the catalogue with budget.device={budget.device}",
         )
-    return None, "device: this machine's processor, as it has no GPU"
+    return None, "device: this machine's processor, because it has no GPU"
 
 
 def limits(gpu: Gpu | None, budget: Budget, num_processes: int = 1) -> BudgetVerdict:
@@ -91,8 +91,8 @@ def budget_beyond(gpu: Gpu | None, budget: Budget) -> str:
     if gpu is None or budget.device is None or is_of_size(gpu.memory_bytes, parse_bytes(budget.device)):
         return ""
     return (
-        f"limit: the {format_bytes(gpu.memory_bytes)} that {gpu.name} has, as budget.device={budget.device} is more; "
-        "training would refuse it"
+        f"limit: the {format_bytes(gpu.memory_bytes)} that {gpu.name} has, because budget.device={budget.device} is "
+        "more; training would refuse it"
     )
 
 

@@ -21,7 +21,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
@@ -66,7 +66,7 @@ def estimate_memory(
         UserError: if the catalogue has no such GPU, or the GPU cannot run the recipe.
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
-    recipe, gpu = on_cards(recipe, gpu) if isinstance(gpu, str) else (on_cards(recipe, None)[0], gpu)
+    recipe, gpu = on_gpus(recipe, gpu) if isinstance(gpu, str) else (on_gpus(recipe, None)[0], gpu)
     budget = budget or recipe.budget
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
@@ -118,7 +118,7 @@ def estimate_on_gpus(
     Raises:
         UserError: if no GPU at all can run it: the problems of the first.
     """
-    recipe, _ = on_cards(recipe, None)
+    recipe, _ = on_gpus(recipe, None)
     shared = SharedTraces(recipe, budget=budget, kind=kind, kept=kept)
     results = [shared.estimate(gpu) for gpu in gpus]
     if errors := shared.errors_of_all:
@@ -130,7 +130,7 @@ class SharedTraces:
     """Estimates of one recipe on one GPU after another, which share what they can.
 
     Args:
-        recipe: the recipe to train, with its processes as :func:`on_cards` fills them in.
+        recipe: the recipe to train, with its processes as :func:`on_gpus` fills them in.
         budget: as for :func:`estimate_on_gpus`.
         kind: likewise.
         kept: likewise.
@@ -250,7 +250,7 @@ def estimate_of_trace(
         largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
         heap_share=HEAP_SHARE_OF_RUNS,
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
-        not_modelled=() if recipe.offload.folder is None else ("time that the disk of offload.folder takes",),
+        not_modelled=() if recipe.offload.folder is None else ("time of reading and writing offload.folder",),
     )
     allowed = limits(gpu, budget, recipe.distributed.per_machine)
     if gpu is None:

@@ -20,7 +20,7 @@ def processes_at_once() -> int:
     if not asked:
         return _cores()
     if not (asked.isdecimal() and int(asked) >= 1):
-        raise UserError(f"{PROCESSES_VARIABLE} is a number of processes from 1, got {asked!r}.")
+        raise UserError(f"{PROCESSES_VARIABLE} is a number of processes, at least 1, got {asked!r}.")
     return min(_cores(), int(asked))
 
 

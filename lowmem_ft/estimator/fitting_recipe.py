@@ -51,8 +51,8 @@ def shipped_recipe_that_fits(
     Returns:
         The recipe; None if none of those tried fits, or the device is a processor.
     """
-    card, _ = choose_gpu(gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
-    for shipped in [] if card is None else made_for(card, recipe)[:MOST_TRIED]:
+    chosen, _ = choose_gpu(gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    for shipped in [] if chosen is None else made_for(chosen, recipe)[:MOST_TRIED]:
         name, *settings = shipped.settings
         with contextlib.suppress(UserError):  # such as a model that one of its techniques does not support
             candidate = load_recipe(name.removeprefix("recipe="), settings)

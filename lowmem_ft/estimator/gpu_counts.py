@@ -22,7 +22,7 @@ NUMBERS = (2, 4, 8)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeveralCards:
+class SeveralGpus:
     """Numbers of GPUs that together hold a recipe, where one GPU does not.
 
     Args:
@@ -45,7 +45,7 @@ def estimate_on_several(
     budget: Budget | None = None,
     kept: KeptTraces | None = None,
     on_number: Callable[[int], object] = lambda number: None,
-) -> SeveralCards:
+) -> SeveralGpus:
     """Find the smallest number of each GPU with which a recipe fits, sharded by ``distributed.strategy=fsdp2``.
 
     The GPU with the most room is tried first: where it does not hold its part, those with less are not tried with that
@@ -66,9 +66,9 @@ def estimate_on_several(
     """
     config = recipe.distributed
     if not gpus or config.num_machines > 1 or (config.strategy, config.num_processes) != (None, None):
-        return SeveralCards()
+        return SeveralGpus()
     if problems := tuple(problems_with_engine(recipe, "fsdp2")):
-        return SeveralCards(problems=problems)
+        return SeveralGpus(problems=problems)
     budget, kept = budget or recipe.budget, kept or KeptTraces()
     found: dict[str, MemoryEstimate] = {}
     tried: list[int] = []
@@ -76,13 +76,13 @@ def estimate_on_several(
         waiting = [gpu for gpu in gpus if gpu.name not in found]
         cut = _cut(recipe, number)
         if problems := tuple(problems_with_processes(cut, number)):
-            return SeveralCards(tried=tuple(tried), estimates=_in_order(found, gpus), problems=problems)
+            return SeveralGpus(tried=tuple(tried), estimates=_in_order(found, gpus), problems=problems)
         if not waiting:
             break
         on_number(number)
         tried.append(number)
         found |= {estimate.gpu.name: estimate for estimate in _that_fit(waiting, cut, budget, kept)}
-    return SeveralCards(tried=tuple(tried), estimates=_in_order(found, gpus))
+    return SeveralGpus(tried=tuple(tried), estimates=_in_order(found, gpus))
 
 
 def _cut(recipe: Recipe, number: int) -> Recipe:

@@ -19,7 +19,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_model_config, max_positions
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     Method,
     methods_with,
@@ -177,8 +177,8 @@ def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
 
 
 NOT_STREAMED_IN_FLOAT32 = (
-    "without bfloat16 it has to stream float32 weights, at a fraction of the speed. Name the GPU, such as --gpu t4, to "
-    "see what that takes."
+    "without bfloat16 it has to stream float32 weights, at a fraction of the speed. Name the GPU, such as --gpu t4, "
+    "to see its estimate."
 )
 
 
@@ -219,7 +219,7 @@ class _Asked:
         """Yield one route's estimates on the GPUs with room for its weights, most room first; the last route on all."""
         try:
             command = self._command(route)
-            recipe, _ = on_cards(recipe_of(self._traced(method, command)), None)
+            recipe, _ = on_gpus(recipe_of(self._traced(method, command)), None)
         except UserError as error:
             yield from (self._refused(method, route.settings, gpu, error.problems) for gpu in gpus)
             return

@@ -58,9 +58,8 @@ def _model_from_config(
             )
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
         raise ModelError(
-            f"The config of {config.name_or_path} does not make a {hf_config.model_type} model: "
-            f"{type(error).__name__} {error}. "
-            "Compare its config.json with that of a published model of the family."
+            f"The config of {config.name_or_path} cannot build a {hf_config.model_type} model: {type(error).__name__} "
+            f"{error}. Compare its config.json with that of a published model of the family."
         ) from error
     return cast(PreTrainedModel, model)
 

@@ -65,8 +65,8 @@ def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:
     limit, length = max_positions(hf_config), recipe.data.max_length
     if length is None and limit is None:
         raise DataError(
-            "An estimate needs the length of rows, but data.max_length is null and the model has no limit. "
-            "Set data.max_length."
+            "An estimate needs a row length, but data.max_length is null and the model has no limit. Set "
+            "data.max_length."
         )
     recipe.data.refuse_positions(limit)
     return limit if length is None else length  # type: ignore[return-value]

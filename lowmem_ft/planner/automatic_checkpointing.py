@@ -31,7 +31,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_card
+from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_fitting_gpu
 from lowmem_ft.planner.search import Limits, Need
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
@@ -94,8 +94,8 @@ def plan_checkpointing(
         )
         choices.try_all()
         found = choices.concluded(recipe)
-        card = None if found.fits else smallest_card(found, target)
-    return dataclasses.replace(found, smallest_gpu=card, seconds=time.perf_counter() - start)
+        smallest = None if found.fits else smallest_fitting_gpu(found, target)
+    return dataclasses.replace(found, smallest_gpu=smallest, seconds=time.perf_counter() - start)
 
 
 def chosen_in_words(found: MemoryPlan) -> str:
@@ -118,7 +118,7 @@ def chosen_in_words(found: MemoryPlan) -> str:
     if not found.fits:
         missing = found.missing_device_bytes + found.missing_host_bytes
         lacks = f"lacks {format_bytes(missing)} with 6 % to spare" if missing else "does not fit"
-        words = [f"the least that it can choose, which {lacks}"]
+        words = [f"the smallest that it can choose, which {lacks}"]
         words += [f"{found.smallest_gpu} would do"] if found.smallest_gpu is not None else []
     return f"checkpointing.mode=auto: {config.mode}{skipped} ({', '.join([*words, *_gain(found)])})"
 
@@ -285,13 +285,13 @@ class _Choices:
     def _order(self, config: CheckpointingConfig) -> tuple[float, int, int]:
         """Return the sort key: seconds; where these are equal or unknown, the number of recomputed layers."""
         need = self.needs[config]
-        assert isinstance(need, Need), "only what was estimated is compared"
+        assert isinstance(need, Need), "only estimates are compared"
         again = 0 if config.mode == "none" else self.target.shape.num_layers - config.skip_last_layers
         return need.seconds, again, MODES.index(config.mode)
 
     def _missing(self, config: CheckpointingConfig) -> int:
         need = self.needs[config]
-        assert isinstance(need, Need), "only what was estimated is compared"
+        assert isinstance(need, Need), "only estimates are compared"
         return sum(self.target.limits.missing(need.device_bytes, need.host_bytes))
 
 
@@ -302,8 +302,8 @@ def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
     if is_limited or choose_gpu(None, budget, use_cpu=False)[0] is not None:
         return
     raise UserError(
-        "checkpointing.mode=auto is chosen for a budget or a GPU, got neither, and this machine has no GPU. Set "
-        "budget=24GiB, name a GPU with --gpu NAME, or set checkpointing.mode=full."
+        "checkpointing.mode=auto needs a budget or a GPU, got neither, and this machine has no GPU. Set budget=24GiB, "
+        "name a GPU with --gpu NAME, or set checkpointing.mode=full."
     )
 
 

@@ -99,7 +99,7 @@ def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) ->
 
 
 def _known(gpu: Gpu | None) -> Gpu:
-    assert gpu is not None, "asked for on a GPU only"
+    assert gpu is not None, "only asked for on a GPU"
     return gpu
 
 

@@ -224,7 +224,7 @@ class Neighbours:
 
     def _knob(self, findings: Findings, place: int, combination: Combination) -> KnobChoice:
         best = self._search.found.best
-        assert best is not None, "without a best there are no neighbours"
+        assert best is not None, "neighbours need a best plan"
         dimension, chosen = self._space.dimensions[place], self._space.combinations[best]
         changed = [
             setting
@@ -241,7 +241,7 @@ class Neighbours:
     def _against(self, findings: Findings, combination: Combination) -> str:
         place = self.place_of(combination)
         if place is None:
-            return self._space.refusal(combination) or "the device or the model does not take it"
+            return self._space.refusal(combination) or "not supported by the device or the model"
         found, candidates = findings.found, findings.candidates
         if place in found.refused:
             return found.refused[place]
@@ -262,14 +262,14 @@ class Neighbours:
             return (
                 f"takes {candidates.seconds_N[place]:.3g} s at least"
                 if findings.best_seconds
-                else "another change, and no clock tells what it brings"
+                else "another change, whose gain cannot be timed on this device"
             )
         return NOT_ESTIMATED
 
 
 def _slower(seconds: float, best_seconds: float) -> str:
     if not best_seconds:
-        return "fits too, with more changes or dearer ones"
+        return "fits too, with more or costlier changes"
     if seconds < best_seconds:
         return f"fits too, with more changes: {seconds:.4g} s against {best_seconds:.4g}"
     if seconds == best_seconds:

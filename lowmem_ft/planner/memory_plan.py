@@ -126,8 +126,8 @@ class MemoryPlan:
         missing_host_bytes: likewise of the host.
         smallest_gpu: if it does not fit, the smallest GPU of the catalogue that would be enough, and of those of equal
             size the cheapest to rent; None: not known.
-        num_cards: GPUs that share the recipe, if their number was searched for; else 1.
-        too_few_cards: numbers of GPUs on which nothing was found to fit.
+        num_gpus: GPUs that share the recipe, if their number was searched for; else 1.
+        too_few_gpus: numbers of GPUs on which nothing was found to fit.
         given_up: words of ``plan.allow`` that the plan uses.
         seconds: seconds that planning took.
     """
@@ -149,8 +149,8 @@ class MemoryPlan:
     missing_device_bytes: int = 0
     missing_host_bytes: int = 0
     smallest_gpu: str | None = None
-    num_cards: int = 1
-    too_few_cards: tuple[int, ...] = ()
+    num_gpus: int = 1
+    too_few_gpus: tuple[int, ...] = ()
     given_up: tuple[str, ...] = ()
     seconds: float = 0.0
 
@@ -188,7 +188,7 @@ class MemoryPlan:
             "interrupted": self.interrupted,
             "missing": {"device_bytes": self.missing_device_bytes, "host_bytes": self.missing_host_bytes},
             "smallest_gpu": self.smallest_gpu,
-            "too_few_cards": list(self.too_few_cards),
+            "too_few_cards": list(self.too_few_gpus),
             "seconds": self.seconds,
         }
 

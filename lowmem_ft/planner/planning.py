@@ -50,7 +50,7 @@ NEAREST_TRIED = 2
 NEAREST_LOOKED_AT = 500
 """Combinations that lack least by their bounds, among which a rule of thumb picks those to estimate."""
 
-CARDS_TRIED = 3
+GPUS_TRIED = 3
 """GPUs of the catalogue to estimate on, from the smallest that should be large enough."""
 
 
@@ -94,7 +94,7 @@ def plan(
     *,
     allow: Sequence[Consent] = (),
     keep: Sequence[str] = (),
-    max_cards: int = 1,
+    max_gpus: int = 1,
     on_progress: OnProgress = lambda progress: None,
 ) -> MemoryPlan:
     """Return the memory knobs with which a recipe's step is fastest inside a budget of device and host memory.
@@ -112,7 +112,7 @@ def plan(
         gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
         allow: what may be given up, the least missed first, in addition to the recipe's ``plan.allow``.
         keep: keys or groups that do not change, in addition to the recipe's ``plan.keep``.
-        max_cards: if one GPU is not enough, 2, 4 and up to as many as 8 share the rows of a step; the plan is for the
+        max_gpus: if one GPU is not enough, 2, 4 and up to as many as 8 share the rows of a step; the plan is for the
             fewest on which something was found to fit, before anything of ``allow`` is given up.
         on_progress: called before each estimate.
 
@@ -129,7 +129,7 @@ def plan(
     start = time.perf_counter()
     recipe = _asked(recipe, budget, allow, keep)
     check_recipe(recipe)
-    places = _places(recipe, gpu, numbers_up_to(max_cards, recipe))
+    places = _places(recipe, gpu, numbers_up_to(max_gpus, recipe))
     tiers: list[MemoryPlan] = []
     is_interrupted, smallest_gpu = False, None
     try:
@@ -137,7 +137,7 @@ def plan(
             tiers.append(tier)
         result = min(tiers, key=_missing)
         if not result.fits and not tiers[-1].interrupted:
-            smallest_gpu = smallest_card(result, places[result.num_cards])
+            smallest_gpu = smallest_fitting_gpu(result, places[result.num_gpus])
     except KeyboardInterrupt:
         if not tiers:
             raise
@@ -146,7 +146,7 @@ def plan(
         result,
         recipe=_trains_as_it_is(result.recipe, recipe),
         counts=_all_counts(tiers),
-        too_few_cards=tuple(number for number in places if number < result.num_cards),
+        too_few_gpus=tuple(number for number in places if number < result.num_gpus),
         left_seconds=min((tier.left_seconds for tier in tiers if tier.counts.left), default=0.0),
         interrupted=is_interrupted or tiers[-1].interrupted,
         smallest_gpu=smallest_gpu,
@@ -168,9 +168,7 @@ def _places(recipe: Recipe, gpu: str | Gpu | None, numbers: Sequence[int]) -> di
     """Return the targets by number of GPUs; several GPUs only if their processes fit on a host at all."""
     places = {1: Target.of(recipe, gpu)}
     if places[1].gpu is None and len(numbers) > 1:
-        raise UserError(
-            "Several cards are GPUs, and this plan is for a processor. Name one, such as rtx-4090."
-        )
+        raise UserError("max_gpus needs a GPU, and this plan is for a processor. Name one, such as rtx-4090.")
     for number in numbers[1:]:
         with contextlib.suppress(UserError):
             places[number] = Target.of(on_number(recipe, number), gpu)
@@ -196,13 +194,13 @@ def _tiers(recipe: Recipe, places: Mapping[int, Target], on_progress: OnProgress
                 hopeless.append((missing, number, space, candidates))
                 continue
             best = _plan_in(space, candidates, target, recipe, on_progress)
-            yield dataclasses.replace(best, num_cards=number)
+            yield dataclasses.replace(best, num_gpus=number)
             if best.fits or best.interrupted:
                 return
         if hopeless:  # report what the nearest of them lacks
             _, number, space, candidates = min(hopeless, key=lambda row: row[:2])
             best = _plan_in(space, candidates, places[number], recipe, on_progress)
-            yield dataclasses.replace(best, num_cards=number)
+            yield dataclasses.replace(best, num_gpus=number)
 
 
 def _tier(recipe: Recipe, granted: int) -> Recipe:
@@ -220,7 +218,7 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty
     """
 
     def unused(changed: Recipe) -> Sequence[str]:
-        return () if must_use in words_of(recipe, changed) else ("searched with less given up",)
+        return () if must_use in words_of(recipe, changed) else ("an earlier search gave up less",)
 
     rules = list(target.rules)
     if must_use is not None:
@@ -232,8 +230,11 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty
         # Not even the recipe as it is, whose own rules have been checked: the device's rules refuse it.
         reasons = [problem for rule in target.rules for problem in rule.problems(recipe)]
         if recipe.plan.keep:
-            reasons.append(f"plan.keep holds {', '.join(recipe.plan.keep)}: without it more can be chosen.")
-        raise UserError("No combination of the memory knobs can be trained there.", *reasons)
+            reasons.append(
+                f"plan.keep holds {', '.join(recipe.plan.keep)}, which a plan must not change: without it there are "
+                "more choices."
+            )
+        raise UserError("No combination of the memory settings can be trained there.", *reasons)
     return space
 
 
@@ -354,7 +355,7 @@ def _estimate_nearest(
 def _explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
     found, space = findings.found, findings.space
     best = found.best if found.best is not None else nearest(list(found.needs.items()), findings.limits)
-    assert best is not None, "something has been estimated"
+    assert best is not None, "at least one estimate was made"
     need = found.needs[best]
     over_device, over_host = findings.limits.missing(need.device_bytes, need.host_bytes)
     return MemoryPlan(
@@ -392,8 +393,8 @@ def _missing(result: MemoryPlan) -> tuple[bool, int]:
 
 def _all_counts(tiers: Sequence[MemoryPlan]) -> Counts:
     """Return the counts of all tiers on all numbers of GPUs together."""
-    numbers = dict.fromkeys(tier.num_cards for tier in tiers)
-    each = [asdict(_counts([tier for tier in tiers if tier.num_cards == number])) for number in numbers]
+    numbers = dict.fromkeys(tier.num_gpus for tier in tiers)
+    each = [asdict(_counts([tier for tier in tiers if tier.num_gpus == number])) for number in numbers]
     return Counts(**{name: sum(counts[name] for counts in each) for name in each[0]})
 
 
@@ -418,7 +419,7 @@ def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
     return dataclasses.replace(chosen, plan=dataclasses.replace(asked.plan, mode="none"))
 
 
-def smallest_card(result: MemoryPlan, target: Target) -> str | None:
+def smallest_fitting_gpu(result: MemoryPlan, target: Target) -> str | None:
     """Return the smallest GPU on which the nearest plan fits, estimated there; None if the host lacks memory.
 
     A plan for a GPU without bfloat16 runs on GPUs with it, not the other way round.
@@ -426,12 +427,12 @@ def smallest_card(result: MemoryPlan, target: Target) -> str | None:
     if target.gpu is None or result.missing_host_bytes:
         return None
     needed = target.limits.device_bytes + result.missing_device_bytes
-    cards = [
+    candidates = [
         gpu
         for gpu in load_gpus().values()
         if gpu.available_bytes >= needed and gpu.has_bfloat16 >= target.gpu.has_bfloat16
     ]
-    for gpu in sorted(cards, key=_by_size_and_price)[:CARDS_TRIED]:
+    for gpu in sorted(candidates, key=_by_size_and_price)[:GPUS_TRIED]:
         with contextlib.suppress(UserError):
             estimate, _ = target.estimate(result.recipe, gpu)
             if estimate.fits and not estimate.tight:

@@ -100,7 +100,7 @@ class EstimatesAhead:
         """Return the process of the calling thread."""
         with self._lock:
             if self._is_closed:
-                raise ChildFailedError("nobody waits for it")
+                raise ChildFailedError("no caller waits for it")
             if not hasattr(self._of_thread, "process"):
                 self._of_thread.process = EstimatingProcess()
                 self._processes.append(self._of_thread.process)

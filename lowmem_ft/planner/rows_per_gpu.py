@@ -16,11 +16,11 @@ DEALT = (*ROWS, COUNT, "distributed.strategy")
 """All keys that :func:`on_number` sets."""
 
 
-def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
+def numbers_up_to(max_gpus: int, recipe: Recipe) -> tuple[int, ...]:
     """Return the numbers of GPUs that a plan is tried on, the fewest first.
 
     Args:
-        max_cards: the most GPUs.
+        max_gpus: the most GPUs.
         recipe: the recipe that the plan is for.
 
     Returns:
@@ -29,26 +29,26 @@ def numbers_up_to(max_cards: int, recipe: Recipe) -> tuple[int, ...]:
     Raises:
         UserError: if it is not such a number, the recipe sets its own number of processes, or its rows must not change.
     """
-    if max_cards not in (1, *NUMBERS):
+    if max_gpus not in (1, *NUMBERS):
         several = ", ".join(map(str, NUMBERS[:-1]))
-        raise UserError(f"max_cards (--max-cards) is 1, {several} or {NUMBERS[-1]}, got {max_cards}.")
-    if max_cards == 1:
+        raise UserError(f"max_gpus (--max-gpus) is 1, {several} or {NUMBERS[-1]}, got {max_gpus}.")
+    if max_gpus == 1:
         return (1,)
     config = recipe.distributed
     if (config.strategy, config.num_processes) != (None, None):
         raise UserError(
-            f"How many cards is either searched for, up to {max_cards}, or known: the recipe is for "
+            f"The number of GPUs is either searched for, up to {max_gpus}, or set: the recipe is for "
             f"distributed.strategy={config.strategy} with distributed.num_processes={config.num_processes}. Leave "
-            "these out, or the search."
+            "these out, or do not set max_gpus."
         )
     if kept := {"training", *ROWS} & {*recipe.plan.keep}:
         raise UserError(
-            f"Several cards share the rows of a step, and plan.keep holds {', '.join(sorted(kept))}. Leave it out, or "
-            "the search for a number of cards."
+            f"Several GPUs share the rows of a step, and plan.keep holds {', '.join(sorted(kept))}. Leave it out, or "
+            "do not set max_gpus."
         )
     micro_batch, micro_batches = _rows(recipe)
     divide = (
-        number for number in NUMBERS if number <= max_cards and micro_batch * micro_batches % number == 0
+        number for number in NUMBERS if number <= max_gpus and micro_batch * micro_batches % number == 0
     )
     return (1, *divide)
 

@@ -49,14 +49,14 @@ class EstimateBeside:
 
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
         """Request the estimate and wait for it; see :class:`lowmem_ft.training.preflight.Preflight`."""
-        assert self._recipe is not None, "begin() goes before"
+        assert self._recipe is not None, "begin() comes first"
         recipe = with_rows_of(self._recipe, longest_row)
         if (known := self._known_of(recipe)) is not None:
             return known
         if self._process is None:
             return None
         self._process.ask(estimate_without_timeline, recipe, self._gpu)
-        logger.info("Estimating what the run needs.")
+        logger.info("Estimating the run's memory.")
         try:
             return self._process.answer()
         except (ChildFailedError, UserError) as error:
@@ -75,4 +75,4 @@ class EstimateBeside:
 
 
 def _warn(error: Exception) -> None:
-    logger.warning("What the run needs could not be estimated: %s. Training goes on.", str(error).rstrip("."))
+    logger.warning("The run's memory could not be estimated: %s. Training continues.", str(error).rstrip("."))

@@ -33,7 +33,9 @@ logger = logging.getLogger(__name__)
 SECONDS_BETWEEN_LINES = 5
 
 _WAYS_OUT = {
-    "memory knobs": "`lowmem-ft plan` with the same settings shows why; plan.mode=none trains the recipe as it is.",
+    "memory settings": (
+        "`lowmem-ft plan` with the same settings shows why; plan.mode=none trains the recipe unchanged."
+    ),
     "checkpointed layers": "`lowmem-ft estimate` with the same settings shows why; checkpointing.mode=full "
     "checkpoints every layer.",
 }
@@ -61,7 +63,7 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
         raise UserError(*problems)
     saved = _saved_recipe(recipe)
     if saved is not None:
-        logger.info("Going on with the memory knobs that the run was planned with.")
+        logger.info("Resuming with the memory settings that the run was planned with.")
         return _as_planned(recipe, saved), None
     RunFolder.open(recipe)  # reports what is in the way before the search
     found = planned_for_this_machine(recipe)
@@ -93,7 +95,7 @@ def planned_for_this_machine(recipe: Recipe) -> MemoryPlan:
             "Planned in %.0f s, %s combinations considered: %s. %s",
             found.seconds,
             f"{found.searched:,}",
-            shlex.join(found.settings) or "the recipe as it is",
+            shlex.join(found.settings) or "the unchanged recipe",
             _needs(found),
         )
     else:
@@ -114,7 +116,7 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
             found = "nothing fits yet" if progress.best is None else "one fits"
             logger.info("Planning: %d combinations estimated, %s.", progress.estimated, found)
 
-    search, what = plan, "memory knobs"
+    search, what = plan, "memory settings"
     if recipe.plan.mode == "none":
         search, what = plan_checkpointing, "checkpointed layers"
     logger.info("Choosing the %s for this machine.", what)
@@ -123,7 +125,7 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
             process.ask(search, recipe, budget, gpu, tells_progress=True)
             return process.answer(tell)
     except ChildFailedError as error:
-        raise UserError(f"The {what} could not be chosen: {error}. {_WAYS_OUT[what]}") from error
+        raise UserError(f"Choosing the {what} failed: {error}. {_WAYS_OUT[what]}") from error
 
 
 def _saved_recipe(recipe: Recipe) -> Recipe | None:
@@ -169,13 +171,14 @@ def _nothing_fits(recipe: Recipe, found: MemoryPlan) -> str:
         )
         if size
     ]
-    card = "" if found.smallest_gpu is None else f" The smallest card that would do is {found.smallest_gpu}."
-    settings, more = "settings make", "says more"
+    smallest = (
+        "" if found.smallest_gpu is None else f" The smallest GPU that would do is {found.smallest_gpu}."
+    )
+    settings, more = "settings make", "explains more"
     if recipe.plan.mode == "none":
-        settings, more = "choice of checkpointed layers makes", "chooses all other memory knobs too"
+        settings, more = "choice of checkpointed layers makes", "chooses all other memory settings too"
     return (
         f"No {settings} it fit with {TIGHT_SHARE:.0%} to spare: the nearest, "
-        f"{shlex.join(found.settings) or 'the recipe as it is'}, lack "
-        f"{' and '.join(lacks) or 'memory'}.{card} `lowmem-ft plan` with the same settings {more}; "
-        "plan.allow=[...] names what may be given up."
+        f"{shlex.join(found.settings) or 'the unchanged recipe'}, lacks {' and '.join(lacks) or 'memory'}.{smallest} "
+        f"`lowmem-ft plan` with the same settings {more}; plan.allow=[...] names what a plan may give up."
     )

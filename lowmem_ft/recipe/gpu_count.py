@@ -11,7 +11,7 @@ from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
 
-def on_cards(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:
+def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:
     """Return the recipe with ``distributed`` as at launch, one process per GPU, and the GPU's own name.
 
     GPUs given with a count share the model by FSDP2 where the recipe leaves the strategy open. A number of processes
@@ -48,27 +48,28 @@ def _problems(config: DistributedConfig, count: int | None, gpu: str | None) -> 
     strategy, processes, machines = config.strategy, config.num_processes, config.num_machines
     if strategy in ("zero2", "zero3"):
         yield (
-            f"distributed.strategy={strategy} is DeepSpeed's, whose engine no trace follows. Estimate "
-            "distributed.strategy=fsdp2, which cuts the same things as zero3, or ddp, which cuts nothing."
+            f"distributed.strategy={strategy} uses DeepSpeed's engine, which cannot be traced. Estimate "
+            "distributed.strategy=fsdp2, which shards the same things as zero3, or ddp, which shards nothing."
         )
     if count is None:
         if strategy not in (None, "none") and processes in (None, 1):
             yield (
-                f"distributed.strategy={strategy} is for several processes, and nothing says how many. Name the cards, "
-                "such as --gpu 8xrtx-4090, or set distributed.num_processes."
+                f"distributed.strategy={strategy} is for several processes, and their number is not set. Name the "
+                "GPUs, such as --gpu 8xrtx-4090, or set distributed.num_processes."
             )
         return
     if processes not in (None, count):
         yield (
-            f"distributed.num_processes={processes}, but {gpu} is {count} {'card' if count == 1 else 'cards'} with one "
+            f"distributed.num_processes={processes}, but {gpu} is {count} {'GPU' if count == 1 else 'GPUs'} with one "
             "process each. Correct one of the two, or leave distributed.num_processes out."
         )
     elif count == 1 and strategy not in (None, "none"):
         yield (
-            f"distributed.strategy={strategy} is for several processes, got {gpu}. Name more cards, or set "
+            f"distributed.strategy={strategy} is for several processes, got {gpu}. Name more GPUs, or set "
             "distributed.strategy=none."
         )
     if count % machines:
         yield (
-            f"distributed.num_machines={machines} must have as many cards each, got {gpu}. Correct one of the two."
+            f"distributed.num_machines={machines} must have the same number of GPUs each, got {gpu}. Correct one of "
+            "the two."
         )

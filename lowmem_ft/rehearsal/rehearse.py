@@ -23,7 +23,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models import load_tokenizer, vocab_size
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime
@@ -101,7 +101,7 @@ class RehearsedRun:
 
 
 def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
-    recipe, named = on_cards(recipe, gpu) if isinstance(gpu, str) else (on_cards(recipe, None)[0], gpu)
+    recipe, named = on_gpus(recipe, gpu) if isinstance(gpu, str) else (on_gpus(recipe, None)[0], gpu)
     if recipe.distributed.num_processes not in (None, 1):
         raise UserError(
             f"A rehearsal is of one process, got distributed.num_processes={recipe.distributed.num_processes}. "

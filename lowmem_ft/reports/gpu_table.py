@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.gpu_counts import SeveralCards
+from lowmem_ft.estimator.gpu_counts import SeveralGpus
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
@@ -17,8 +17,8 @@ from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
 LEGEND = (
-    "GiB that the process needs of the GPU's memory, and on the host. $/hour: the lowest on-demand price known; "
-    "`lowmem-ft gpus` says whose, and of what date. $/1M: tokens."
+    "GiB of GPU and host memory that the process needs. $/hour: the lowest known on-demand price; `lowmem-ft gpus` "
+    "names the provider and the date. $/1M: tokens."
 )
 
 VERDICT = ("verdict", len("12.3 GiB tight"))
@@ -56,7 +56,7 @@ def gpu_table(
     )
 
 
-def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableType:
+def several_table(several: SeveralGpus, gpus: Mapping[str, Gpu]) -> RenderableType:
     """Return a line for each GPU type that holds its share of a recipe as one of several: the fewest, cheapest first.
 
     Args:
@@ -67,18 +67,19 @@ def several_table(several: SeveralCards, gpus: Mapping[str, Gpu]) -> RenderableT
         Something that ``rich.print`` prints.
     """
     if several.problems:
-        return Prose(f"Several cards cannot share it: {several.problems[0]}")
+        return Prose(f"Several GPUs cannot share it: {several.problems[0]}")
     *fewer, most = map(str, several.tried)
     numbers = f"{', '.join(fewer)} or {most}" if fewer else most
     if not several.estimates:
-        return Prose(f"Of the others, {numbers} of a kind that share it by fsdp2 do not hold it.")
+        return Prose(f"The others do not hold it, even {numbers} of one type that share it by fsdp2.")
     return Group(
-        Prose(f"Of the others, the fewest of {numbers} that hold it, shared by fsdp2:"),
+        Prose(f"The fewest of {numbers} GPUs of each other type that hold it, sharded by fsdp2:"),
         "",
         _table(by_cost(several.estimates, gpus), gpus),
         Prose(
-            "\nGiB of each card; $/hour and tok/s of all. N cards take N times the rows a step: divide "
-            "training.gradient_accumulation_steps by N to keep them. `--gpu 8xNAME` shows one of them in full."
+            "\nGiB of each GPU; $/hour and tok/s of all. N GPUs take N times the rows a step: divide "
+            "training.gradient_accumulation_steps by N to keep the same step. `--gpu 8xNAME` shows such an estimate "
+            "in full."
         ),
     )
 

@@ -21,7 +21,7 @@ from lowmem_ft.reports.text.responsive_table import ResponsiveTable
 from lowmem_ft.reports.text.wrapping import shell_lines
 from lowmem_ft.reports.wording import short_name, verdict_colour
 
-_HOURLY = "$/hour: the lowest on-demand price known; `lowmem-ft gpus` says whose, and of what date."
+_HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
 _TITLES = {"full": "full fine-tuning"}
 
 
@@ -59,9 +59,9 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         "",
         table,
         Prose(
-            "\nUnder each method, GiB that the process needs of the card, tokens a second, and what a million of them "
-            f"costs. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits tightly; -: "
-            f"not there. {_HOURLY}"
+            "\nUnder each method, GiB of GPU memory that the process needs, tokens a second, and the price of a "
+            f"million of them. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits "
+            f"tightly; -: not there. {_HOURLY}"
         ),
         _Commands(results),
         *_notes(results),
@@ -97,7 +97,7 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
     return Group(
         *_title(results, f" on {gpu.name}"),
         table,
-        Prose(f"\nGiB that the process needs of the GPU's memory, and on the host. $/1M: tokens.{hourly}"),
+        Prose(f"\nGiB of GPU and host memory that the process needs. $/1M: tokens.{hourly}"),
         _Commands(results),
         *_notes(results),
     )
@@ -143,7 +143,7 @@ def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Tex
     fitting = [(result, result.estimate) for result in results if result.estimate is not None and result.fits]
     if not fitting:
         may = any(result.estimate and result.estimate.verdict == "may not fit" for result in results)
-        return Text("may not fit on any" if may else "fits on none", "red")
+        return Text("may not fit on any" if may else "fits on no GPU", "red")
     result, estimate = min(fitting, key=lambda each: cost_order(each[1], gpus[each[0].gpu.name]))
     gpu, step = gpus[result.gpu.name], estimate.step
     price, cost = gpu.cheapest_price, usd_per_million_tokens(estimate, gpu)
@@ -155,7 +155,7 @@ def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Tex
     words.append(f"{format_bytes(estimate.host_peak_bytes)} of host memory")
     if len(result.method.rungs) > 1:
         words.append(f"by {result.rung}")
-    rented = "" if price is not None else " (no price is known)"
+    rented = "" if price is not None else " (no known price)"
     return Text.assemble((gpu.name, "bold green"), f"{rented}: {', '.join(words)}")
 
 
@@ -228,7 +228,7 @@ class _Commands:
         titles: set[str] = set()
         for (method, command), has_bfloat16 in self._has_bfloat16.items():
             is_other = not has_bfloat16 and any(self._has_bfloat16.values())
-            title = f"{method.title}{', on cards without bfloat16' if is_other else ''}"
+            title = f"{method.title}{', on GPUs without bfloat16' if is_other else ''}"
             if title not in titles:
                 yield Text(title, "bold")
             titles.add(title)

@@ -26,7 +26,7 @@ MOST_REJECTED = 4
 BINDING_WORDS = {
     "device": "device memory",
     "host": "host memory",
-    "time": "nothing that memory could buy",
+    "time": "nothing that more memory would speed up",
 }
 
 
@@ -43,10 +43,10 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
     parts: list[RenderableType] = [_headline(plan)]
     parts += _section("Settings", _settings(plan, recipe))
     if plan.fits:
-        parts += _section("Why not with less effort, all else as chosen", _knobs(plan))
-        parts += _section("What more memory would buy", _purchases(plan, recipe))
+        parts += _section("Simpler settings that were rejected, everything else as chosen", _knobs(plan))
+        parts += _section("Gains from more memory", _purchases(plan, recipe))
         parts += _section("Others that fit", _alternatives(plan, recipe))
-    parts += _section("Nearest that do not fit", _rejected(plan, recipe))
+    parts += _section("Nearest plans that do not fit", _rejected(plan, recipe))
     parts += ["", Prose(_search_words(plan))]
     return Group(*parts)
 
@@ -96,19 +96,19 @@ def _headline(plan: MemoryPlan) -> Prose:
     lines = [f"{estimate.model.name} {verdict(estimate)}"]
     if estimate.step is None:
         lines.append(
-            f"The process takes {format_bytes(estimate.process_peak_bytes)}. No clock tells the seconds of a step "
-            "there: the plan is what changes least."
+            f"The process takes {format_bytes(estimate.process_peak_bytes)}. There is no timing model for this "
+            "device: the plan is the one that changes least."
         )
     else:
         lines.append(
-            f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by "
-            f"{estimate.step.bound_by}; what keeps it from being faster, as far as the {plan.counts.estimated} "
-            f"estimates tell: {' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
+            f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by {estimate.step.bound_by}; what "
+            f"keeps it from being faster, by the {plan.counts.estimated} estimates: "
+            f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )
         lines.append(f"{_speed(estimate)}.")
-    if plan.too_few_cards:
-        numbers = " or ".join(map(str, plan.too_few_cards))
-        lines.append(f"Nothing was found to fit on {numbers}. The cards share the rows of a step.")
+    if plan.too_few_gpus:
+        numbers = " or ".join(map(str, plan.too_few_gpus))
+        lines.append(f"Nothing was found to fit on {numbers}. The GPUs share the rows of a step.")
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
     return Prose("\n".join(lines), "green")
@@ -125,8 +125,8 @@ def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
     hourly = None if gpu is None else usd_per_hour(estimate, gpu)
     cost = "" if hourly is None else f", {format_dollars(hourly * length.seconds / 3600)}"
     return (
-        f"The run: {counted(length.steps, 'step')}, {length.tokens:,} tokens, {duration(length.seconds)}{cost}, and "
-        "what loading, evaluations and saving take; `lowmem-ft rehearse` counts those too."
+        f"The run: {counted(length.steps, 'step')}, {length.tokens:,} tokens, {duration(length.seconds)}{cost}, plus "
+        "loading, evaluations and saving, which `lowmem-ft rehearse` counts too."
     )
 
 
@@ -139,7 +139,7 @@ def _speed(estimate: MemoryEstimate) -> str:
     cost = price_per_million_tokens(step, price)
     if price is None or cost is None:
         return words
-    each = " a card" if number > 1 else ""
+    each = " a GPU" if number > 1 else ""
     return (
         f"{words}, {format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour{each} "
         f"({price.provider}, {price.date})"
@@ -171,19 +171,23 @@ def _shortfall(plan: MemoryPlan) -> Prose:
     if plan.smallest_gpu:
         size = format_bytes(find_gpu(plan.smallest_gpu).memory_bytes)
         lines.append(
-            f"The smallest card of the catalogue that would do: {plan.smallest_gpu}, with {size}; of several as large, "
-            "the cheapest to rent."
+            f"The smallest GPU of the catalogue that would do: {plan.smallest_gpu}, with {size}, and the cheapest to "
+            "rent of that size."
         )
     if estimate.processes is None and not estimate.is_of_cpu:
-        lines.append("--max-cards 8 tries 2, 4 and 8 such cards that share the rows of a step.")
+        lines.append("--max-gpus 8 tries 2, 4 and 8 such GPUs that share the rows of a step.")
     if keep:
-        lines.append(f"plan.keep holds {', '.join(keep)}: without it more can be chosen.")
+        lines.append(
+            f"plan.keep holds {', '.join(keep)}, which a plan must not change: without it there are more choices."
+        )
     if plan.recipe.plan.allow and not plan.interrupted:
-        lines.append(f"What plan.allow names does not make it fit: {', '.join(plan.recipe.plan.allow)}.")
+        lines.append(
+            f"The changes that plan.allow names do not make it fit: {', '.join(plan.recipe.plan.allow)}."
+        )
     if not plan.recipe.plan.allow:
-        lines.append("plan.allow=[lora,qlora] names what a plan may give up of the mathematics; see --help.")
+        lines.append("plan.allow=[lora,qlora] lets a plan change the mathematics in that order; see --help.")
     if plan.missing_host_bytes and _waits_on_host(plan.recipe):
-        lines.append("offload.folder=FOLDER on a fast local disk takes the place of host memory.")
+        lines.append("offload.folder=FOLDER on a fast local disk replaces host memory.")
     return Prose("\n".join(lines), "red")
 
 
@@ -266,7 +270,7 @@ def _search_words(plan: MemoryPlan) -> str:
         f"{counts.refused:,} refused by rules, "
     )
     if plan.estimate.step is None:
-        words += f"{counts.beyond_seconds:,} with more changes or dearer ones."
+        words += f"{counts.beyond_seconds:,} with more or costlier changes."
     else:
         words += (
             f"{counts.beyond_bytes:,} too large at the very least, {counts.beyond_seconds:,} too slow in "
@@ -278,7 +282,11 @@ def _search_words(plan: MemoryPlan) -> str:
         least = f", and none takes less than {plan.left_seconds:.3g} s" if plan.left_seconds else ""
         better = "may be better" if plan.fits else "may fit"
         return f"{words} {counts.left:,} were left{least}: one of them {better}."
-    return f"{words} None is left that could be better." if plan.fits else f"{words} None is left."
+    return (
+        f"{words} No combination is left that could be better."
+        if plan.fits
+        else (f"{words} No combination is left.")
+    )
 
 
 def _section(title: str, rows: Iterator[tuple[str, str]]) -> list[RenderableType]:

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from lowmem_ft.memory.category import Category
 
 _WAYS: dict[Category, str] = {
-    "parameter": "load the weights in bfloat16, or train adapters (peft) beside frozen, quantized ones",
+    "parameter": "load the weights in bfloat16, or train adapters (peft) on top of frozen, quantized ones",
     "gradient": "train adapters (peft), or keep the weights in bfloat16",
-    "optimizer_state": "take an optimizer with 8-bit state (lowmem_ft.optimizers), or train adapters (peft)",
-    "temporary": "pass foreach=False to torch's optimizer, or take fewer tokens at a time",
-    "activation": "checkpoint the layers (model.gradient_checkpointing_enable()), or take fewer tokens at a time",
-    "logits_and_loss": "compute the loss in chunks (lowmem_ft.techniques.loss), or take fewer tokens at a time",
+    "optimizer_state": "use an optimizer with 8-bit state (lowmem_ft.optimizers), or train adapters (peft)",
+    "temporary": "pass foreach=False to torch's optimizer, or use smaller batches",
+    "activation": "checkpoint the layers (model.gradient_checkpointing_enable()), or use smaller batches",
+    "logits_and_loss": "compute the loss in chunks (lowmem_ft.techniques.loss), or use smaller batches",
 }
 
 
@@ -37,10 +37,10 @@ def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
     if running.library is not None:
         yield ("" if running.own else "in the code"), f"which has called {running.library}"
     tokens = f" of {found.tokens_per_step:,} tokens, padding included" if found.tokens_per_step else ""
-    kept = f"{format_bytes(found.kept_bytes)} on the device as the last one ends, gradients included"
+    kept = f"{format_bytes(found.kept_bytes)} on the device when the last one ends, gradients included"
     if not found.steps:
-        kept = f"{format_bytes(found.kept_bytes)} on the device behind the last backward pass"
-    yield "steps seen", f"{found.steps or 'none by an optimizer; a pass is'}{tokens}; {kept}"
+        kept = f"{format_bytes(found.kept_bytes)} on the device after the last backward pass"
+    yield "steps seen", f"{found.steps or 'no optimizer step; a backward pass'}{tokens}; {kept}"
     waits = found.host_waits_per_step
     if waits is not None:
         often = {0: "never", 1: "once", 2: "twice"}.get(waits, f"{waits} times")
@@ -57,8 +57,8 @@ def ways_to_fit(found: Sequence[ScriptEstimate], *, is_all: bool) -> str:
     nearest = max((each.estimate for each in found), key=lambda estimate: estimate.headroom_bytes or 0)
     sizes = nearest.by_category_at_peak
     largest = max(_WAYS, key=lambda category: sizes.get(category, 0))
-    others = "" if is_all else " Other cards: --gpu all."
+    others = "" if is_all else " Other GPUs: --gpu all."
     return (
-        f"How to make it fit: most of it is {CATEGORY_WORDS[largest]}: {_WAYS[largest]}. "
-        f"`lowmem-ft plan model=NAME --gpu {nearest.gpu.name}` finds settings with which a recipe fits.{others}"
+        f"How to make it fit: the largest part is {CATEGORY_WORDS[largest]}: {_WAYS[largest]}. `lowmem-ft plan "
+        f"model=NAME --gpu {nearest.gpu.name}` finds settings with which a recipe fits.{others}"
     )

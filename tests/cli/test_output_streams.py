@@ -37,7 +37,7 @@ def shell(command: str, pass_fds: Sequence[int] = (), **environment: str) -> sub
     )
 
 
-FULL = "error: What is printed cannot be written: No space left on device. Write it where there is room.\n"
+FULL = "error: The output cannot be written: No space left on device. Write it to a disk that has room.\n"
 
 
 @pytest.mark.parametrize("command", COMMANDS)

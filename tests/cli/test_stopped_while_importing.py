@@ -90,7 +90,7 @@ sys.exit(main(["train", "recipe=tiny"]))
     assert done.returncode == 130
     assert (
         done.stderr
-        == "Stopped by SIGINT before the first step: nothing was trained, and nothing is written.\n"
+        == "Stopped by SIGINT before the first step: nothing was trained, and nothing was written.\n"
     )
 
 

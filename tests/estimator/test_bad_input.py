@@ -150,7 +150,7 @@ def test_a_config_with_missing_fields_is_refused(tmp_path, missing):
 @pytest.mark.parametrize(
     "field,value,said",
     [
-        ("hidden_act", "no_such_function", "does not make a llama model: KeyError 'no_such_function'"),
+        ("hidden_act", "no_such_function", "cannot build a llama model: KeyError 'no_such_function'"),
         ("num_hidden_layers", "two", "num_hidden_layers"),
         ("num_attention_heads", 3, "num_attention_heads|number of attention heads"),
         ("vocab_size", -1, "vocab_size|does not make"),
@@ -172,7 +172,7 @@ def test_a_trace_that_takes_long_says_so_once(monkeypatch, tmp_path, caplog):
     recipe = load_recipe("tiny", [f"model={tmp_path}", "data.max_length=60"])
     for _ in range(2):
         estimate_memory(recipe, "l4")
-    said = [record.getMessage() for record in caplog.records if "is taking long" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "takes long" in record.getMessage()]
     assert len(said) == 1
     assert f"{tmp_path} (llama)" in said[0]
     assert "data.max_length=6)" in said[0]
@@ -183,4 +183,4 @@ def test_a_trace_that_waits_for_a_busy_machine_is_not_called_long(monkeypatch, t
     monkeypatch.setattr("lowmem_ft.estimator.traces.tracing.time.process_time", lambda: 1.0)
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     estimate_memory(load_recipe("tiny", [f"model={tmp_path}"]), "l4")
-    assert not [record for record in caplog.records if "is taking long" in record.getMessage()]
+    assert not [record for record in caplog.records if "takes long" in record.getMessage()]

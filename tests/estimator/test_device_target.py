@@ -33,7 +33,7 @@ def test_what_is_asked_for_is_taken_without_a_reason():
 
 @pytest.mark.usefixtures("_no_gpu")
 def test_without_a_gpu_it_is_the_processor_or_what_the_budget_buys():
-    assert chosen() == (None, "device: this machine's processor, as it has no GPU")
+    assert chosen() == (None, "device: this machine's processor, because it has no GPU")
     assert chosen(budget=Budget(device="24GiB"), use_cpu=True)[0] is None
     gpu, reason = chosen(budget=Budget(device="24GiB"))
     assert gpu is not None

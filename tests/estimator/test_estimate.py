@@ -259,7 +259,9 @@ def test_without_a_gpus_name_the_choice_is_said(make_recipe, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert estimate_memory(make_recipe()).gpu.name.startswith("cpu")
     bought = estimate_memory(make_recipe("budget=24GiB"))
-    assert chosen(bought, "device").startswith(f"device: {bought.gpu.name}, of the catalogue")
+    assert chosen(bought, "device").startswith(
+        f"device: {bought.gpu.name}, the cheapest GPU by the hour in the catalogue"
+    )
 
 
 def test_of_this_machines_gpu_what_others_hold_is_not_there(make_recipe, cuda_driver):

@@ -12,7 +12,7 @@ from lowmem_ft.estimator import estimate_memory, estimate_on_gpus, estimate_on_s
 from lowmem_ft.estimator.estimate import SharedTraces
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.reports.gpu_table import several_table
 
 GPUS = load_gpus()
@@ -44,7 +44,7 @@ def card(name, gib):
 
 def in_all(recipe, number, gpu):
     """By itself, of the first and the last process, whichever needs more."""
-    estimate = estimate_memory(on_cards(recipe, f"{number}x{gpu.name}")[0], gpu)
+    estimate = estimate_memory(on_gpus(recipe, f"{number}x{gpu.name}")[0], gpu)
     return max(estimate.process_peak_bytes, estimate.processes.last_peak_bytes)
 
 
@@ -109,7 +109,7 @@ def test_the_command_says_it_in_text_and_json(large, capsys, monkeypatch):
 )
 def test_cards_with_bfloat16_share_a_trace(large, settings):
     """From Ampere to Blackwell: their own traces need the same bytes and the same seconds."""
-    recipe, _ = on_cards(recipe_of(large, *settings), "2xl4")
+    recipe, _ = on_gpus(recipe_of(large, *settings), "2xl4")
     own, shared = SharedTraces(recipe), SharedTraces(recipe, kind=lambda gpu: gpu.has_bfloat16)
     for name in ("a100-80gb", "a40", "l40s", "h100-80gb", "b200", "rtx-5090"):
         one, other = own.estimate(GPUS[name]), shared.estimate(GPUS[name])

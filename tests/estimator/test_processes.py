@@ -18,7 +18,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
@@ -84,7 +84,7 @@ def measured(process):
 
 
 def cut(name, *settings, cards):
-    recipe, _ = on_cards(load_recipe(name, settings), f"{cards}xrtx-4090")
+    recipe, _ = on_gpus(load_recipe(name, settings), f"{cards}xrtx-4090")
     return recipe
 
 
@@ -265,7 +265,7 @@ def test_a_slower_link_makes_a_longer_step_that_is_bound_by_communication():
     "text,count", [("8xrtx-4090", 8), ("8 x RTX 4090", 8), ("1xrtx-4090", None), ("rtx-4090", None)]
 )
 def test_cards_are_counted(text, count):
-    recipe, name = on_cards(load_recipe("tiny"), text)
+    recipe, name = on_gpus(load_recipe("tiny"), text)
     assert name in ("rtx-4090", "RTX 4090")
     assert recipe.distributed.num_processes == count
     assert recipe.distributed.strategy == (None if count is None else "fsdp2")
@@ -282,7 +282,7 @@ def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
     from lowmem_ft.planner.bounds import bytes_after_backward, shape_of
 
     alone = load_recipe("8b-fsdp2", ["distributed.strategy=none"])
-    shared, _ = on_cards(load_recipe("8b-fsdp2"), "8xrtx-4090")
+    shared, _ = on_gpus(load_recipe("8b-fsdp2"), "8xrtx-4090")
     config = load_model_config(alone.model, architecture_only=True)
     model = model_on_meta(alone.model, config)
     shape = shape_of(model, 2048, next(model.parameters()).dtype)
@@ -290,7 +290,7 @@ def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
 
 
 def test_the_host_of_a_machine_is_shared_by_its_processes():
-    recipe, card = on_cards(load_recipe("8b-fsdp2", ["distributed.num_machines=2"]), "8xrtx-4090")
+    recipe, card = on_gpus(load_recipe("8b-fsdp2", ["distributed.num_machines=2"]), "8xrtx-4090")
     estimate = estimate_memory(recipe, card, budget=Budget(host="64GiB"))
     assert estimate.budget.host_bytes == 64 * GIB / 4
     together = estimate.machine_host_bytes

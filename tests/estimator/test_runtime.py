@@ -63,5 +63,5 @@ def test_a_model_is_loaded_with_a_storage_for_each_weight_and_no_values(weights)
 
 
 def test_a_config_that_makes_no_model_is_the_users_to_correct():
-    with pytest.raises(ModelError, match="does not make a llama model: KeyError 'no_such'"):
+    with pytest.raises(ModelError, match="cannot build a llama model: KeyError 'no_such'"):
         model_on_meta(MODEL, tiny_config(hidden_act="no_such"))

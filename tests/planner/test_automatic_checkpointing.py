@@ -224,7 +224,7 @@ def test_what_was_chosen_is_said_in_a_line(recipe_of, at_once):
         "checkpointing.mode=auto: none (fits with 8.00 GiB to spare, 25.0 % faster than every layer checkpointed)",
         "checkpointing.mode=auto: full, skip_last_layers=22 (fits with 512 MiB to spare, 13.7 % faster than every "
         "layer checkpointed)",
-        "checkpointing.mode=auto: full (the least that it can choose, which lacks 261 MiB with 6 % to spare, "
+        "checkpointing.mode=auto: full (the smallest that it can choose, which lacks 261 MiB with 6 % to spare, "
         "rtx-4060 would do)",
     ]
 
@@ -245,7 +245,7 @@ def test_an_estimate_says_what_it_chose_and_whether_it_fits(recipe_of, budget_of
         (budget_of(NO_LAYER), 0, "checkpointing.mode=auto: none (fits"),
         (budget_of(leaving(2)), 0, ", skip_last_layers=2 (fits"),
         (budget_of(leaving(1)), 0, "faster than every layer checkpointed)"),
-        (budget_of(leaving(0), 0.8), 3, "checkpointing.mode=auto: full (the least that it can choose"),
+        (budget_of(leaving(0), 0.8), 3, "checkpointing.mode=auto: full (the smallest that it can choose"),
     ):
         assert main([*command, f"budget={budget}", "--json", "-"]) == code, words
         assert words in (told := capsys.readouterr().out), told[-2000:]

@@ -77,10 +77,12 @@ def test_where_nothing_can_be_trained_the_device_says_why(make_recipe):
     with pytest.raises(UserError) as refused:
         plan(recipe, budget(8), "t4")
     first, *reasons = refused.value.problems
-    assert first == "No combination of the memory knobs can be trained there."
+    assert first == "No combination of the memory settings can be trained there."
     assert len(reasons) == 2
     assert "got training.mixed_precision=bf16 on Tesla T4" in reasons[0]
-    assert reasons[1] == "plan.keep holds training.mixed_precision: without it more can be chosen."
+    assert reasons[1] == (
+        "plan.keep holds training.mixed_precision, which a plan must not change: without it there are more choices."
+    )
 
 
 def settings_of(recipe) -> list[str]:

@@ -108,6 +108,6 @@ def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):
     assert num_processes_ahead() == 0
     monkeypatch.setenv(PROCESSES_VARIABLE, "many")
     with pytest.raises(
-        UserError, match="LOWMEM_FT_TRACE_PROCESSES is a number of processes from 1, got 'many'"
+        UserError, match="LOWMEM_FT_TRACE_PROCESSES is a number of processes, at least 1, got 'many'"
     ):
         num_processes_ahead()

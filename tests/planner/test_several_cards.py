@@ -19,7 +19,7 @@ from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner import bounds, plan
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.gpu_count import on_cards
+from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.space.search_space import Space, space_of
 
 STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,loss,tiling,checkpointing]"
@@ -28,7 +28,7 @@ STILL = "plan.keep=[model,adapter,data,training,optimizer,offload,accumulation,l
 @pytest.fixture
 def space_on_two(make_recipe):
     def make(*settings: str) -> Space:
-        recipe, _ = on_cards(make_recipe(*settings), "2xl4", is_planned=True)
+        recipe, _ = on_gpus(make_recipe(*settings), "2xl4", is_planned=True)
         return space_of(recipe, num_layers=2, has_bfloat16=True)
 
     return make
@@ -141,10 +141,10 @@ def made_up_gib(recipe) -> float:
 def test_the_fewest_cards_that_do_share_the_rows_of_a_step(make_recipe, at_once, device_gib, number):
     at_once(made_up_gib)
     recipe = make_recipe(KNOWN, "training.gradient_accumulation_steps=8")
-    result = plan(recipe, Budget(device=f"{device_gib}GiB"), "l4", max_cards=8)
+    result = plan(recipe, Budget(device=f"{device_gib}GiB"), "l4", max_gpus=8)
     assert result.fits
-    assert result.num_cards == number
-    assert result.too_few_cards == tuple(fewer for fewer in (1, 2, 4) if fewer < number)
+    assert result.num_gpus == number
+    assert result.too_few_gpus == tuple(fewer for fewer in (1, 2, 4) if fewer < number)
     training = result.recipe.training
     assert training.per_device_train_batch_size * training.gradient_accumulation_steps * number == 8
     settings = [*settings_of(recipe), *result.settings]
@@ -158,7 +158,7 @@ def settings_of(recipe) -> list[str]:
 def test_what_they_change_stands_beside_the_recipe_that_was_asked_for(make_recipe, at_once):
     at_once(made_up_gib, seconds=lambda recipe: 9 - recipe.training.per_device_train_batch_size)
     recipe = make_recipe(KNOWN, "training.gradient_accumulation_steps=8")
-    result = plan(recipe, Budget(device="9GiB"), "l4", max_cards=8)
+    result = plan(recipe, Budget(device="9GiB"), "l4", max_gpus=8)
     shared = {"distributed.num_processes": 2, "distributed.strategy": "fsdp2"}
     assert result.overrides == {
         **shared,
@@ -174,17 +174,17 @@ def test_more_cards_go_before_what_is_given_up(make_recipe, at_once):
     at_once(lambda recipe: 1.0 if recipe.adapter.name == "lora" else made_up_gib(recipe))
     kept = KNOWN.replace("model,", "")
     recipe = make_recipe(kept, "plan.allow=[lora]", "training.gradient_accumulation_steps=8")
-    several = plan(recipe, Budget(device="6GiB"), "l4", max_cards=4)
-    assert (several.num_cards, several.given_up) == (4, ())
-    fewer = plan(recipe, Budget(device="6GiB"), "l4", max_cards=2)
-    assert (fewer.num_cards, fewer.given_up) == (1, ("lora",))
+    several = plan(recipe, Budget(device="6GiB"), "l4", max_gpus=4)
+    assert (several.num_gpus, several.given_up) == (4, ())
+    fewer = plan(recipe, Budget(device="6GiB"), "l4", max_gpus=2)
+    assert (fewer.num_gpus, fewer.given_up) == (1, ("lora",))
 
 
 def test_where_no_number_does_it_says_what_the_nearest_lacks(make_recipe, at_once):
     at_once(lambda recipe: 20 + made_up_gib(recipe))
-    result = plan(make_recipe(KNOWN), Budget(device="6GiB"), "l4", max_cards=4)
+    result = plan(make_recipe(KNOWN), Budget(device="6GiB"), "l4", max_gpus=4)
     assert not result.fits
-    assert result.num_cards == 4
+    assert result.num_gpus == 4
     assert 15 * GIB < result.missing_device_bytes < 20 * GIB
 
 
@@ -198,14 +198,14 @@ def test_cards_that_cannot_divide_the_rows_are_left_out(make_recipe):
 
 
 @pytest.mark.parametrize(
-    "settings, gpu, max_cards, says",
+    "settings, gpu, max_gpus, says",
     [
-        ([], "l4", 3, "max_cards (--max-cards) is 1, 2, 4 or 8, got 3."),
+        ([], "l4", 3, "max_gpus (--max-gpus) is 1, 2, 4 or 8, got 3."),
         (["distributed.num_processes=2"], "l4", 4, "distributed.num_processes=2. Leave these out"),
         (["plan.keep=[training]"], "l4", 4, "share the rows of a step, and plan.keep holds training"),
-        ([], "cpu", 4, "Several cards are GPUs, and this plan is for a processor"),
+        ([], "cpu", 4, "max_gpus needs a GPU, and this plan is for a processor"),
     ],
 )
-def test_a_number_that_cannot_be_searched_for_is_refused(make_recipe, settings, gpu, max_cards, says):
+def test_a_number_that_cannot_be_searched_for_is_refused(make_recipe, settings, gpu, max_gpus, says):
     with pytest.raises(UserError, match=re.escape(says)):
-        plan(make_recipe(*settings), None, gpu, max_cards=max_cards)
+        plan(make_recipe(*settings), None, gpu, max_gpus=max_gpus)

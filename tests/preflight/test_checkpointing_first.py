@@ -92,7 +92,7 @@ def test_a_run_is_the_one_with_what_was_chosen_and_goes_on_with_it(
     auto = ("checkpointing.mode=auto", "budget.device=8GiB", "budget.enforce=false")
     with caplog.at_level(logging.INFO):
         resumed = lowmem_ft.train(tiny("chosen", *auto, "training.resume_from_checkpoint=auto"))
-    assert "Going on with the memory knobs that the run was planned with." in caplog.text
+    assert "Resuming with the memory settings that the run was planned with." in caplog.text
     assert "1 of 2 layers recompute their activations" in caplog.text
     assert chosen_here == ["plan_checkpointing"], "once, whatever the budget is later"
     assert outcome(resumed) == by_hand
@@ -126,7 +126,7 @@ def test_what_was_estimated_to_choose_is_not_estimated_again(
     with caplog.at_level(logging.INFO):
         lowmem_ft.train(tiny("run", *just_enough("checkpointing.mode=full", share=1.5), *settings))
     assert bool(started) == (not packing)
-    assert caplog.text.count("Estimating what the run needs.") == (not packing)
+    assert caplog.text.count("Estimating the run's memory.") == (not packing)
     assert ("Estimated: " in caplog.text) == packing
 
 

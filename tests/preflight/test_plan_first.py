@@ -106,10 +106,10 @@ def test_where_nothing_fits_it_says_what_is_missing(tiny, tmp_path, monkeypatch,
     monkeypatch.setattr(plan_first, "_searched", lambda *_: nearest)
     with pytest.raises(DoesNotFitError) as refused:
         lowmem_ft.train(tiny())
-    assert "optimizer.state=8bit checkpointing.mode=none, lack 2.00 GiB of device memory." in str(
+    assert "optimizer.state=8bit checkpointing.mode=none, lacks 2.00 GiB of device memory." in str(
         refused.value
     )
-    assert "smallest card that would do is l4" in str(refused.value)
+    assert "smallest GPU that would do is l4" in str(refused.value)
     assert not (tmp_path / "run").exists()
 
 
@@ -137,12 +137,12 @@ def test_less_than_that_is_refused(capsys, left_out):
     settings = ["model=a/b", "data=some.jsonl", "budget=24GiB"]
     del settings[left_out]
     assert main(["train", *settings]) == 2
-    assert "or model=X data=X budget=X to be planned for; got" in capsys.readouterr().err
+    assert "or model=X data=X budget=X to plan for; got" in capsys.readouterr().err
 
 
 def test_a_search_that_dies_is_told_of_without_a_traceback(tiny, monkeypatch):
     monkeypatch.setattr(EstimatingProcess, "ask", lambda self, *_, **__: self._process.kill())
-    with pytest.raises(UserError, match="could not be chosen: it ended with exit code -9"):
+    with pytest.raises(UserError, match="failed: it ended with exit code -9"):
         with_plan(tiny())
 
 

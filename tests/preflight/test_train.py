@@ -65,7 +65,7 @@ def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, t
 def test_a_trace_that_takes_long_there_is_said_here(process, caplog):
     process.ask(tracing._say_that_it_takes_long, "some/rwkv", "rwkv", 2048)
     process.answer()
-    assert "Tracing some/rwkv (rwkv) is taking long." in caplog.text
+    assert "Tracing some/rwkv (rwkv) takes long." in caplog.text
 
 
 def test_a_process_that_dies_is_told_of(tiny):
@@ -97,7 +97,8 @@ def test_a_run_is_trained_where_no_process_can_be_started(tiny, monkeypatch, cap
     assert preflight.finish(None) is None
     (record,) = caplog.records
     assert (
-        "no process could be started: [Errno 12] Cannot allocate memory. Training goes on." in record.message
+        "no process could be started: [Errno 12] Cannot allocate memory. Training continues."
+        in record.message
     )
 
 

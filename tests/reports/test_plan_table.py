@@ -61,8 +61,8 @@ def test_without_a_clock_nothing_is_said_of_seconds(words_of, estimate):
         estimate, step=None, gpu=dataclasses.replace(estimate.gpu, name="cpu (x86_64)")
     )
     told = words_of(estimate=on_cpu, counts=COUNTS)
-    assert "No clock tells the seconds of a step" in told
-    assert "7 with more changes or dearer ones." in told
+    assert "There is no timing model for this device" in told
+    assert "7 with more or costlier changes." in told
     assert "products" not in told
     assert "7 too slow in matrix products" in words_of(counts=COUNTS)
 
@@ -99,11 +99,11 @@ def test_a_disk_is_offered_for_what_waits_on_the_host(words_of, recipe):
 def test_words_that_were_allowed_are_not_offered_again(words_of, recipe):
     allowed = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, allow=("lora",)))
     told = words_of(fits=False, recipe=allowed, missing_device_bytes=GIB)
-    assert "What plan.allow names does not make it fit: lora." in told
-    assert "names what a plan may give up" not in told
+    assert "The changes that plan.allow names do not make it fit: lora." in told
+    assert "lets a plan change the mathematics" not in told
     stopped = words_of(fits=False, recipe=allowed, missing_device_bytes=GIB, interrupted=True)
     assert "does not make it fit" not in stopped
-    assert "plan.allow=[lora,qlora] names what a plan may give up" in words_of(
+    assert "plan.allow=[lora,qlora] lets a plan change the mathematics" in words_of(
         fits=False, missing_device_bytes=GIB
     )
 
@@ -117,5 +117,5 @@ def test_the_nearest_is_told_once_and_what_is_left_may_fit(words_of, estimate):
         counts=dataclasses.replace(COUNTS, left=9),
         rejected=(Rejected(overrides={}, reason="1.00 GiB too much for the device"),),
     )
-    assert "Nearest that do not fit" not in told
+    assert "Nearest plans that do not fit" not in told
     assert "9 were left: one of them may fit." in told

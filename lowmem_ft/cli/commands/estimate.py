@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.gpu_count import on_gpus
     from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
     from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
     from lowmem_ft.recipe.shipped.fine_tuning_methods import of_model_alone
@@ -69,13 +69,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, of_model_alone(settings) if is_by_method else settings)
         if options.gpu not in (ALL_GPUS, CPU) and not is_by_method:
-            recipe, options.gpu = on_cards(recipe, options.gpu)
+            recipe, options.gpu = on_gpus(recipe, options.gpu)
         else:
-            recipe, _ = on_cards(recipe, None)
+            recipe, _ = on_gpus(recipe, None)
         if options.gpu == ALL_GPUS and recipe.checkpointing.mode == "auto":
             raise UserError(
-                "checkpointing.mode=auto is chosen for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or "
-                "set checkpointing.mode=full."
+                "checkpointing.mode=auto makes a choice for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, "
+                "or set checkpointing.mode=full."
             )
         of_size = [lambda: check_sizes_of_model(recipe), lambda: _check_named_device(recipe, options)]
         raise_together(
@@ -178,12 +178,12 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
     console = report_console(options)
     console.print(gpu_table(estimates, gpus, cannot_run))
-    with progress_line(f"{_name(recipe)}: trying several cards") as say:
+    with progress_line(f"{_name(recipe)}: trying several GPUs") as say:
         several = estimate_on_several(
             recipe,
             [gpus[estimate.gpu.name] for estimate in estimates if not estimate.fits],
             kept=kept,
-            on_number=lambda number: say(f"{_name(recipe)}: trying {number} cards of a kind"),
+            on_number=lambda number: say(f"{_name(recipe)}: trying {number} GPUs of one type"),
         )
     if several.tried or several.problems:
         console.print("", several_table(several, gpus), sep="\n")
@@ -228,7 +228,9 @@ def _conclude(
         if len(estimates) == 1 and changes.complete and not changes.fitting:
             console.print("See other GPUs with --gpu all.")
     elif not fits:
-        console.print("\nWith --changes: the cheapest changes that make it fit, a search of some minutes.")
+        console.print(
+            "\nWith --changes: search for the cheapest changes that make it fit, which takes a few minutes."
+        )
     if options.changes:
         values = {
             **values,

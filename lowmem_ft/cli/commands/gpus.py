@@ -58,12 +58,12 @@ def _row(gpu: Gpu) -> tuple[str, ...]:
 def _print_details(gpu: Gpu) -> None:
     print_row(COLUMNS, _row(gpu))
     print()
-    print_filled(f"{gpu.full_name}. On demand, for an hour of one GPU:")
+    print_filled(f"{gpu.full_name}. On-demand price of one GPU for an hour:")
     for price in sorted(gpu.prices, key=lambda price: price.usd_per_hour):
         dollars = f"${price.usd_per_hour:.2f}"
         print_filled(f"{dollars:<9}{price.provider}, {price.date}: {price.source}", indent="  ")
     if not gpu.prices:
-        print("  no price was found")
+        print("  no known price")
     print("Sources:")
     for field, source in gpu.sources.items():
         print_filled(f"{field}: {source}", indent="  ")
@@ -91,9 +91,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft gpus",
         description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
-        epilog="memory: what CUDA hands out, less than nvidia-smi's total by what the driver keeps. TFLOPS: "
-        "16-bit, dense, with float32 accumulation. compute: CUDA's compute capability; from 8.0 on with bfloat16. $/h: "
-        "the lowest price found, with its date; - where none was.",
+        epilog="memory: what CUDA can allocate, which is nvidia-smi's total minus what the driver keeps. TFLOPS: "
+        "16-bit, dense, with float32 accumulation. compute: CUDA's compute capability; 8.0 and newer have "
+        "bfloat16. $/h: the lowest known price, with its date; -: unknown.",
     )
     parser.add_argument("gpu", nargs="?", metavar="NAME", help="a GPU's name, such as rtx-4090")
     parser.add_argument("--json", action="store_true", help="print JSON")

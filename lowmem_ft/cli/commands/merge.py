@@ -16,7 +16,7 @@ examples:
   lowmem-ft merge runs/7b-lora/model merged
   lowmem-ft merge runs/7b-qlora/checkpoint-500 merged --dtype bfloat16 --base models/Qwen2.5-7B
 
-The base is read in its own type into host memory; nothing runs on a GPU."""
+The base model is loaded into host memory in its own type; nothing runs on a GPU."""
 
 
 @explains_user_errors
@@ -61,8 +61,8 @@ def _with_bar(layers: list[Any]) -> Iterable[Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft merge",
-        description="Add a LoRA adapter to the weights of its base model, each matrix in float32 and rounded once, and "
-        "write a model folder that from_pretrained loads.",
+        description="Add a LoRA adapter to the weights of its base model, computing each matrix in float32 and "
+        "rounding it once, and write a model folder that from_pretrained loads.",
         epilog=_EXAMPLES,
     )
     parser.add_argument(
@@ -75,5 +75,5 @@ def _parser() -> Parser:
         default="auto",
         help="type of the merged weights; auto: the base's own",
     )
-    parser.add_argument("--base", metavar="NAME", help="hub id or folder of the base, where it has moved")
+    parser.add_argument("--base", metavar="NAME", help="hub id or folder of the base model, if it has moved")
     return parser

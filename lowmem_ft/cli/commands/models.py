@@ -44,8 +44,8 @@ def _find(name: str) -> Architecture:
     if found is None:
         known = load_architectures()
         raise ModelError(
-            f"There is no model {name!r} in the catalogue.{did_you_mean(name.lower(), known)} `lowmem-ft models` lists "
-            f"all {len(known)}; any other hub id or local folder works too, read from its config.json."
+            f"There is no model {name!r} in the catalogue.{did_you_mean(name.lower(), known)} `lowmem-ft models` "
+            f"lists all {len(known)}; any other hub id or local folder works too, by its config.json."
         )
     return found
 
@@ -78,7 +78,7 @@ def _print_details(model: Architecture) -> None:
         different = ", ".join(f"{field}={value}" for field, value in differences.items())
         print_filled(f"{hub_id}{f' ({different})' if different else ''}", indent="  ")
     if not model.variants:
-        print("  none that the catalogue knows")
+        print("  none in the catalogue")
     print("Sources:")
     for field, source in model.sources.items():
         print_filled(f"{field}: {source}", indent="  ")
@@ -100,9 +100,9 @@ def _as_json(model: Architecture) -> dict[str, Any]:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft models",
-        description="List the models whose architecture ships with lowmem_ft: `model=NAME` estimates them without a "
-        "network, gated ones too, and trains the weights of their hub id.",
-        epilog="Any other hub id or local folder works too; an estimate reads its config.json alone.",
+        description="List the models whose architecture ships with lowmem_ft: `model=NAME` estimates them offline, "
+        "gated ones too, and trains the weights of their hub id.",
+        epilog="Any other hub id or local folder works too; an estimate reads only its config.json.",
     )
     parser.add_argument("model", nargs="?", metavar="NAME", help="a model's name or hub id")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
-    "       [--max-cards N] [--write FILE.yaml] [--json FILE|-] [--overwrite]"
+    "       [--max-gpus N] [--write FILE.yaml] [--json FILE|-] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
   lowmem-ft plan model=llama-3.1-8b budget=24GiB budget.host=64GiB
   lowmem-ft plan recipe=7b-bf16 --gpu rtx-4090 --write my.yaml
   lowmem-ft plan recipe=8b-bf16 --gpu 8xrtx-4090
-  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-cards 8
+  lowmem-ft plan model=llama-3.1-70b --gpu h100-80gb --max-gpus 8
   lowmem-ft plan recipe=7b-bf16 budget=8GiB 'plan.keep=[optimizer.state]' 'plan.allow=[lora,qlora]'
 
-The rows of a step and the mathematics stay (unbiased rounding may come): plan.allow=[...] names what may go, the least
-missed first, and plan.keep=[...] keys that stay as they are. A model alone is planned for steps of 16 rows of 2048
-tokens. With --gpu 8xNAME each card takes the recipe's batch, with --max-cards they share the rows of a step. Ctrl-C
-ends the search and gives the best so far.
+A plan keeps the rows of a step and the mathematics, except for unbiased rounding. plan.allow=[...] names what it may
+give up, the least important first, and plan.keep=[...] the keys that it must not change. A model alone is planned for
+steps of 16 rows of 2048 tokens. With --gpu 8xNAME each GPU takes the recipe's batch, with --max-gpus they share the
+rows of a step. Ctrl-C ends the search and keeps the best plan so far.
 
 Exit codes: 0 a plan that fits; 3 nothing fits; 2 the input is at fault."""
 
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.gpu_count import on_gpus
     from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
     from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
     from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
@@ -80,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
     with progress_line("loading torch and transformers"):
         recipe = load_recipe(recipe_name, asked)
-        recipe, options.gpu = on_cards(recipe, options.gpu, is_planned=True)
+        recipe, options.gpu = on_gpus(recipe, options.gpu, is_planned=True)
         is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
         raise_together(
             lambda: check_budget_of_plan(recipe, options.gpu),
@@ -102,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         plan = lowmem_ft.planner.plan(
             recipe,
             gpu=options.gpu,
-            max_cards=int(options.max_cards or 1),
+            max_gpus=int(options.max_gpus or 1),
             on_progress=lambda progress: say(_words(progress)),
         )
     where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
@@ -126,9 +126,9 @@ def _for_no_device(arguments: Sequence[str]) -> str:
     """Return the error for neither GPU nor budget: planning for the processor takes minutes, and few users want it."""
     command = shlex.join(["lowmem-ft", "plan", *arguments])
     return (
-        "A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a card, such as "
-        f"`{command} --gpu rtx-4090` (`lowmem-ft gpus` lists them), or what there is, such as `{command} "
-        "budget=24GiB`; --gpu cpu plans for this machine's processor."
+        f"A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a GPU, such as `{command} "
+        f"--gpu rtx-4090` (`lowmem-ft gpus` lists them), or a budget, such as `{command} budget=24GiB`; --gpu cpu "
+        "plans for this machine's processor."
     )
 
 
@@ -152,7 +152,7 @@ def _report(
     from lowmem_ft.reports.text.wrapping import shell_lines
 
     console = report_console(options)
-    if reason := _why_this_card(recipe, options):
+    if reason := _why_this_gpu(recipe, options):
         console.print(Prose(f"{reason}; --gpu NAME takes another."))
     console.print(plan_table(plan, recipe))
     values = plan.to_json()
@@ -177,7 +177,7 @@ def _report(
             path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
         console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
     elif options.write is not None:
-        console.print(f"\n{options.write} is not written, as nothing fits.")
+        console.print(f"\n{options.write} is not written, because nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone again
         trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
         console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
@@ -185,7 +185,7 @@ def _report(
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
-def _why_this_card(recipe: Recipe, options: argparse.Namespace) -> str:
+def _why_this_gpu(recipe: Recipe, options: argparse.Namespace) -> str:
     """Return which GPU of the catalogue was chosen for a budget; empty for a named GPU or this machine's."""
     from lowmem_ft.estimator.device_target import choose_gpu
 
@@ -209,7 +209,7 @@ def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None
         is_here = local_files(path) or expand_user(path).is_dir()
         return run_length(recipe, step) if is_here else None
     except UserError as error:
-        return f"How long the run takes is not known: {' '.join(error.problems)}"
+        return f"The length of the run is unknown: {' '.join(error.problems)}"
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -218,8 +218,8 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
         )
-    if options.max_cards is not None and not options.max_cards.isdecimal():
-        problems.append(f"--max-cards is a number of cards, got {options.max_cards}.")
+    if options.max_gpus is not None and not options.max_gpus.isdecimal():
+        problems.append(f"--max-gpus is a number of GPUs, got {options.max_gpus}.")
     for name in ("write", "json"):
         file = getattr(options, name)
         if file is None or (name, file) == ("json", "-"):
@@ -227,9 +227,9 @@ def _check(options: argparse.Namespace) -> None:
         problem = write_problem(name, file, Path(file), overwrite=options.overwrite)
         problems += [problem] if problem else []
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
-        problems.append(f"--write names a recipe's file, which ends in .yaml, got {options.write}.")
+        problems.append(f"--write names a recipe file, which ends in .yaml, got {options.write}.")
     if options.write is not None and options.json is not None and options.write == options.json:
-        problems.append(f"--write and --json write files of their own, got {options.write} for both.")
+        problems.append(f"--write and --json need different files, got {options.write} for both.")
     if problems:
         raise UserError(*problems)
 
@@ -238,8 +238,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft plan",
         usage=_USAGE,
-        description="Choose the memory knobs with which a step is fastest inside a budget of device and host memory, "
-        "and say why.",
+        description="Choose the memory settings with which a step is fastest inside a budget of device and host "
+        "memory, and say why.",
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
@@ -250,13 +250,16 @@ def _parser() -> Parser:
         help="a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
     )
     parser.add_argument(
-        "--max-cards",
+        "--max-gpus",
         metavar="N",
         action=Once,
-        help="where one card does not do, try 2, 4, ... up to N of them, at most 8, that share the recipe",
+        help="if one GPU is not enough, try 2, 4, ... up to N of them, at most 8, that share the recipe",
     )
     parser.add_argument(
-        "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that trains as it is"
+        "--max-cards", dest="max_gpus", action=Once, help=argparse.SUPPRESS
+    )  # the name it had
+    parser.add_argument(
+        "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that is ready to train"
     )
     parser.add_argument(
         "--json", metavar="FILE|-", action=Once, help="write the plan as JSON; - is stdout, then JSON alone"

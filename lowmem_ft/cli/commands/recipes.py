@@ -55,9 +55,11 @@ def _print_list() -> None:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft recipes",
-        description="List the shipped recipes with what each needs on the card it is made for, or print one with "
-        "every default and what each memory knob frees and costs.",
+        description="List the shipped recipes with what each needs on the GPU it is made for, or print one with every "
+        "default and what each memory knob frees and costs.",
     )
     parser.add_argument("recipe", nargs="?", help="a recipe's name or path")
-    parser.add_argument("settings", metavar="key=value", nargs="*", help="settings to show it with")
+    parser.add_argument(
+        "settings", metavar="key=value", nargs="*", help=("settings that override the recipe's")
+    )
     return parser

@@ -44,9 +44,9 @@ examples:
   lowmem-ft rehearse recipe=8b-24gb data=chats.jsonl --gpu rtx-4090 --steps 100
   lowmem-ft rehearse recipe=my.yaml --gpu l4 --json rehearsal.json
 
-The run's own loop goes over the real data, tokenized and batched as in training; the model is there by its config
-alone, on a virtual GPU. Needed are the data and the tokenizer: where no hub can be reached, name a folder with
-model.tokenizer_name_or_path=FOLDER. A step is traced for each shape of data, and the others of its shape are counted.
+The run's own loop goes over the real data, tokenized and batched as in training; the model is built from its config
+alone, on a virtual GPU. It needs the data and the tokenizer: without access to the hub, name a folder with
+model.tokenizer_name_or_path=FOLDER. One step is traced for each shape of data, and the others of its shape are counted.
 
 Exit codes: 0 it fits; 3 it does not, or may not; 2 the input is at fault."""
 
@@ -75,13 +75,13 @@ def _rehearse(arguments: list[str]) -> int:
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_cards
+    from lowmem_ft.recipe.gpu_count import on_gpus
     from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
     from lowmem_ft.recipe.rules.path_checks import check_paths_of_rehearsal
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
-    recipe, options.gpu = on_cards(load_recipe(recipe_name, settings), options.gpu)
+    recipe, options.gpu = on_gpus(load_recipe(recipe_name, settings), options.gpu)
     from lowmem_ft.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
@@ -119,7 +119,10 @@ def _rehearse(arguments: list[str]) -> int:
         console.print("", *_mended(found, values), sep="\n")
     elif not found.fits:
         console.print(
-            Prose("\nWith --changes: the smallest change with which it fits, rehearsed, in some minutes.")
+            Prose(
+                "\nWith --changes: find and rehearse the smallest change with which it fits, which takes a few "
+                "minutes."
+            )
         )
     console.print(Prose(_kept(recipe, values)))
     write_json(values, options)
@@ -169,7 +172,7 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     except OSError as error:
         return f"\nNot kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
     return (
-        f"\nKept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` sets it beside "
+        f"\nKept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` compares it with "
         "what was measured."
     )
 
@@ -210,8 +213,8 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft rehearse",
         usage=_USAGE,
-        description="Run all of a training run but its values on a virtual GPU: memory over the real batches, hours, "
-        "cost, files, warnings.",
+        description="Execute a complete training run on a virtual GPU, without values: memory over the real batches, "
+        "hours, cost, files, warnings.",
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
@@ -226,19 +229,19 @@ def _parser() -> Parser:
         metavar="N",
         type=int,
         action=Once,
-        help="optimizer steps to rehearse, the first of the run; without: all",
+        help="optimizer steps to rehearse, from the first; without: all",
     )
     parser.add_argument(
         "--json",
         metavar="FILE|-",
         action=Once,
-        help="write what was found as JSON; - is stdout, then JSON alone",
+        help="write the result as JSON; - is stdout, then JSON alone",
     )
     parser.add_argument(
         "--changes",
         action=argparse.BooleanOptionalAction,
-        help="where it does not fit, search for the smallest change with which it does, and which trains the same "
-        "numbers, and rehearse it, which takes minutes; the default, but under --json (Ctrl-C ends the search)",
+        help="if it does not fit, search for the smallest change with which it does and that trains the same numbers, "
+        "and rehearse it, which takes minutes; the default, except with --json (Ctrl-C ends the search)",
     )
     add_overwrite(parser)
     return parser

@@ -68,9 +68,9 @@ def _read(path: Path) -> RunRecord:
 
     missing = [name for name in (RECIPE_FILE, METRICS_FILE) if not (path / name).is_file()]
     if missing:
-        what = "is no folder" if not path.is_dir() else f"has no {' and no '.join(missing)}"
+        what = "is not a folder" if not path.is_dir() else f"has no {' and no '.join(missing)}"
         raise UserError(
-            f"A report is of the folder of a run (training.output_dir), got {path}, which {what}. Name another."
+            f"A report needs the folder of a run (training.output_dir), got {path}, which {what}. Name another."
         )
     folder = RunFolder(path, resume_from=None, overwrite=False)
     run = RunRecord(
@@ -100,14 +100,14 @@ def _rehearsal_in(path: Path) -> dict[str, Any] | None:
         return {key: values[key] for key in ("peaks", "run", "recipe")}
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(
-            f"{file} is of no rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`."
+            f"{file} is not the result of a rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`."
         ) from error
 
 
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft report",
-        description="Show runs side by side: steps, losses, speed, and memory as estimated and as measured.",
+        description="Compare runs: steps, losses, speed, and memory as estimated and as measured.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folders of runs, finished or not")

@@ -22,8 +22,8 @@ examples:
   lowmem-ft train model=Qwen/Qwen2.5-7B data=chats.jsonl budget=24GiB
 
 model=X, data=X and budget=X are short for model.name_or_path=X, data.path=X and budget.device=X. plan=auto, or a
-model, data and a budget without a recipe: the memory knobs are chosen first, as `lowmem-ft plan` does;
-checkpointing.mode=auto: the checkpointed layers alone are.
+model, data and a budget without a recipe: the memory settings are chosen first, as `lowmem-ft plan` does;
+checkpointing.mode=auto: only the checkpointed layers are chosen.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
 
 _ENOUGH_FOR_A_PLAN = (
@@ -120,8 +120,8 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     """Return the recipe's name or path, and the other settings; without a recipe, those of a plan for a model alone."""
     if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
         raise UserError(
-            f"A run is on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. Leave "
-            "it out."
+            f"Training runs on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. "
+            "Leave it out."
         )
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
@@ -138,8 +138,8 @@ def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
     seen = " ".join(choices or arguments) or "nothing"
     meant = meant_by(settings) or " Write for instance recipe=demo;"
     raise RecipeError(
-        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to be planned for; got {seen}.{meant} "
-        "`lowmem-ft recipes` lists the names."
+        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to plan for; got {seen}.{meant} `lowmem-ft "
+        "recipes` lists the names."
     )
 
 
@@ -148,13 +148,13 @@ def _parser() -> Parser:
         prog="lowmem-ft train",
         usage="lowmem-ft train recipe=NAME|PATH [key=value ...]\n"
         "       lowmem-ft train model=X data=X budget=X [key=value ...]",
-        description="Fine-tune a model by a recipe, into a folder that HuggingFace transformers loads.",
+        description="Fine-tune a model by a recipe, and write a folder that HuggingFace transformers loads.",
         epilog=_EXAMPLES,
     )
     parser.add_argument(
         "recipe",
         metavar="recipe=NAME|PATH",
-        help="a shipped recipe or a .yaml file; without one, model=, data= and budget= are planned for",
+        help="a shipped recipe or a .yaml file; without one, a plan is made for model=, data= and budget=",
     )
     parser.add_argument(
         "settings", metavar="key=value", nargs="*", help="settings that override the recipe's"

@@ -75,7 +75,7 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
             if isinstance(why, BrokenPipeError):  # and not another pipe, such as a data loader worker's
                 return EXIT_NOBODY_READS
             return _tell(
-                UserError(f"What is printed cannot be written: {why.strerror}. Write it where there is room.")
+                UserError(f"The output cannot be written: {why.strerror}. Write it to a disk that has room.")
             )
         if isinstance(error, OSError) and (problem := machine_problem(error)) is not None:
             return _tell(UserError(problem))

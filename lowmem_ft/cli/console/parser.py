@@ -40,7 +40,7 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def error(self, message: str) -> NoReturn:  # noqa: D102
-        raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows what it takes.")
+        raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows its arguments.")
 
     def print_help(self, file: Any = None) -> None:
         """Print the help, and fail if it cannot be written, which argparse ignores."""

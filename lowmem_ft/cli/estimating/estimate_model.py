@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
 
 OF_DEFAULTS = (
-    "No recipe was named: what was not typed has its default, as float32 weights without checkpointing. "
-    "recipe=NAME in front takes a shipped recipe's settings; a GPU (--gpu NAME) is answered by method."
+    "No recipe was named: settings that were not given have their defaults, such as float32 weights without "
+    "checkpointing. recipe=NAME takes the settings of a shipped recipe; with --gpu NAME each training method is "
+    "estimated."
 )
 
 
@@ -59,21 +60,21 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
     problems = []
     if options.plot is not None or options.snapshot is not None:
         problems.append(
-            f"--plot and --snapshot show one run, got model={model} without a recipe, which is estimated by method. "
-            f"Name one, such as {named}."
+            f"--plot and --snapshot show one run, got model={model} without a recipe, for which each training method "
+            f"is estimated. Name one, such as {named}."
         )
     if count not in (None, 1):
         problems.append(
-            f"A model without a recipe is estimated on one card, got {options.gpu}. Name a recipe, such as "
-            f"{shlex.join(['recipe=8b-fsdp2', f'model={model}'])}, or ask `lowmem-ft plan` with the same words."
+            f"A model without a recipe is estimated on one GPU, got {options.gpu}. Name a recipe, such as "
+            f"{shlex.join(['recipe=8b-fsdp2', f'model={model}'])}, or run `lowmem-ft plan` with the same arguments."
         )
     if values_of(settings).get("checkpointing.mode") == "auto":
         problems.append(
-            f"checkpointing.mode=auto is chosen for a recipe, got model={model} without one. Name one, such as {named}."
+            f"checkpointing.mode=auto needs a recipe, got model={model} without one. Name one, such as {named}."
         )
     if options.changes:
         problems.append(
-            f"--changes are those of a recipe, got model={model} without one. Name one, such as {named}."
+            f"--changes needs a recipe, got model={model} without one. Name one, such as {named}."
         )
     if problems:
         raise UserError(*problems)

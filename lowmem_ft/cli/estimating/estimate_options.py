@@ -14,7 +14,7 @@ from lowmem_ft.foundation.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"
-FOR_THE_PROCESSOR = "This is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
+FOR_THE_PROCESSOR = "This estimate is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
 STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
 
 _USAGE = (
@@ -33,17 +33,17 @@ examples:
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
   lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
 
-A model without a recipe is estimated in three ways, with the settings that are typed: full fine-tuning by the fastest
-shipped recipe that fits, LoRA (adapter.name=lora: alone) and QLoRA (model.quantization=nf4: alone). Data is not read:
-rows are taken to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
+A model without a recipe is estimated in three ways, with the given settings: full fine-tuning by the fastest shipped
+recipe that fits, LoRA (adapter.name=lora: only this) and QLoRA (model.quantization=nf4: only this). Data is not read:
+rows are assumed to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
 `lowmem-ft gpus` and `lowmem-ft models` list the names.
 
-A script is run as it is, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing,
-and what stands behind `--` are its own arguments.
+A script runs unchanged, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing, and
+the words after `--` are its own arguments.
 
 Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
 
-Exit codes: 0 it fits, if only tightly, which is said; 3 it does not, or may not, as the limit is within the
+Exit codes: 0 it fits, perhaps tightly, as the verdict says; 3 it does not fit, or may not, as the limit is within the
 estimate's range; 2 the input is at fault."""
 
 
@@ -87,19 +87,19 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
             f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
             f"got {options.steps}."
         )
-    if options.gpu is not None and (several := _several_cards(options.gpu)):
+    if options.gpu is not None and (several := _several_gpus(options.gpu)):
         problems.append(
             f"A script is estimated in one process, on one GPU, got --gpu {options.gpu}. Ask for --gpu {several}."
         )
     if options.changes:
-        problems.append("--changes are those of a recipe, got --script. Leave it out.")
+        problems.append("--changes needs a recipe, got --script. Leave it out.")
     if problems:
         raise UserError(*problems)
     _check(options)
     return options, list(arguments[len(own) + 1 :])
 
 
-def _several_cards(gpu: str) -> str:
+def _several_gpus(gpu: str) -> str:
     """Return the name of a GPU that was given with a number; empty if there was no number."""
     from lowmem_ft.catalog.gpu_catalog import split_count
 
@@ -118,8 +118,8 @@ def _problem_beside_script(word: str) -> str:
             "device."
         )
     if word.startswith(("recipe=", "model=")):
-        return f"An estimate is of one thing, got --script and {word}. Leave one out."
-    return f"--script takes the script's own arguments behind `--`, got {word} before it. Write `-- {word}`."
+        return f"An estimate is of a recipe or a script, got --script and {word}. Leave one out."
+    return f"--script takes the script's own arguments after `--`, got {word} before it. Write `-- {word}`."
 
 
 def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
@@ -170,9 +170,7 @@ def gpu_problems(gpu: str | None) -> Sequence[str]:
         from lowmem_ft.catalog.gpu_catalog import load_gpus
 
         if len(names) > 1 and any(name in load_gpus() for name in names):
-            return (
-                f"--gpu takes one name, or all, got {gpu}. Ask for one after the other, or for --gpu all.",
-            )
+            return (f"--gpu takes one name, or all, got {gpu}. Estimate one at a time, or use --gpu all.",)
     from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
 
     try:
@@ -193,7 +191,7 @@ def _file_problems(options: argparse.Namespace) -> list[str]:
         problem = write_problem(name, file, path, overwrite=options.overwrite)
         if problem is None and path.absolute() in options_by_file:
             other = options_by_file[path.absolute()]
-            problem = f"--{other} and --{name} write files of their own, got {file} for both. Name another."
+            problem = f"--{other} and --{name} need different files, got {file} for both. Name another."
         options_by_file[path.absolute()] = name
         problems += [problem] if problem else []
         if name == "snapshot" and path.suffix != ".pickle":
@@ -230,7 +228,7 @@ def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str |
         )
     if path.is_file() and path.stat().st_size and not overwrite:
         return (
-            f"--{name} writes a new file, got {file}, which is there already. Name another, or add --overwrite to "
+            f"--{name} writes a new file, got {file}, which exists already. Name another, or add --overwrite to "
             "replace it."
         )
     return None
@@ -241,7 +239,7 @@ def add_overwrite(parser: Parser) -> None:
     parser.add_argument(
         "--overwrite",
         action="store_true",
-        help="replace files that are there already",
+        help="replace existing files",
     )
 
 
@@ -258,8 +256,8 @@ class Once(argparse.Action):
         before = getattr(namespace, self.dest)
         if before is not None:
             raise UserError(
-                f"{option_string} is given once, got {before} and {values}. "
-                + ("Ask for one, or for --gpu all." if self.dest == "gpu" else "Leave one out.")
+                f"{option_string} can be given once, got {before} and {values}. "
+                + ("Name one, or use --gpu all." if self.dest == "gpu" else "Leave one out.")
             )
         setattr(namespace, self.dest, values)
 
@@ -268,7 +266,9 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft estimate",
         usage=_USAGE,
-        description="Say what a run will need on a GPU: memory by use and phase, time, cost, and whether it fits.",
+        description=(
+            "Estimate what a run needs on a GPU: memory by use and phase, time, cost, and whether it fits."
+        ),
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
@@ -276,27 +276,27 @@ def _parser() -> Parser:
         "--gpu",
         metavar="NAME|all",
         action=Once,
-        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all by the price of tokens; without: what this "
-        "machine has",
+        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all of them by the price of tokens; without: "
+        "what this machine has",
     )
     parser.add_argument(
         "--script",
         metavar="FILE.py",
         action=Once,
-        help="a training script of your own, in place of a recipe; its arguments stand behind --",
+        help="a training script of your own, in place of a recipe; its arguments follow --",
     )
     parser.add_argument(
         "--steps",
         metavar="N",
         type=int,
         action=Once,
-        help=f"with --script: optimizer steps to see, {STEPS_OF_SCRIPT} by default",
+        help=f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default",
     )
     parser.add_argument(
         "--changes",
         action=argparse.BooleanOptionalAction,
-        help="where it does not fit, search for the cheapest changes that make it fit, which can take minutes; the "
-        "default, but under --json (Ctrl-C ends the search and keeps what it has found)",
+        help="if it does not fit, search for the cheapest changes that make it fit, which can take minutes; the "
+        "default, except with --json (Ctrl-C ends the search and keeps what it has found)",
     )
     parser.add_argument(
         "--json",
@@ -305,13 +305,13 @@ def _parser() -> Parser:
         help="write the estimate as JSON; - is stdout, then JSON alone",
     )
     parser.add_argument(
-        "--plot", metavar="FILE", action=Once, help="draw memory over the run: .html to explore, or .png"
+        "--plot", metavar="FILE", action=Once, help="plot memory over the run: interactive .html, or .png"
     )
     parser.add_argument(
         "--snapshot",
         metavar="FILE.pickle",
         action=Once,
-        help="write what https://pytorch.org/memory_viz opens",
+        help="write a snapshot that https://pytorch.org/memory_viz opens",
     )
     add_overwrite(parser)
     return parser

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_TRAINER = (
-    "it is for trainers of transformers and TRL; each technique has a function for a loop of your own"
+    "hf.attach is for trainers of transformers and TRL; for a loop of your own, each technique has a function"
 )
 
 
@@ -112,7 +112,7 @@ def _on_one(
     found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
     if seen.failure:
-        logger.debug("No line of hf.attach:\n%s", seen.failure)
+        logger.debug("No hf.attach suggestion:\n%s", seen.failure)
     if settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)
@@ -121,7 +121,7 @@ def _on_one(
             whole = Savings(settings=settings, before=found, after=after)
             savings = whole if whole.is_one else None
         except ScriptError as error:  # it had no error without hf.attach
-            logger.debug("No line of hf.attach: %s\n%s", error, error.own_traceback)
+            logger.debug("No hf.attach suggestion: %s\n%s", error, error.own_traceback)
         except UserError as error:
             problems = error.problems
     return lambda: _report_one(found, savings, problems, options)

@@ -95,9 +95,9 @@ def _without_gpus(asked: Asked) -> str:
 
     seen = f"none: {why_no_gpu(os.environ)}" if not torch.cuda.is_available() else "one"
     return (
-        f"`accelerate launch` was asked for {asked.num_processes} processes and has started one, for want of GPUs: "
-        f"torch sees {seen}. Set training.use_cpu=true to train in {asked.num_processes} processes on the processor, "
-        "or --num_processes 1 to train in one."
+        f"`accelerate launch` was asked for {asked.num_processes} processes and has started one, because it found no "
+        f"GPUs: torch sees {seen}. Set training.use_cpu=true to train in {asked.num_processes} processes on the "
+        "processor, or --num_processes 1 to train in one."
     )
 
 
@@ -105,7 +105,7 @@ def _alone_of_machines(asked: Asked) -> str:
     each = max(1, asked.num_processes // asked.num_machines)
     return (
         f"`accelerate launch` was asked for {asked.num_processes} processes on {asked.num_machines} machines, and has "
-        "started one that knows of no other. Add --multi_gpu for machines of one GPU each, or start torchrun on each "
+        "started one without the others. Add --multi_gpu for machines of one GPU each, or start torchrun on each "
         f"machine: `torchrun --nnodes={asked.num_machines} --nproc_per_node={each} --node_rank=... --master_addr=... "
         "--master_port=29500 ...`."
     )

@@ -18,12 +18,14 @@ _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a terminal's Ctrl-C, which reaches both, before it gets the signal again."""
 
 _WHY: dict[int, str] = {
-    signal.SIGKILL: "the system sends it where the host's memory has run out. Free some, or give the script less data",
-    signal.SIGXCPU: "its limit of processor time is used up. Raise it: ulimit -t",
+    signal.SIGKILL: (
+        "the system sends this signal when host memory has run out. Free some, or give the script less data"
+    ),
+    signal.SIGXCPU: "it has used up its limit of processor time. Raise it: ulimit -t",
 }
 _CRASH = (
-    "code that is not Python has crashed, a library's or its own. To see where, run it itself with "
-    "python -X faulthandler"
+    "native code has crashed, in a library or in the script. To see where, run the script itself with python -X "
+    "faulthandler"
 )
 
 
@@ -60,7 +62,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
         return SIGNALLED + number
     name = signal.Signals(number).name
     raise CrashedError(
-        f"{program} was ended by {name} while it was estimated, so there is no estimate: {_WHY.get(number, _CRASH)}."
+        f"{program} was ended by {name} while it was estimated, so no estimate was made: {_WHY.get(number, _CRASH)}."
     )
 
 

@@ -113,8 +113,7 @@ class ScriptRun:
         if not self.watch.steps:
             raise UserError(
                 f"{self._path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
-                "Pass it, behind `--`, "
-                "what makes it train; steps that other processes take are not seen."
+                "Pass it, after `--`, the arguments with which it trains; steps in other processes are not seen."
             )
 
     def _run(self) -> None:
@@ -128,8 +127,8 @@ class ScriptRun:
             said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
             if not self.watch.steps:
                 last = _last_words(sys.stderr)
-                raise ScriptError(f"{self._path} ended itself{said}{last}", "") from end
-            self.machine.say(f"the script ended itself after step {len(self.watch.steps)}{said}")
+                raise ScriptError(f"{self._path} exited{said}{last}", "") from end
+            self.machine.say(f"the script exited after step {len(self.watch.steps)}{said}")
         except UserError as error:
             own = _own_frames(error.__traceback__, str(self._path))
             where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
@@ -144,12 +143,12 @@ class ScriptRun:
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         frames = [*shown, *(() if innermost in shown else (innermost,))]
         is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
-        whose = "its own code and of lowmem_ft" if is_ours else "its own code"
+        whose = "its own code and lowmem_ft" if is_ours else "its own code"
         whose += "" if innermost in shown else ", and the last"
         words = traceback.format_exception_only(type(error), error)
         lines = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
         step = len(self.watch.steps)
-        when = f"in step {step + 1}" if step else "before its first step was done"
+        when = f"in step {step + 1}" if step else "before the end of its first step"
         first_line = words[-1].strip().splitlines()[0] if words else type(error).__name__
         if isinstance(error, ModuleNotFoundError) and error.name:
             first_line = f"it needs the package {error.name}, which is not installed here"

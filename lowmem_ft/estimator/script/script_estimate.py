@@ -42,8 +42,8 @@ NUM_STEPS = 3
 allocator has settled."""
 
 NOT_MODELLED = (
-    "host memory of the script beside its tensors, and of files being written",
-    "rows of the data that are longer than those of these steps",
+    "host memory of the script other than its tensors, and of files being written",
+    "rows of the data that are longer than those in these steps",
 )
 
 _OF_BITSANDBYTES = ("4bit", "8bit", "bitsandbytes")
@@ -257,25 +257,27 @@ class _Seen:
     def _steps_in_words(self) -> str:
         if (passes := self._run.watch.num_backwards) is not None:
             return (
-                f"steps: no optimizer step was seen. The estimate covers the script up to backward pass {passes}; "
-                "what it does with the gradients by hand is in it, how long a step takes is not"
+                f"steps: no optimizer step was seen. The estimate covers the script up to backward pass {passes}, "
+                "with what it does with the gradients itself, but not the time of a step"
             )
         seen, wanted = len(self._run.watch.steps), self._run.watch.num_steps
         if seen >= wanted:
             return ""
         first = "; with one, the optimizer's state was just being made" if seen == 1 else ""
-        return f"steps: the script ended after {seen}, of {wanted} asked for{first}"
+        return f"steps: the script ended after {seen} of {wanted} requested{first}"
 
     def _data_in_words(self) -> str:
         left_out = self._run.cut.rows_left_out
-        return f"data: {left_out:,} rows were left out as these steps do not come to them" if left_out else ""
+        return (
+            (f"data: {left_out:,} rows were left out because these steps do not reach them")
+            if left_out
+            else ""
+        )
 
     def _loop_in_words(self) -> str:
         if self._run.training.has_trainer:
             return ""
-        return (
-            "evaluation: the script's own loop is seen up to the last of these steps; what comes after is not"
-        )
+        return "evaluation: the script's own loop is seen up to the last of these steps; later evaluations are not"
 
 
 def _host_outside(trace: Trace, *, on_gpu: bool) -> HostOutside:

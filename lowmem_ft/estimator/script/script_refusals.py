@@ -33,8 +33,8 @@ def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:
 
 def _refuse_to_ask(*args: Any) -> NoReturn:
     raise _ScriptRefusal(
-        "A script that is estimated gets no answers: it called input() or read stdin. Give it what it asks for as "
-        "arguments, behind `--`."
+        "A script that is estimated gets no input, but it called input() or read stdin. Pass the values as arguments, "
+        "after `--`."
     )
 
 
@@ -68,6 +68,6 @@ def _adapt_accelerate(undo: contextlib.ExitStack, accelerate: Any) -> None:
 
 def _refuse_processes(*args: Any, **kwargs: Any) -> NoReturn:
     raise _ScriptRefusal(
-        "A script is estimated in one process, on one GPU, but it starts others to train in. Call the function that it "
-        "gives them from a script of its own, for one process."
+        "A script is estimated in one process, on one GPU, but it starts other processes to train in. Call their "
+        "function from a separate script, in one process."
     )

@@ -92,17 +92,15 @@ class ShortTraining:
         def train_shortly(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
             self.has_trainer = True
             if resume_from_checkpoint:
-                self._machine.say(
-                    "resume_from_checkpoint: not read; the steps are those of a run that begins"
-                )
+                self._machine.say("resume_from_checkpoint: not read; the steps are those of a new run")
             with self._files.as_ever():
                 self._on_trainer(trainer)
             self._leave_out_micro_batches(trainer)
             if trainer.eval_dataset is not None and gathers_logits(trainer):
                 self._machine.say(
                     "evaluation: compute_metrics gathers the logits of all held-out rows on the device, and those of "
-                    f"{EVALUATION_BATCHES} batches are in the figures; eval_accumulation_steps or "
-                    "preprocess_logits_for_metrics would leave them small"
+                    f"{EVALUATION_BATCHES} batches are in the estimate; eval_accumulation_steps or "
+                    "preprocess_logits_for_metrics would keep them small"
                 )
             trainer.eval_dataset = self._few_rows(
                 trainer.eval_dataset, trainer.args.per_device_eval_batch_size
@@ -150,8 +148,8 @@ class ShortTraining:
         def complete(trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
             length = trainer.max_completion_length
             machine.say(
-                f"generation: not run; each completion is taken to have {length} tokens (max_completion_length), and "
-                "neither the time nor the keys and values of generating are in the figures"
+                f"generation: not run; each completion is assumed to have {length} tokens (max_completion_length), "
+                "and the estimate contains neither the time nor the keys and values of generating"
             )
             ends = trainer.eos_token_ids
             token = next(number for number in range(len(ends) + 1) if number not in ends)

@@ -61,8 +61,8 @@ def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:
         name = kwargs.get("pretrained_model_name_or_path")
         if kwargs.get("gguf_file") is not None:
             raise UserError(
-                f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which has no config "
-                "beside them. Load the model that it was made from."
+                f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which comes without "
+                "a config. Load the model that it was made from."
             )
         if name is None or not os.path.isdir(name):
             return None, None
@@ -78,7 +78,7 @@ def _dtype_without_files(choose: Callable[..., Any], say: Callable[[str], None])
     @functools.wraps(choose)
     def dtype_of(dtype: Any, checkpoint_files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
         if dtype == "auto" and checkpoint_files is None and getattr(config, "dtype", None) is None:
-            say("weights: float32, as the model's config names no type and its weights are not read")
+            say("weights: float32, because the model's config names no type and its weights are not read")
             dtype = torch.float32
         return choose(dtype, checkpoint_files, config, *args, **kwargs)
 
@@ -110,8 +110,8 @@ def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], N
     device = next(place for place in device_map.values() if str(place) not in on_host)
     device_map.update(dict.fromkeys(device_map, device))
     say(
-        "device_map: all of the model on the GPU, though its weights leave no room there; a run would keep some of it "
-        "on the host, and trainers refuse to train that"
+        "device_map: the whole model on the GPU, although its weights leave no room there; a run would keep some of "
+        "it on the host, and trainers refuse to train that"
     )
 
 
@@ -123,7 +123,7 @@ def _quantise_as_loaded(quantizer: Any) -> None:
     method = str(getattr(method, "value", method))
     if not method.startswith(_QUANTISES_ANYTHING):
         raise UserError(
-            f"Weights that were published quantised are modelled for bitsandbytes alone, got {method}. Estimate the "
+            f"Weights that were published quantised are modelled for bitsandbytes only, got {method}. Estimate the "
             "script with the model that they were made from."
         )
     quantizer.pre_quantized = False

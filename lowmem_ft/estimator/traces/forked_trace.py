@@ -77,7 +77,7 @@ def _start(make: Callable[[], TracedRecipe]) -> tuple[BaseProcess, Connection] |
             warnings.simplefilter("ignore", DeprecationWarning)
             process.start()
     except OSError as error:
-        logger.info("No process for another trace: %s.", error)
+        logger.info("No process could be started for another trace: %s.", error)
         receiver.close()
         return None
     finally:
@@ -101,5 +101,5 @@ def _received(connection: Connection) -> TracedRecipe | None:
             return pickle.loads(connection.recv_bytes())
         logger.info("The process for another trace gave no answer in %.0f s.", PATIENCE_S)
     except EOFError:
-        logger.info("The process for another trace ended without one.")
+        logger.info("The process for another trace ended without a result.")
     return None

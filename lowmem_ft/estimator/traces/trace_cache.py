@@ -152,12 +152,12 @@ def _read(file: Path, key: TraceKey) -> ShortTrace | None:
         with np.load(file, allow_pickle=False) as arrays:
             trace, repetition, notes = trace_of(arrays)
         if notes.pop("key") != [key.family, key.shape]:
-            raise ValueError("it is the trace of something else")
+            raise ValueError("it is a trace of something else")
         more = tuple(notes.pop("more"))
         found = ShortTrace(traced=TracedRecipe(trace=trace, **notes), repetition=repetition, more=more)
         os.utime(file)
     except Exception as error:  # a damaged file makes zlib, zipfile and numpy raise all sorts of errors
-        logger.info("The kept trace %s cannot be used, and is made anew: %s.", file, error)
+        logger.info("The kept trace %s cannot be used, and is made again: %s.", file, error)
         return None
     return found
 

@@ -177,10 +177,10 @@ class _ShortTracing:
             found = None if key is None else self._kept.find(key)
             try:
                 short = found or self._shown(stand_in, proofs)
-                assert short.repetition is not None, "what does not repeat is kept as what it is"
+                assert short.repetition is not None, "anything that does not repeat is kept unchanged"
                 short.repetition.refuse_depth(short.traced.trace, stand_in.more)
             except NotRegularError as error:
-                logger.info("%d layers do not stand for all: %s.", stand_in.num_layers, error)
+                logger.info("%d layers cannot represent all layers: %s.", stand_in.num_layers, error)
                 continue
             if key is not None and found is None:
                 self._kept.keep(key, short)
@@ -307,10 +307,10 @@ def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]
 @functools.cache  # once for all traces of a model
 def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> None:
     logger.warning(
-        "Tracing %s (%s) is taking long. Every operator of a step is traced: a forward that goes through its %d "
-        "positions one by one, as recurrent models without a kernel of their own do, takes many minutes. Ctrl-C ends "
-        "it; with rows a tenth as long (data.max_length=%d) such a model takes a tenth of the time, and its "
-        "activations a tenth of the memory.",
+        "Tracing %s (%s) takes long. Every operator of a step is traced: a forward pass over its %d positions one by "
+        "one, as in recurrent models without a kernel of their own, takes many minutes. Ctrl-C ends it; with rows a "
+        "tenth as long (data.max_length=%d) such a model takes a tenth of the time, and its activations a tenth of "
+        "the memory.",
         model,
         model_type,
         length,

@@ -14,7 +14,7 @@ from lowmem_ft.models.files.model_files import least_weights
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.system.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
 
-_CARDS_TO_COME = 2
+_FUTURE_GPU_FACTOR = 2
 """Factor on the memory of the catalogue's largest GPU, beyond which no GPU is expected that the catalogue lacks."""
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}
@@ -47,13 +47,13 @@ def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
         refuse_budget_beyond_all(recipe)
         problems = _below_any_process(recipe)
     else:
-        card = None if gpu in (None, "cpu") else find_gpu(gpu)
+        named = None if gpu in (None, "cpu") else find_gpu(gpu)
         problems = [
-            *beyond_device(recipe.budget, card),
+            *beyond_device(recipe.budget, named),
             *beyond_host(
                 recipe.budget,
-                card,
-                is_here=card is None,
+                named,
+                is_here=named is None,
                 num_processes=recipe.distributed.per_machine,
             ),
         ]
@@ -69,7 +69,7 @@ def refuse_budget_beyond_all(recipe: Recipe) -> None:
     """
     wanted, there = recipe.budget.device, psutil.virtual_memory().total
     largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
-    most = max(_CARDS_TO_COME * largest.memory_bytes, there)
+    most = max(_FUTURE_GPU_FACTOR * largest.memory_bytes, there)
     if wanted is not None and not is_of_size(most, parse_bytes(wanted)):
         raise UserError(
             f"budget.device={wanted} is more than any GPU of the catalogue has; the largest, {largest.name}, has "

@@ -47,11 +47,11 @@ def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
     trains = f" and trains {shipped.trains}" if shipped.trains else ""
     if shipped.is_own_model and shipped.needs.gpu == gpu.name:
         return (
-            f" An estimate tells whether that fits; {shipped.settings[0]} is made for {gpu.name}{trains}, and does: "
+            f" An estimate shows whether that fits; {shipped.settings[0]} is made for {gpu.name}{trains}, and does: "
             f"{shipped.needs.header_words}."
         )
     estimate = shlex.join(["lowmem-ft", "estimate", *shipped.settings, "--gpu", gpu.name])
-    return f" A recipe is made for such cards{trains}: `{estimate}`."
+    return f" A recipe is made for such GPUs{trains}: `{estimate}`."
 
 
 def check_device_of_run(recipe: Recipe) -> None:

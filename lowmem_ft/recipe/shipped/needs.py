@@ -54,8 +54,8 @@ class RecipeNeeds:
     @property
     def header_words(self) -> str:
         """The needs as in a recipe's header, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
-        card = f"{self.process_peak_bytes / GIB:.1f} GiB of {self.memory_bytes / GIB:.1f}"
-        return f"{card}; {format_bytes(self.host_peak_bytes)} of host memory"
+        device = f"{self.process_peak_bytes / GIB:.1f} GiB of {self.memory_bytes / GIB:.1f}"
+        return f"{device}; {format_bytes(self.host_peak_bytes)} of host memory"
 
 
 def needs_of_shipped_recipes() -> dict[str, RecipeNeeds]:

@@ -18,7 +18,7 @@ ALIKE_SIZES = (0.5, 1.25)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeForCard:
+class MadeForGpu:
     """A shipped recipe for a model, on a GPU like the one that it names.
 
     Args:
@@ -34,7 +34,7 @@ class MadeForCard:
     trains: str
 
 
-def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
+def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForGpu]:
     """Return shipped recipes that may train a recipe's model on a GPU: those that train it alike first, then its own.
 
     Args:
@@ -46,18 +46,22 @@ def made_for(gpu: Gpu, recipe: Recipe) -> list[MadeForCard]:
         less.
     """
 
-    def rank(shipped: MadeForCard) -> tuple[bool, bool, int]:
+    def rank(shipped: MadeForGpu) -> tuple[bool, bool, int]:
         return bool(shipped.trains), not shipped.is_own_model, -shipped.needs.process_peak_bytes
 
     return sorted(_candidates(gpu, recipe), key=rank)
 
 
-def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
+def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForGpu]:
     wanted = hub_id_of(recipe.model.name_or_path or "")
     smallest, largest = ALIKE_SIZES
     for name, needs in needs_of_shipped_recipes().items():
-        card = load_gpus().get(needs.gpu)  # no GPU for a processor
-        if card is None or card.memory_bytes > gpu.memory_bytes or card.has_bfloat16 > gpu.has_bfloat16:
+        its_gpu = load_gpus().get(needs.gpu)  # no GPU for a processor
+        if (
+            its_gpu is None
+            or its_gpu.memory_bytes > gpu.memory_bytes
+            or its_gpu.has_bfloat16 > gpu.has_bfloat16
+        ):
             continue
         shipped = load_recipe(name)
         is_own = hub_id_of(shipped.model.name_or_path or "") == wanted
@@ -65,7 +69,7 @@ def _candidates(gpu: Gpu, recipe: Recipe) -> Iterator[MadeForCard]:
         if is_own or smallest * own_size <= _size(recipe.model) <= largest * own_size:
             other = () if is_own else (f"model={recipe.model.name_or_path}",)
             trains = "adapters alone" if shipped.adapter.name != "none" else "all weights"
-            yield MadeForCard(
+            yield MadeForGpu(
                 settings=(f"recipe={name}", *other),
                 needs=needs,
                 is_own_model=is_own,

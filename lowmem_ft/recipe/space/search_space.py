@@ -298,9 +298,7 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
         has_other_weights = changed.adapter.name != "none"  # adapters are kept in float32
         is_alike = changed.model.dtype == "bfloat16" and not has_other_weights
         is_idle = is_alike and value != own and {value, own} == {"no", "bf16"}
-        return (
-            ["training.mixed_precision=bf16 gains nothing where all weights are bfloat16."] if is_idle else []
-        )
+        return ["training.mixed_precision=bf16 gains nothing if all weights are bfloat16."] if is_idle else []
 
     def order(changed: Recipe) -> Sequence[str]:
         own, value = recipe.accumulation.order, changed.accumulation.order
@@ -317,7 +315,8 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
         )
         return (
             [
-                "distributed.reshard_after_forward=false leaves there what distributed.cpu_offload=true takes off."
+                "distributed.reshard_after_forward=false keeps on the device what distributed.cpu_offload=true moves "
+                "off it."
             ]
             if is_idle
             else []

@@ -164,12 +164,12 @@ def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, 
     assert "See other GPUs with --gpu all." in shown
     assert estimate("model=some/model", "--gpu", "8xbig") == 2
     assert (
-        "estimated on one card, got 8xbig. Name a recipe, such as recipe=8b-fsdp2" in capsys.readouterr().err
+        "estimated on one GPU, got 8xbig. Name a recipe, such as recipe=8b-fsdp2" in capsys.readouterr().err
     )
     assert estimate("model=some/model", "checkpointing.mode=auto", "--gpu", "big", "--changes") == 2
     said = capsys.readouterr().err
     assert "checkpointing.mode=auto is chosen for a recipe" in said
-    assert "--changes are those of a recipe" in said
+    assert "--changes needs a recipe" in said
 
 
 def test_defaults_are_told_of_on_the_processor(estimator, capsys):
@@ -217,7 +217,7 @@ def test_a_model_alone_that_fits_nowhere_exits_with_3_and_starts_no_search(estim
     estimator.needs_bytes = 100 * GIB
     assert estimate("model=some/model", "--gpu", "all") == 3
     shown = capsys.readouterr().out
-    assert "fits on none" in shown
+    assert "fits on no GPU" in shown
     assert "\n  lowmem-ft plan model=some/model --gpu big\n" in shown
     assert estimator.searched == []
 
@@ -326,7 +326,7 @@ def test_a_script_waits_for_no_search_that_it_has_not_asked_for(estimator, capsy
     for file in ("-", str(tmp_path / "estimate.json")):
         assert estimate("recipe=tiny", "--gpu", "small", "--json", file) == 3
         seen = capsys.readouterr()
-        assert "With --changes: the cheapest changes" in seen.out + seen.err
+        assert "With --changes: search for the cheapest changes" in seen.out + seen.err
     assert estimator.searched == []
     assert estimate("recipe=tiny", "--gpu", "small", "--no-changes") == 3
     assert "Cheapest changes" not in capsys.readouterr().out
@@ -487,8 +487,8 @@ def test_what_is_wrong_with_a_file_is_said_before_the_estimate(estimator, capsys
         ("--json", ""): "--json names a file, got the folder ''.",
         ("--plot", str(tmp_path)): "--plot names a file, got the folder",
         ("--snapshot", str(plain_file / "x.pickle")): "is a file. Name another.",
-        ("--json", both, "--plot", both): "--json and --plot write files of their own",
-        ("--json", both, "--json", "-"): f"--json is given once, got {both} and -. Leave one out.",
+        ("--json", both, "--plot", both): "--json and --plot need different files",
+        ("--json", both, "--json", "-"): f"--json can be given once, got {both} and -. Leave one out.",
     }.items():
         assert estimate("recipe=tiny", "--gpu", "big", *arguments) == 2
         assert said in capsys.readouterr().err
@@ -523,7 +523,7 @@ def test_a_snapshot_needs_a_gpu(estimator, capsys, tmp_path, monkeypatch):
     [
         (["--gpu", "smal"], "Did you mean `small`?"),
         (["--gpu", "small,big"], "--gpu takes one name, or all, got small,big."),
-        (["--gpu", "small", "--gpu", "big"], "--gpu is given once, got small and big."),
+        (["--gpu", "small", "--gpu", "big"], "--gpu can be given once, got small and big."),
         (["--gpu", "small", "big"], "A setting is written key=value, got `big`."),
         (["--gpu", ""], "There is no GPU ''"),
         (["--gpu", "all", "--snapshot", "x.pickle"], "--snapshot shows one GPU, got --gpu all."),

@@ -68,11 +68,11 @@ def test_a_plan_says_what_to_set_and_why(folder, capsys):
     assert " tokens/s, $" in printed
     assert "per 1M tokens at $0.71 an hour" in " ".join(printed.split())
     assert "device memory" in printed
-    assert "Why not with less effort" in printed
+    assert "Simpler settings that were rejected" in printed
     assert "too much for the device" in printed
-    assert "What more memory would buy" in printed
+    assert "Gains from more memory" in printed
     assert "combinations considered" in printed
-    assert "None is left that could be better." in " ".join(printed.split())
+    assert "No combination is left that could be better." in " ".join(printed.split())
     assert "lowmem-ft train" in printed
     assert "training.gradient_accumulation_steps=16" in printed  # of a model alone
     report, _, command = printed.partition("Train it:")
@@ -148,7 +148,7 @@ def test_where_nothing_fits_the_exit_code_says_so_and_nothing_is_written(folder,
     printed = " ".join(capsys.readouterr().out.split())
     assert "tiny does not fit in 1.00 GiB of l4" in printed
     assert "1.13 GiB of device memory" in printed  # (1 + 1 GiB) / 0.94 less 1 GiB
-    assert "The smallest card of the catalogue that would do: " in printed
+    assert "The smallest GPU of the catalogue that would do: " in printed
     assert "plan.keep holds" in printed
     assert "is not written" in printed
     assert not file.exists()
@@ -164,7 +164,7 @@ def test_a_file_that_is_there_stays_unless_it_may_be_replaced(folder, tmp_path, 
     told = capsys.readouterr().err
     for name, file in {"write": plan, "json": report}.items():
         assert (
-            f"--{name} writes a new file, got {file}, which is there already. Name another, or add --over"
+            f"--{name} writes a new file, got {file}, which exists already. Name another, or add --over"
             in told
         )
     assert (plan.read_text(), report.read_text()) == ("name: mine", "{}")
@@ -208,14 +208,15 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
     [
         (["model=X", "--gpu", "all"], "A plan is for one GPU, got --gpu all"),
         (["model=X", "--gpu", "rtx4090"], "Did you mean `rtx-4090`"),
-        (["model=X", "--write", "plan.txt"], "--write names a recipe's file, which ends in .yaml"),
+        (["model=X", "--write", "plan.txt"], "--write names a recipe file, which ends in .yaml"),
         (["model=X", "--write", "nowhere/plan.yaml"], "--write writes into a folder that exists"),
         ([], "A plan needs one recipe=NAME|PATH, or model=NAME, got nothing"),
         (["model=X", "budget=24"], "A size is a positive number and a unit"),
         (["model=X", "budget=-1GiB"], "A size is a positive number and a unit"),
         (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
         (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
-        (["model=X", "--max-cards", "many"], "--max-cards is a number of cards, got many"),
+        (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, got many"),
+        (["model=X", "--max-cards", "many"], "--max-gpus is a number of GPUs, got many"),  # its old name
         (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
     ],
 )
@@ -262,7 +263,7 @@ def test_the_card_that_stands_for_a_budget_is_named_and_the_runs_length_is_told(
     assert main(["plan", "recipe=tiny", KEEP, "budget=10GiB", "--json", str(file)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert (
-        "Device: rtx-3060, of the catalogue's with budget.device=10GiB the cheapest by the hour; --gpu NAME takes"
+        "Device: rtx-3060, the cheapest GPU by the hour in the catalogue with budget.device=10GiB; --gpu NAME takes"
         in printed
     )
     assert re.search(r"The run: [\d,]+ steps, [\d,]+ tokens, .*\$", printed)
@@ -276,5 +277,5 @@ def test_data_that_cannot_be_read_costs_the_hours_and_not_the_plan(tmp_path, cap
         main(["plan", "recipe=tiny", KEEP, f"data={tmp_path}/none.jsonl", "budget=10GiB", "--gpu", "l4"]) == 0
     )
     printed = " ".join(capsys.readouterr().out.split())
-    assert "How long the run takes is not known: data.path names no file" in printed
+    assert "The length of the run is unknown: data.path names no file" in printed
     assert "Device: " not in printed

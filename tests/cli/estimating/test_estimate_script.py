@@ -47,8 +47,8 @@ def test_what_does_not_fit_is_told_with_ways_to_make_it_fit_and_no_speed_of_no_t
     assert main([*loop, "--gpu", "t4", "--", "40000000"]) == 3
     said = capsys.readouterr().out
     words = " ".join(said.split())
-    assert "How to make it fit: most of it is " in words
-    assert "Other cards: --gpu all." in words
+    assert "How to make it fit: the largest part is " in words
+    assert "Other GPUs: --gpu all." in words
     assert "0 tokens" not in words
     assert all(len(line) <= 80 for line in said.splitlines())
     assert main([*loop, "--gpu", "all", "--", "4000000000"]) == 3
@@ -60,7 +60,7 @@ def test_an_error_where_there_is_no_gpu_says_for_what_it_was_estimated(line, tmp
     monkeypatch.setattr("lowmem_ft.cli.estimating.estimate_script.may_have_gpu", lambda: False)
     (tmp_path / "cuda.py").write_text(f"import torch\nx = {line}\n")
     assert main(["estimate", "--script", str(tmp_path / "cuda.py")]) == 2
-    assert "This is for the machine's processor. See GPUs with --gpu NAME" in capsys.readouterr().err
+    assert "This estimate is for the machine's processor. See GPUs with --gpu NAME" in capsys.readouterr().err
 
 
 def test_json_is_alone_on_stdout_and_what_does_not_fit_is_told_by_the_exit_code(loop, capsys, tmp_path):
@@ -93,7 +93,7 @@ def test_what_attaching_would_save_is_seen_in_a_second_run_of_a_trainers_script(
     assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--json", "j.json"]) == 0
     said = capsys.readouterr().out
     assert "hf.attach     " in said
-    assert "run once more with them" in " ".join(said.split())
+    assert "by running this script again with them" in " ".join(said.split())
     values = json.loads((tmp_path / "j.json").read_text())
     before, after = values["attach"]["process_peak_bytes"]
     assert before == values["device"]["process_peak_bytes"]

@@ -69,7 +69,7 @@ def test_without_gpus_they_are_refused_and_not_trained_in_one(below):
 
 def test_machines_that_know_nothing_of_each_other_are_refused(below):
     with pytest.raises(
-        UserError, match=r"on 2 machines, and has started one that knows of no other\. Add --multi_gpu"
+        UserError, match=r"on 2 machines, and has started one without the others\. Add --multi_gpu"
     ):
         below("--num_machines", "2", "--num_processes", "2", "--machine_rank", "1", use_cpu=False)
 

@@ -37,9 +37,9 @@ def start(work):
 @pytest.mark.parametrize(
     "name, words",
     [
-        ("SIGSEGV", "code that is not Python has crashed, a library's or its own"),
-        ("SIGABRT", "code that is not Python has crashed, a library's or its own"),
-        ("SIGKILL", "the host's memory has run out"),
+        ("SIGSEGV", "native code has crashed, in a library or in the script"),
+        ("SIGABRT", "native code has crashed, in a library or in the script"),
+        ("SIGKILL", "host memory has run out"),
     ],
 )
 def test_a_script_that_a_signal_ends_is_a_sentence(name, words):

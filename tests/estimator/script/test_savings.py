@@ -85,7 +85,7 @@ def test_the_saving_is_that_of_the_same_script_with_attach_written_into_it(scrip
 @pytest.mark.parametrize(
     "field, problem",
     [
-        ({"optim": "rmsprop"}, "none of a recipe's"),
+        ({"optim": "rmsprop"}, "has no counterpart in a recipe"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
     ],
 )

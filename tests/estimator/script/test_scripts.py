@@ -72,7 +72,7 @@ def test_the_main_optimizer_counts_and_tokens_are_those_that_are_learnt_from(scr
 @pytest.mark.parametrize("end, said", [("7", " by sys.exit(7)"), ("'no more data'", ": no more data")])
 def test_a_script_that_gives_up_after_a_step_is_quoted(script, end, said):
     found = estimate_script(script(STEPS + f"\n    step()\n    import sys\n    sys.exit({end})\n"), gpu="t4")
-    assert f"the script ended itself after step 1{said}" in found.estimate.choices
+    assert f"the script exited after step 1{said}" in found.estimate.choices
 
 
 def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
@@ -122,8 +122,8 @@ def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
 
 ENDINGS = {
     "never steps": ("print(1)", "ended without an optimizer step"),
-    "input": ("input('name? ')", r"gets no answers: it called input\(\) or read stdin.*\(at train.py:2\)"),
-    "stdin": ("import sys\nfor line in sys.stdin: pass", "gets no answers"),
+    "input": ("input('name? ')", r"gets no input, but it called input\(\) or read stdin.*\(at train.py:2\)"),
+    "stdin": ("import sys\nfor line in sys.stdin: pass", "gets no input"),
     "spawn": ("import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)", "one process, on one GPU"),
     "notebook": (
         "from accelerate import notebook_launcher\nnotebook_launcher(print, (), num_processes=2)",
@@ -135,7 +135,7 @@ ENDINGS = {
     ),
     "exit": (
         "import sys\nprint('usage: no', file=sys.stderr)\nsys.exit(2)",
-        r"ended itself by sys.exit\(2\).*usage: no",
+        r"exited by sys.exit\(2\).*usage: no",
     ),
     "gguf": (
         "from transformers import AutoModelForCausalLM as A, LlamaConfig\n"
@@ -169,11 +169,11 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames(script):
 def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(script):
     name = script("from lowmem_ft import hf\n\nhf.training_arguments('7b-lora')\n")
     with pytest.raises(
-        ScriptError, match="before its first step was done, in code of lowmem_ft: Attr"
+        ScriptError, match="before the end of its first step, in code of lowmem_ft: Attr"
     ) as raised:
         estimate_script(name, gpu="t4")
     shown = raised.value.own_traceback
-    assert "of its own code and of lowmem_ft" in shown
+    assert "of its own code and lowmem_ft" in shown
     assert "/lowmem_ft/recipe/" in shown
     assert "hf.training_arguments('7b-lora')" in shown
 
@@ -403,7 +403,7 @@ def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
     )
     found = estimate_script(name, gpu="l4")
     assert (
-        "weights: float32, as the model's config names no type and its weights are not read"
+        "weights: float32, because the model's config names no type and its weights are not read"
         in found.estimate.choices
     )
     assert found.estimate.model.parameters == 41120
@@ -429,7 +429,7 @@ def test_a_model_that_a_device_map_would_leave_in_part_on_the_host_is_placed_who
     assert not found.estimate.fits
     assert found.estimate.by_category_at_peak["parameter"] > 16 * 2**30
     assert any(
-        choice.startswith("device_map: all of the model on the GPU") for choice in found.estimate.choices
+        choice.startswith("device_map: the whole model on the GPU") for choice in found.estimate.choices
     )
 
 
@@ -449,7 +449,8 @@ def test_completions_of_grpo_are_taken_at_their_longest(script, tmp_path):
     found = estimate_script(name, gpu="l4", steps=2)
     assert found.tokens_per_step >= 2 * 24
     assert any(
-        "generation: not run; each completion is taken to have 24" in word for word in found.estimate.choices
+        "generation: not run; each completion is assumed to have 24" in word
+        for word in found.estimate.choices
     )
 
 

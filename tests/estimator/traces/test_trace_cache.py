@@ -359,7 +359,7 @@ def test_what_cannot_be_read_is_made_anew(
         kept = KeptTraces(tmp_path)
         assert kept.find(KEY) is None
         assert kept.proofs(KEY) == {}
-    assert "made anew" in caplog.text
+    assert "made again" in caplog.text
     kept.keep(KEY, short)
     assert KeptTraces(tmp_path).find(KEY) is not None
 
