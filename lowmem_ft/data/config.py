@@ -21,23 +21,23 @@ class DataConfig:
 
     path: str | None = knob(
         None,
-        "Hub dataset name, or a local json/jsonl/csv/tsv/parquet/txt file (or .gz of one), a folder of such, "
-        "or a glob.",
+        "Hub dataset name, or a local json/jsonl/csv/tsv/parquet/txt file (or .gz of one), a folder of them, or a "
+        "glob.",
     )
     name: str | None = knob(None, "Configuration of a hub dataset, as in load_dataset(path, name).")
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
-    data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all of them.")
+    data_files: list[str] | None = knob(None, "Files inside the hub repository or folder; null: all files.")
     split: str = knob(
         "train", "Split to train on; slices such as train[:10%] work. Local files hold `train` only."
     )
     sample_by: Literal["line", "paragraph", "document"] = knob(
         "line",
-        "What is one example of a txt file, as in load_dataset('text'): a line, a paragraph (up to a blank line), "
-        "or the whole file; what is longer than max_length is split.",
+        "What is one example of a txt file, as in load_dataset('text'): a line, a paragraph (up to a blank line), or "
+        "the whole file; longer examples than max_length are split.",
     )
     streaming: bool = knob(
         False,
-        "Read and tokenize while training, without a copy on disk; a resumed run replays what it has read.",
+        "Read and tokenize while training, without a copy on disk; a resumed run reads again up to its position.",
         frees="disk: no tokenized copy",
         costs="tokenizing time in every epoch, and in every process",
     )
@@ -49,11 +49,11 @@ class DataConfig:
     messages_column: str | None = knob(None, "Column of message lists; null: messages or conversations.")
     prompt_column: str | None = knob(None, "Column of prompts; null: prompt (alpaca: instruction).")
     input_column: str | None = knob(
-        None, "Column of a further input below an alpaca instruction; null: input, where there is one."
+        None, "Column of an additional input below an alpaca instruction; null: input, if it exists."
     )
     completion_column: str | None = knob(None, "Column of completions; null: completion (alpaca: output).")
     text_column: str | None = knob(None, "Column of raw text; null: text.")
-    system_prompt: str | None = knob(None, "System message for chats that bring none; null: none is added.")
+    system_prompt: str | None = knob(None, "System message for chats without one; null: no message is added.")
     chat_template: str | None = knob(None, "File with a Jinja chat template; null: the tokenizer's own.")
     loss_on: Literal["auto", "completion", "assistant", "all"] = knob(
         "auto",
@@ -63,15 +63,15 @@ class DataConfig:
 
     max_length: int | None = knob(
         1024,
-        "Longest example in tokens; longer ones are cut (text: split) and counted; null: the model's limit.",
+        "Longest example in tokens; longer ones are truncated (text: split) and counted; null: the model's limit.",
         frees="activations grow with the tokens of a micro-batch",
-        costs="what lies beyond the limit is not learnt",
+        costs="tokens beyond the limit are not learnt",
         effects=Effect(fidelity="other mathematics", consent="shorter_rows"),
         tries=(4096, 2048, 1024, 512),
     )
     packing: bool = knob(
         False,
-        "Join short examples into rows of max_length; attention and positions stay apart.",
+        "Join short examples into rows of max_length; attention and positions of each stay separate.",
         frees="padding",
         costs="sdpa and eager attention build a mask of max_length x max_length for each row",
     )
@@ -89,11 +89,11 @@ class DataConfig:
     )
 
     eval_path: str | None = knob(
-        None, "Where held-out examples lie, as data.path; null: see eval_split, eval_size."
+        None, "Held-out examples, as for data.path; null: see eval_split, eval_size."
     )
-    eval_split: str | None = knob(None, "Held-out split of eval_path, or of path where eval_path is null.")
+    eval_split: str | None = knob(None, "Held-out split of eval_path, or of path if eval_path is null.")
     eval_size: float | None = knob(
-        None, "Hold out this many training examples (a value below 1: this share), chosen by training.seed."
+        None, "Number of training examples to hold out (below 1: their share), drawn by training.seed."
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null: this one.")
 
@@ -130,7 +130,7 @@ class DataConfig:
             ),
             (
                 self.num_proc is not None and self.num_proc > MOST_PROCESSES,
-                f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the cores there are.",
+                f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the number of cores.",
             ),
             (
                 self.max_length is not None and self.max_length < 2,
@@ -138,13 +138,13 @@ class DataConfig:
             ),
             (
                 self.packing and self.group_by_length,
-                "data.packing fills every row, so data.group_by_length=true has nothing to group. "
-                "Set one of the two to false.",
+                "data.packing fills every row, so data.group_by_length=true has nothing to group. Set one of them to "
+                "false.",
             ),
             (
                 self.streaming and self.group_by_length,
-                "data.group_by_length needs all lengths beforehand, which data.streaming=true does not have. "
-                "Set one of the two to false.",
+                "data.group_by_length needs all lengths beforehand, which data.streaming=true does not have. Set one "
+                "of them to false.",
             ),
             (
                 self.streaming and self.num_proc is not None,
@@ -168,7 +168,7 @@ class DataConfig:
             (
                 self.eval_size is not None and held_out,
                 "data.eval_size takes the held-out part from the training data, but data.eval_path or "
-                "data.eval_split names one already. Set only one of them.",
+                "data.eval_split is set already. Set only one of them.",
             ),
             (
                 self.eval_size is not None and self.streaming,

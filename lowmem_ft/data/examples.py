@@ -136,7 +136,7 @@ class StreamedExamples:
             ([example] for example in examples) if self._pack_to is None else _packed(examples, self._pack_to)
         )
         if start:
-            logger.info("Replaying %d rows of %s to where the run stopped.", start, self._source)
+            logger.info("Reading %d rows of %s again, up to where the run stopped.", start, self._source)
             for _ in tqdm(islice(rows, start), total=start, desc="Replaying", unit=" rows"):
                 pass
         return rows

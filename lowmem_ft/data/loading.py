@@ -175,8 +175,8 @@ def _max_length(config: DataConfig, max_positions: int | None) -> int | None:
     if config.max_length is None:
         if max_positions is None and config.packing:
             raise DataError(
-                "data.packing needs a length of rows, but data.max_length is null and the model has no limit. "
-                "Set data.max_length."
+                "data.packing needs a row length, but data.max_length is null and the model has no limit. Set "
+                "data.max_length."
             )
         return max_positions
     config.refuse_positions(max_positions)
@@ -202,7 +202,7 @@ def _tokenization(
         )
     elif has_chat_template and example_format.name == "prompt_completion":
         logger.info(
-            "Prompts and completions are strings, so they are joined as they are. To wrap them in the chat template, "
+            "Prompts and completions are strings, so they are joined unchanged. To wrap them in the chat template, "
             "add data.format=alpaca."
         )
     _tell_of_unused(example_format, first_row, tokenizer, source)
@@ -226,7 +226,7 @@ def _tell_of_unused(
     said = [", ".join(left)] if left else []
     said += [f"in messages {', '.join(keys)}"] if keys else []
     if said:
-        logger.info("Not used of %s: %s.", source, "; ".join(said))
+        logger.info("Not used from %s: %s.", source, "; ".join(said))
 
 
 def _tokenize(
@@ -345,4 +345,4 @@ def _look_at(examples: Sequence[TokenizedExample], tokenizer: PreTrainedTokenize
     check_known_tokens(examples, tokenizer)
     example = examples[0]
     text = marked_text(example.input_ids_T, example.labels_T, tokenizer)
-    logger.info("Example %d as the model reads it, learnt between ⟦ and ⟧:\n%s", example.sample_id, text)
+    logger.info("Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text)

@@ -160,7 +160,7 @@ class DataSummary:
     def _harmless(self) -> Iterator[str]:
         yield from (self._left_out(why) for why, count in self.dropped.items() if not self._is_much(count))
         if self.num_cut and not self._is_much(self.num_answers_cut):
-            yield f"cut {self._share(self.num_cut)} at data.max_length"
+            yield f"truncated {self._share(self.num_cut)} at data.max_length"
         if self.packing_efficiency is not None:
             yield (
                 f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
@@ -174,12 +174,12 @@ class DataSummary:
         wanted = _covering_length(self.whole_lengths, COVERED)
         longest = max(self.whole_lengths)
         if limits.of_model is None or wanted <= limits.of_model:
-            way_out = f"data.max_length={wanted} holds {COVERED:.0%} of the examples whole"
+            way_out = f"data.max_length={wanted} keeps {COVERED:.0%} of the examples whole"
         else:
             held = sum(count for length, count in self.whole_lengths.items() if length <= limits.of_model)
             way_out = (
-                f"the model takes {limits.of_model} at most, which hold {held / self.num_read:.1%} of the examples; "
-                "shorten the others"
+                f"the model takes at most {limits.of_model} tokens, enough for {held / self.num_read:.1%} of the "
+                "examples; shorten the other ones"
             )
         return (
             f"data.max_length={limits.max_length} cuts the answers of {self._share(self.num_answers_cut)}, whose ends "
@@ -201,15 +201,13 @@ class DataSummary:
         if self.num_examples:
             return
         reasons = (
-            "; ".join(f"{count:,} with {why}" for why, count in self.dropped.items()) or "no example at all"
+            "; ".join(f"{count:,} with {why}" for why, count in self.dropped.items()) or "there is no example"
         )
         covering = ""
         if self.outcomes[Outcome.ANSWER_CUT_OFF]:
-            covering = (
-                f" ({_covering_length(self.whole_lengths, COVERED)} holds {COVERED:.0%} of the examples)"
-            )
+            covering = f" ({_covering_length(self.whole_lengths, COVERED)} keeps {COVERED:.0%} of the examples whole)"
         raise DataError(
-            f"Nothing is left to learn from {source}: {reasons}. Look at the data, at data.loss_on and at "
+            f"Nothing is left to learn from {source}: {reasons}. Check the data, data.loss_on and "
             f"data.max_length{covering}."
         )
 
@@ -288,13 +286,13 @@ def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrain
     share = float(np.mean(text == unknown_id)) if len(text) else 0.0
     if share == 1:
         raise DataError(
-            f"The tokenizer knows no word of what is learnt: every token is {tokenizer.unk_token!r}. Set "
+            f"The tokenizer has no token for the learnt text: every token is {tokenizer.unk_token!r}. Set "
             "model.tokenizer_name_or_path to the model's own tokenizer, or choose a model for this kind of text."
         )
     if share > MUCH_UNKNOWN:
         logger.warning(
-            "%.0f %% of the learnt tokens are %r, which the tokenizer has for text it does not know. Check that model "
-            "and tokenizer belong together, and are made for this kind of text.",
+            "%.0f %% of the learnt tokens are %r, the tokenizer's token for unknown text. Check that model and "
+            "tokenizer belong together, and are made for this kind of text.",
             100 * share,
             tokenizer.unk_token,
         )

@@ -63,7 +63,7 @@ def test_a_tokenizer_without_a_template_gets_chatml_for_chats_only(write_jsonl, 
     assert tokenizer.chat_template is None
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
     data = load(write_jsonl([{"messages": chat}], "chat.jsonl"), tokenizer=tokenizer)
-    assert "Chat template: ChatML, as the tokenizer has none" in caplog.text
+    assert "Chat template: ChatML, because the tokenizer has no template" in caplog.text
     assert len(tokenizer) == size
     assert learnt_text(data.train.head(1)[0], tokenizer) == "Ho<|im_end|><|endoftext|>"
 
@@ -139,7 +139,9 @@ def test_the_length_that_is_suggested_is_one_that_the_model_takes(write_jsonl, l
     load(write_jsonl(answers(1, 20, 70, 80)), max_length=32, max_positions=64)
     (warning,) = warnings_of(caplog)
     assert "cuts the answers of 3 of 4 (75.0%)" in warning
-    assert "the model takes 64 at most, which hold 50.0% of the examples; shorten the others" in warning
+    assert (
+        "the model takes at most 64 tokens, enough for 50.0% of the examples; shorten the other ones"
+    ) in warning
 
 
 def test_a_stream_is_judged_while_it_runs(write_jsonl, load, caplog):
@@ -244,7 +246,7 @@ def test_held_out_examples_are_not_trained_on(write_jsonl, load, all_examples):
         assert len(held_out) == count
         assert sorted([*held_out, *trained]) == list(range(20))
     assert sorted(all_examples(load(path, eval_size=5, seed=1, **QA).evaluation)) != sorted(held_out)
-    with pytest.raises(DataError, match=r"data\.eval_size leaves at least one .* got 20 of 20"):
+    with pytest.raises(DataError, match=r"data\.eval_size must leave at least one .* got 20 of 20"):
         load(path, eval_size=20, **QA)
 
 
@@ -308,7 +310,7 @@ def test_packed_rows_hold_every_example_once(write_jsonl, load, all_examples):
     assert data.summary.packing_efficiency == data.summary.num_tokens / (data.train.num_rows * 64)
     streamed = load(path, packing=True, max_length=64, streaming=True, **QA)
     assert sorted(all_examples(streamed.train)) == list(range(50))
-    with pytest.raises(DataError, match=r"data\.packing needs a length of rows"):
+    with pytest.raises(DataError, match=r"data\.packing needs a row length"):
         load(path, packing=True, max_length=None, max_positions=None, **QA)
 
 

@@ -107,7 +107,7 @@ class DataStream:
             self._begin_next_epoch()
             references = self._take()
             if not references:
-                raise DataError("The training data has no example to begin an epoch with.")
+                raise DataError("The training data has no example, so that an epoch cannot begin.")
         self.position = replace(self.position, index=self.position.index + len(references))
         num_rows = self._examples.num_rows
         if num_rows is not None and self.position.index >= num_rows:

@@ -53,11 +53,11 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         files = sorted(file for file in glob.glob(str(expanded), recursive=True) if Path(file).is_file())
         if not files:
             raise DataError(
-                f"{setting} is a glob that matches no file: {path} (looked from {Path.cwd()}). Correct it."
+                f"{setting} is a glob that matches no file: {path} (relative to {Path.cwd()}). Correct it."
             )
     elif not is_hub_name(path):
         raise DataError(
-            f"{setting} names no file: {path} (looked from {Path.cwd()}).{neighbours(expanded)} "
+            f"{setting} names a file that does not exist: {path} (relative to {Path.cwd()}).{neighbours(expanded)} "
             "Correct the path, or create the file."
         )
     else:
@@ -107,7 +107,7 @@ def csv_header(file: str, separator: str, setting: str) -> list[str]:
     if len(header) == 1 and (other := next((sign for sign in ";\t|," if sign in header[0]), None)):
         raise DataError(
             f"{setting}: the header of {file} is one column, {header[0]!r}: its cells seem to be separated by "
-            f"{other!r}, but a .csv file is read with commas and a .tsv file with tabs. Save or rename it as one."
+            f"{other!r}, but a .csv file needs commas and a .tsv file tabs. Save or rename it accordingly."
         )
     if twice := [name for name, count in Counter(header).items() if name and count > 1]:
         raise DataError(
@@ -188,8 +188,8 @@ def malformed_json(file: str) -> str | None:
                         continue
                     if isinstance(value, list):
                         return _odd_element(file, value)
-                    seen, why = line, "holds no JSON object"
-                return f"{file}, line {number} {why}: {_shortened(seen)} Mend or remove that line."
+                    seen, why = line, "is not a JSON object"
+                return f"{file}, line {number} {why}: {_shortened(seen)} Fix or remove that line."
     except UnicodeDecodeError as error:
         return f"{file} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -244,8 +244,8 @@ def _odd_element(file: str, values: list[Any]) -> str | None:
     for number, value in enumerate(values, start=1):
         if not isinstance(value, kind):
             return (
-                f"{file}: element {number} of the list is no {'text' if kind is str else 'JSON object'} as "
-                f"the others: {_shortened(json.dumps(value))} Mend or remove it."
+                f"{file}: element {number} of the list is no {'text' if kind is str else 'JSON object'}, unlike the "
+                f"others: {_shortened(json.dumps(value))} Fix or remove it."
             )
     return None
 
@@ -258,10 +258,12 @@ def wrong_beginning(file: str) -> str | None:
     with open(file, "rb") as raw:
         begin = raw.read(_FIRST_BYTES)
         if file.lower().endswith(".gz") and not begin.startswith(_GZIP_MAGIC):
-            return f"is no gzip file, it begins with {begin[:16]!r}. Take .gz off its name, or compress it."
+            return (
+                f"is not a gzip file: it begins with {begin[:16]!r}. Take .gz off its name, or compress it."
+            )
         if begin.startswith(_GZIP_MAGIC):
             if reader_of(file) == "parquet":
-                return "is compressed twice, as Parquet is compressed by itself. Unpack it with gunzip."
+                return "is compressed twice, because Parquet is compressed already. Unpack it with gunzip."
             raw.seek(0)
             try:
                 begin = cast(BinaryIO, gzip.GzipFile(fileobj=raw)).read(_FIRST_BYTES)
@@ -270,13 +272,13 @@ def wrong_beginning(file: str) -> str | None:
             if begin.startswith(_GZIP_MAGIC):
                 return "is compressed twice. Unpack it once with gunzip."
             if not begin:
-                return "is compressed nothing. Name files that hold at least one example."
+                return "is empty after decompression. Name files that hold at least one example."
         elif reader_of(file) == "parquet":
             raw.seek(-min(4, size), 2)
             if not begin.startswith(_PARQUET_MAGIC) or raw.read() != _PARQUET_MAGIC or size < 12:
                 return (
-                    f"is no whole Parquet file, which begins and ends with PAR1; it begins with {begin[:16]!r}. Copy "
-                    "it again, or give it the suffix of what it holds."
+                    f"is not a complete Parquet file, which begins and ends with PAR1; it begins with {begin[:16]!r}. "
+                    "Copy it again, or give it the suffix of its format."
                 )
     return None if reader_of(file) == "parquet" else _not_text(file, begin)
 
@@ -293,7 +295,7 @@ def _not_text(file: str, begin: bytes) -> str | None:
     if begin.startswith((b"\xff\xfe", b"\xfe\xff")):
         return "is not UTF-8 text but UTF-16. Save it as UTF-8."
     if b"\0" in begin:
-        return f"is no text, it begins with {begin[:16]!r}. Give it the suffix of what it holds."
+        return f"is not text: it begins with {begin[:16]!r}. Give it the suffix of its format."
     return _not_json(begin) if reader_of(file) == "json" else None
 
 
@@ -325,12 +327,12 @@ def _require_one_kind(files: list[str], setting: str) -> None:
     if unknown:
         raise DataError(
             f"{setting} takes {_known_suffixes()} files (or .gz of one), got {unknown[0]}. Convert it, or give it the "
-            "suffix of what it holds."
+            "suffix of its format."
         )
     if len({reader_of(file) for file in files}) > 1:
         raise DataError(
-            f"{setting} takes files of one kind, the glob matches {count_of_suffixes(files)}. "
-            "Narrow it, as in *.jsonl."
+            f"{setting} takes files of one type, but the glob matches {count_of_suffixes(files)}. Narrow it, as in "
+            "*.jsonl."
         )
 
 

@@ -22,16 +22,16 @@ def require_dataset_within_reach(path: str, setting: str) -> None:
         DataError: if nothing of it is available.
     """
     if is_hub_name(path) and not _is_cached(path) and not hub_is_reachable():
-        raise not_to_be_had(path, setting, "the hub is out of reach, and nothing of it is in the cache")
+        raise not_to_be_had(path, setting, "the hub cannot be reached, and the dataset is not in the cache")
 
 
 def not_to_be_had(path: str, setting: str, reason: str) -> DataError:
     """Return the error for a dataset that is neither here nor, as far as known, on the hub."""
     return DataError(
         f"{setting} names neither a local file or folder nor a hub dataset that can be reached: {path} ({reason}). "
-        f"Check the name.{neighbours(expand_user(path))} For a gated dataset accept its terms on the hub and run "
-        f"`hf auth login`; offline, run `hf download {path} --repo-type dataset --local-dir DIR` on a machine that is "
-        f"online, copy DIR here and set {setting}=DIR."
+        f"Check the spelling.{neighbours(expand_user(path))} For a gated dataset accept its terms on the hub and run "
+        f"`hf auth login`; offline, run `hf download {path} --repo-type dataset --local-dir DIR` on a machine with "
+        f"internet access, copy DIR here and set {setting}=DIR."
     )
 
 

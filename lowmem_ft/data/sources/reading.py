@@ -148,7 +148,7 @@ def _refuse_settings_of_the_hub(source: Source) -> None:
         value = getattr(source, key)
         if value is not None:
             raise DataError(
-                f"data.{key}={value} is about a hub dataset{' or a folder' if key == 'data_files' else ''}, but "
+                f"data.{key}={value} applies to a hub dataset{' or a folder' if key == 'data_files' else ''}, but "
                 f"{source.setting} is a local file: {source.path}. Set data.{key}=null."
             )
 
@@ -170,7 +170,7 @@ def _reader_options(files: list[str], source: Source) -> tuple[str, dict[str, An
     reader = reader_of(files[0])
     if reader != "text" and source.sample_by != "line":
         raise DataError(
-            f"data.sample_by={source.sample_by} is about .txt files, got {files[0]}. Set data.sample_by=line."
+            f"data.sample_by={source.sample_by} applies to .txt files, got {files[0]}. Set data.sample_by=line."
         )
     if reader == "text":
         return "text", {"encoding": "utf-8-sig", "sample_by": source.sample_by}
@@ -186,8 +186,8 @@ def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
     if not folder.is_dir():
         if source.sample_by != "line":
             raise DataError(
-                f"data.sample_by={source.sample_by} is about local .txt files, got {source.path}. "
-                "Set data.sample_by=line."
+                f"data.sample_by={source.sample_by} applies to local .txt files, got {source.path}. Set "
+                "data.sample_by=line."
             )
         return {}
     files = [str(file) for file in known_files(folder)]
@@ -195,8 +195,8 @@ def _folder_options(folder: Path, source: Source) -> dict[str, Any]:
         return _reader_options(files, source)[1]
     if source.data_files is None:
         logger.warning(
-            "The folder %s holds files of several kinds (%s), of which datasets reads only one. To choose, name "
-            "files as in %s=%s/*.jsonl.",
+            "The folder %s holds files of several types (%s), and datasets reads only one. To choose, name files as "
+            "in %s=%s/*.jsonl.",
             *(folder, count_of_suffixes(files), source.setting, folder),
         )
     return {}
@@ -217,9 +217,7 @@ def reading_error(error: Exception, source: Source) -> DataError:
         return _no_example(source)
     if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
         seen = reason.removeprefix("ValueError: ")
-        return DataError(
-            f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of those there."
-        )
+        return DataError(f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of these.")
     local = expand_user(path)
     files = local_files(path, setting=setting) or (
         [str(f) for f in known_files(local)] if local.is_dir() else []
@@ -231,13 +229,13 @@ def reading_error(error: Exception, source: Source) -> DataError:
         if problem:
             return DataError(f"{setting}: {problem}")
     if files:
-        advice = _ADVICE.get(type(_root(error)).__name__, "Mend the file, or name another one.")
+        advice = _ADVICE.get(type(_root(error)).__name__, "Fix the file, or name another one.")
         return DataError(f"{setting}: {path} cannot be read: {reason.rstrip('.')}. {advice}")
     if isinstance(error, (ValueError, DataFilesNotFoundError)) and not isinstance(
         error, DatasetNotFoundError
     ):
         return DataError(
-            f"{setting}: {path} cannot be opened: {reason} See data.name, data.split and data.data_files."
+            f"{setting}: {path} cannot be opened: {reason} Check data.name, data.split and data.data_files."
         )
     return not_to_be_had(path, setting, reason)
 
@@ -260,8 +258,8 @@ def _open_saved(folder: Path, source: Source) -> Rows:
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if source.split not in splits:
         raise DataError(
-            f"{source.split_setting}={source.split} is not in {folder}. Splits seen: {', '.join(map(str, splits))}. "
-            "A folder that save_to_disk wrote has no slices; data.max_samples limits what is read."
+            f"{source.split_setting}={source.split} is not in {folder}. Splits seen: {', '.join(map(str, splits))}. A "
+            "folder written by save_to_disk has no slices; data.max_samples limits the number of examples."
         )
     rows = splits[source.split]
     return rows.to_iterable_dataset() if source.streaming else rows

@@ -57,6 +57,7 @@ def num_held_out(size: float, num_examples: int) -> int:
     count = int(size) if size >= 1 else max(1, round(size * num_examples))
     if count >= num_examples:
         raise DataError(
-            f"data.eval_size leaves at least one example to train on, got {size:g} of {num_examples}. Set it lower."
+            f"data.eval_size must leave at least one example to train on, got {size:g} of {num_examples}. Set it "
+            "lower."
         )
     return count

@@ -49,7 +49,7 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str 
     """
     if not tokenizer.is_fast:
         raise DataError(
-            f"Training needs a tokenizer that tells where in the text each token lies; {type(tokenizer).__name__} "
+            f"Training needs a tokenizer that maps each token to its place in the text; {type(tokenizer).__name__} "
             "does not. Use one with a tokenizer.json (model.tokenizer_name_or_path)."
         )
     if tokenizer.pad_token_id is None:
@@ -59,9 +59,11 @@ def prepare_tokenizer(tokenizer: PreTrainedTokenizerBase, *, chat_template: str 
                 "Set one in its tokenizer_config.json, or name another with model.tokenizer_name_or_path."
             )
         tokenizer.pad_token = tokenizer.eos_token
-        logger.info("Padding with the EOS token %r, as the tokenizer has no pad token.", tokenizer.eos_token)
+        logger.info(
+            ("Padding with the EOS token %r, because the tokenizer has no pad token."), tokenizer.eos_token
+        )
     if tokenizer.eos_token_id is None:
-        logger.warning("The tokenizer has no EOS token, so raw text and completions end without one.")
+        logger.warning("The tokenizer has no EOS token, so raw text and completions end without an EOS.")
     if chat_template is not None:
         tokenizer.chat_template = read_chat_template(chat_template)
         logger.info("Chat template: %s (data.chat_template).", chat_template)
@@ -72,8 +74,8 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     if tokenizer.chat_template is None:
         tokenizer.chat_template = CHATML
         logger.warning(
-            "Chat template: ChatML, as the tokenizer has none. Its markers are tokenized as plain text and answers end "
-            "with %r. Set data.chat_template to use another.",
+            "Chat template: ChatML, because the tokenizer has no template. Its markers are tokenized as plain text "
+            "and answers end with %r. Set data.chat_template to use another.",
             tokenizer.eos_token,
         )
 
@@ -132,7 +134,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **optio
     except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
         roles = ", ".join(str(message.get("role")) for message in messages)
         raise DataError(
-            f"The chat template refuses a conversation of the roles {roles}: {error}. Change the data to what the "
-            "template takes, or set data.chat_template to a template that takes them."
+            f"The chat template rejects a conversation with the roles {roles}: {error}. Change the data to fit the "
+            "template, or set data.chat_template to a template that allows these roles."
         ) from error
     return texts[0], ranges[0] if ranges else []

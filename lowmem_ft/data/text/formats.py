@@ -190,7 +190,7 @@ _COLUMN_BY_DEFAULT: dict[FormatName, dict[str, str]] = {
     "text": {"text_column": "text"},
 }
 _LISTED = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
-_KNOWN_FORMATS = f"Formats known: {_LISTED}."
+_KNOWN_FORMATS = f"Supported formats: {_LISTED}."
 _FORMAT_OF_OVERRIDE: dict[str, FormatName] = {
     "messages_column": "messages",
     "prompt_column": "prompt_completion",
@@ -234,9 +234,8 @@ def are_preferences(columns: Collection[str]) -> bool:
 def holds_preferences(columns: Sequence[str], source: str) -> str:
     """Return what is wrong with preferences if answers are to be learnt, and what learns from them."""
     return (
-        f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it "
-        "learns answers, not which of two is better. TRL's DPOTrainer learns that, and takes the same recipe by "
-        "lowmem_ft.hf."
+        f"{source} holds preferences (columns seen: {', '.join(columns)}), and training here is supervised: it learns "
+        "answers, not which of two is better. Use TRL's DPOTrainer, which takes the same recipe through lowmem_ft.hf."
     )
 
 
@@ -263,25 +262,25 @@ def _unknown_format(columns: Sequence[str], source: str) -> str:
         chosen = next(name for name, other in _PREFERENCES if {name, other} <= set(columns))
         prompt = f"data.prompt_column=prompt data.completion_column={chosen}"
         way_out = prompt if "prompt" in columns else f"data.messages_column={chosen}"
-        return f"{holds_preferences(columns, source)} To learn the chosen answers, set {way_out}."
+        return f"{holds_preferences(columns, source)} To learn only the chosen answers, set {way_out}."
     for names, kind in _OTHER_KINDS.items():
         if set(names) <= set(columns):
             return (
-                f"{source} holds {kind}, which training here does not read. Columns seen: {', '.join(columns)}. "
+                f"{source} holds {kind}, which lowmem_ft does not read. Columns seen: {', '.join(columns)}. "
                 f"{_KNOWN_FORMATS}"
             )
     question, answer = _first_of(_QUESTIONS, columns), _first_of(_ANSWERS, columns)
     pair = f"data.prompt_column={question} data.completion_column={answer}"
     further = " data.input_column=context" if "context" in columns else ""
     return (
-        f"No known format has the columns of {source}. Columns seen: {', '.join(columns)}. {_KNOWN_FORMATS} "
-        f"Name the columns: `data.format=alpaca {pair}{further}` makes chats of them, `{pair}` joins them as they are, "
+        f"No supported format has the columns of {source}. Columns seen: {', '.join(columns)}. {_KNOWN_FORMATS} Name "
+        f"the columns: `data.format=alpaca {pair}{further}` turns them into chats, `{pair}` joins them unchanged, "
         "`data.text_column=body` reads raw text."
         + (_HEADER_IS_NEEDED if ".csv" in source.lower() or ".tsv" in source.lower() else "")
     )
 
 
-_HEADER_IS_NEEDED = " A CSV file needs a header line, else its first row is taken for the column names."
+_HEADER_IS_NEEDED = " A CSV file needs a header line; otherwise its first row is read as column names."
 
 
 def _first_of(names: Sequence[str], columns: Sequence[str]) -> str:
@@ -321,7 +320,7 @@ def _read_prompt_completion(fmt: ExampleFormat, row: Row) -> Example | None:
     if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):
         raise DataError(
             f"{' and '.join(fmt.columns)} are both text or both lists of messages, got {_seen(prompt)} and "
-            f"{_seen(completion)}. Write both the same way."
+            f"{_seen(completion)}. Use the same type for both."
         )
     texts = [_text(row.get(column), column) for column in fmt.columns]
     return Completion(*texts) if all(text.strip() for text in texts) else None
@@ -413,10 +412,10 @@ def _message(raw: Row, column: str) -> Message:
     role = named.lower() if isinstance(named, str) else named
     if role in _ROLES_OF_CALLS:
         raise DataError(
-            f"{column}: a message from {role} is a call of a tool (LLaMA-Factory's ShareGPT), which is not read here: "
-            "what a model learns of it depends on how its chat template writes calls. Make it an assistant message "
-            "with 'tool_calls': [{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}] and an empty "
-            "content, or leave those chats out."
+            f"{column}: a message from {role} is a tool call (LLaMA-Factory's ShareGPT), which lowmem_ft does not "
+            "read: what the model learns from it depends on how its chat template writes calls. Make it an assistant "
+            "message with 'tool_calls': [{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}] and an "
+            "empty content, or leave those chats out."
         )
     if role not in _ROLES:
         raise DataError(
@@ -425,7 +424,7 @@ def _message(raw: Row, column: str) -> Message:
         )
     if raw.keys().isdisjoint(_SAYING):
         raise DataError(
-            f"{column}: a message says something under {', '.join(_SAYING[:-1])} or {_SAYING[-1]}, got one with the "
+            f"{column}: a message has its text under {', '.join(_SAYING[:-1])} or {_SAYING[-1]}, got one with the "
             f"keys {', '.join(map(str, raw))}.{_misspelt(raw)} Rename the key that holds the text."
         )
     content = message.pop("content", None)
@@ -447,7 +446,7 @@ def _content(content: Any, column: str) -> str:
         kinds = [part.get("type") for part in content if isinstance(part, dict)]
         if other := next((kind for kind in kinds if kind is not None and kind != "text"), None):
             raise DataError(
-                f"{column}: training here is on text, got a message with a part of the type {_seen(other)}, which the "
+                f"{column}: lowmem_ft trains on text, got a message with a part of type {_seen(other)}, which the "
                 "model would not see. Leave those chats out."
             )
     return _text(content, f"The content of a message in {column}")

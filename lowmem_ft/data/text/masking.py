@@ -87,7 +87,7 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
         learnt = [_turn(tokenizer, messages, index, text) for index in answers]
     if not any(start < end for start, end in learnt):
         raise DataError(
-            "The chat template marks no answer although the chat has an assistant turn. Check its {% generation %} "
+            "The chat template marks no answer, although the chat has an assistant turn. Check its {% generation %} "
             "marks, or set data.chat_template to another template."
         )
     return MarkedText(text, tuple(learnt), holds_special_tokens=True)
@@ -99,15 +99,15 @@ def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase)
     for message in chat.messages:
         if message.get("tool_calls") and "tool_calls" not in template:
             raise DataError(
-                "The chat template does not write the tool calls of an assistant turn, so nothing of them would be "
-                "learnt. Set data.chat_template to a template that writes message.tool_calls, or write the calls "
-                "into the content."
+                "The chat template does not write the tool calls of an assistant turn, so they would not be learnt. "
+                "Set data.chat_template to a template that writes message.tool_calls, or write the calls into the "
+                "content."
             )
         if message.get("function_call") and "function_call" not in template:
             raise DataError(
-                "The chat template does not write the function_call of an assistant turn, so nothing of it would be "
-                "learnt. It is the older form of tool_calls: replace 'function_call': {...} by 'tool_calls': "
-                "[{'type': 'function', 'function': {...}}], and the role `function` by `tool`."
+                "The chat template does not write the function_call of an assistant turn, so it would not be learnt. "
+                "It is the older form of tool_calls: replace 'function_call': {...} by 'tool_calls': [{'type': "
+                "'function', 'function': {...}}], and the role `function` by `tool`."
             )
 
 
@@ -163,7 +163,7 @@ def _common_length(a: str, b: str) -> int:
 
 def _rewritten(index: int) -> DataError:
     return DataError(
-        f"The chat template rewrites what comes before or in message {index + 1} when later messages follow, so its "
+        f"The chat template rewrites the text before or in message {index + 1} when later messages follow, so its "
         "answer cannot be found in the chat. Set data.loss_on=completion to learn the last answer only, "
         "data.loss_on=all, or data.chat_template to a template with {% generation %} marks."
     )

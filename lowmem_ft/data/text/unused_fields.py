@@ -63,16 +63,18 @@ OF_ROWS = (
     ),
     UnusedField(
         names=("history",),
-        what_happens=", so that the model does not see the turns before. Write the rows as messages.",
+        what_happens=", so the model does not see the earlier turns. Write the rows as messages.",
     ),
     UnusedField(
         names=("tools", "functions"),
-        what_happens=", so that the model does not see which tools there are. Put what they say into a system message.",
+        what_happens=(
+            ", so the model does not see which tools exist. Put their descriptions into a system message."
+        ),
     ),
     UnusedField(
         names=("images", "image", "videos", "video", "audios", "audio"),
-        what_happens=", and training here is on text: the model learns to speak of what it does not see. Leave those "
-        "rows out.",
+        what_happens=", and lowmem_ft trains on text: the model learns to talk about what it does not see. Leave "
+        "those rows out.",
     ),
     UnusedField(
         names=("reasoning_content", "reasoning", "thinking"),
@@ -84,13 +86,15 @@ OF_ROWS = (
     ),
     UnusedField(
         names=("label", "kto_tag"),
-        what_happens=" of 0, and their answers are learnt as all others. If 0 marks a bad answer, leave those rows "
+        what_happens=" of 0, and their answers are learnt like all others. If 0 marks a bad answer, leave those rows "
         "out.",
         counts=lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0,
     ),
     UnusedField(
         names=("weight",),
-        what_happens=" other than 1, and every learnt token counts the same. Leave out what is not to be learnt.",
+        what_happens=(
+            " other than 1, and every learnt token counts the same. Leave out the rows that should not be learnt."
+        ),
         counts=_is_number_other_than(1),
     ),
 )
@@ -105,19 +109,19 @@ OF_MESSAGES = (
     ),
     UnusedField(
         names=("tools", "functions"),
-        what_happens=" in a message, which the chat template does not write: the model does not see which tools there "
-        "are. Put what they say into the content.",
+        what_happens=" in a message, which the chat template does not write: the model does not see which tools "
+        "exist. Put their descriptions into the content.",
         is_written_by_template=True,
     ),
     UnusedField(
         names=("weight",),
-        what_happens=" in a message that is neither 0 nor 1, and every turn that is learnt counts the same.",
+        what_happens=" in a message that is neither 0 nor 1, and every learnt turn counts the same.",
         counts=_is_number_other_than(0, 1),
     ),
     UnusedField(
         names=("train_detail", "training_detail"),
-        what_happens=" in a message, which chooses parts of a turn, and turns are learnt whole. Remove what is not to "
-        "be learnt.",
+        what_happens=" in a message, which selects parts of a turn, but turns are learnt whole. Remove the parts that "
+        "should not be learnt.",
     ),
 )
 """Keys of a message."""
@@ -185,20 +189,20 @@ def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn)
     for name in _BAD:
         if name not in example_format.columns and _is_false(row.get(name)):
             raise DataError(
-                f"{name}=false says that the answer is a bad one (TRL's and LLaMA-Factory's KTO), and training here is "
-                "supervised: it would be learnt as a good one. Leave those rows out, or remove the column if all are "
-                "to be learnt. TRL's KTOTrainer learns from both kinds."
+                f"{name}=false says that the answer is a bad one (TRL's and LLaMA-Factory's KTO), and lowmem_ft "
+                "trains supervised: the answer would be learnt as a good one. Leave those rows out, or remove the "
+                "column to learn all of them. TRL's KTOTrainer learns from both kinds."
             )
     for number, message in enumerate(turns := list(_messages(example_format, row))):
         if (said := _not_to_be_learnt(message)) and number in _learnt(example_format, row, turns, loss_on):
             others = (
-                "Set data.loss_on=completion to learn the last turn of each chat alone, "
+                "Set data.loss_on=completion to learn only the last turn of each chat, "
                 if loss_on == "assistant" and number < len(turns) - 1
-                else "Remove the turn and what follows, "
+                else "Remove the turn and those after it, "
             )
             raise DataError(
-                f"Message {number + 1} has {said}, which says that it is not to be learnt, and here it would be "
-                f"(data.loss_on={loss_on}). {others}or remove that key if it is to be learnt."
+                f"Message {number + 1} has {said}, which excludes it from learning, but here it would be learnt "
+                f"(data.loss_on={loss_on}). {others}or remove that key to learn it."
             )
 
 

@@ -61,7 +61,8 @@ def test_a_saved_dataset_is_read(tmp_path):
 def test_a_missing_file_is_named_with_its_neighbour(tmp_path, write_jsonl):
     write_jsonl([{"text": "a"}], "train.jsonl")
     with pytest.raises(
-        DataError, match=r"data\.path names no file: .*trian\.jsonl.*Did you mean `train\.jsonl`"
+        DataError,
+        match=r"data\.path names a file that does not exist: .*trian\.jsonl.*Did you mean `train\.jsonl`",
     ):
         read(tmp_path / "trian.jsonl")
 

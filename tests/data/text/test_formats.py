@@ -151,10 +151,10 @@ def test_an_example_with_an_empty_field_is_none(row):
             "the role of a message is one of .*, got 'wizard'",
         ),
         ({"messages": [{"content": "Hi"}]}, "the role of a message is one of"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of the type 'image'"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image'"),
         (
             {"conversations": [{"from": "function_call", "value": "{}"}]},
-            r"a message from function_call is a call of a tool.*tool_calls",
+            r"a message from function_call is a tool call.*tool_calls",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "Hi"}]}]}, "is text, got list"),
         (

@@ -125,7 +125,7 @@ def test_a_template_that_drops_part_of_an_answer_is_an_error_with_a_way_out(make
 
 def test_a_template_that_refuses_a_role_is_an_error_with_its_reason(make_tokenizer):
     with pytest.raises(
-        DataError, match=r"refuses a conversation of the roles system, user.*System role not supported"
+        DataError, match=r"rejects a conversation with the roles system, user.*System role not supported"
     ):
         learnt([{"role": "system", "content": "Be."}, *TWO_TURNS], LIKE_LLAMA_2, make_tokenizer)
 
@@ -134,7 +134,7 @@ def test_marks_that_mark_nothing_are_an_error(make_tokenizer):
     empty = MARKED.replace(
         "{% generation %}{{ message['content'] }}<|im_end|>", "{{ message['content'] }}{% generation %}"
     )
-    with pytest.raises(DataError, match="marks no answer although the chat has an assistant turn"):
+    with pytest.raises(DataError, match="marks no answer, although the chat has an assistant turn"):
         learnt(TWO_TURNS, empty, make_tokenizer, eos="<|endoftext|>")
 
 

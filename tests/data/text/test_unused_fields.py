@@ -26,7 +26,7 @@ TOLD = {
     "TRL: tools": (
         {"messages": CHAT},
         {"tools": [TOOL]},
-        "`tools` or `functions`, so that the model does not see",
+        "`tools` or `functions`, so the model does not see",
     ),
     "TRL: tools as text": ({"messages": CHAT}, {"tools": "[{}]"}, "`tools` or `functions`"),
     "TRL: options of the template": (
@@ -34,7 +34,7 @@ TOLD = {
         {"chat_template_kwargs": {"enable_thinking": False}},
         "`chat_template_kwargs`, which the chat template is not given",
     ),
-    "TRL: images": ({"messages": CHAT}, {"images": ["a.png"]}, "training here is on text"),
+    "TRL: images": ({"messages": CHAT}, {"images": ["a.png"]}, "lowmem_ft trains on text"),
     "TRL: thinking": (
         {"messages": chat()},
         {"messages": chat(thinking="Hm")},
@@ -59,14 +59,14 @@ TOLD = {
         "which the model does not see",
     ),
     "ShareGPT: tools": ({"conversations": SHARE_GPT}, {"tools": "[{}]"}, "`tools` or `functions`"),
-    "Alpaca: history": (ALPACA, {"history": [["a", "b"]]}, "does not see the turns before"),
+    "Alpaca: history": (ALPACA, {"history": [["a", "b"]]}, "does not see the earlier turns"),
     "Alpaca: system": (ALPACA, {"system": "Be brief."}, "which the model does not see"),
     "axolotl: parts of turns": (
         {"messages": CHAT},
         {"messages": chat(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": True}])},
         "turns are learnt whole",
     ),
-    "LLaMA-Factory: videos": (ALPACA, {"videos": ["a.mp4"]}, "training here is on text"),
+    "LLaMA-Factory: videos": (ALPACA, {"videos": ["a.mp4"]}, "lowmem_ft trains on text"),
     "examples of some weight": (PAIR, {"weight": 0.5}, "every learnt token counts the same"),
     "reasoning as a column": (PAIR, {"thinking": "Hm"}, "Write it into the answer"),
 }
@@ -97,7 +97,7 @@ def test_a_field_that_says_nothing_is_not_told(of_all, of_some, words, write_jso
 def test_a_stream_tells_them_too(write_jsonl, load, caplog, all_examples):
     data = load(write_jsonl([ALPACA | {"history": [["a", "b"]]}] * 300), streaming=True)
     list(data.train.order(seed=0, epoch=0))
-    assert any("`history`, so that the model" in told for told in warnings_of(caplog))
+    assert any("`history`, so the model" in told for told in warnings_of(caplog))
 
 
 def test_counts_come_from_the_cache_too(write_jsonl, load, caplog):
@@ -133,7 +133,7 @@ def test_raw_text_may_have_any_column(write_jsonl, load, caplog):
 def test_columns_and_keys_that_nobody_knows_are_listed_once(write_jsonl, load, caplog):
     caplog.set_level(logging.INFO)
     load(write_jsonl([{"id": n, "source": "web", "messages": chat(stamp=n)} for n in range(3)]))
-    (line,) = [told for told in caplog.messages if told.startswith("Not used of ")]
+    (line,) = [told for told in caplog.messages if told.startswith("Not used from ")]
     assert line.endswith("(train): id, source; in messages stamp.")
 
 
@@ -147,7 +147,7 @@ REFUSED = {
     "OpenAI's weight": (
         [{"messages": chat(weight=0)}],
         {},
-        r"Message 2 has weight: 0, which says.*Remove the turn and what follows",
+        r"Message 2 has weight: 0, which says.*Remove the turn and those after it",
     ),
     "a turn before": (
         [{"messages": chat(weight=0) + chat(weight=1)}],
