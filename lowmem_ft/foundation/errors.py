@@ -165,12 +165,12 @@ class Interrupted(BaseException):
         self.signal_number = signal_number
         self.checkpoint = checkpoint
         self.model_folder = model_folder
-        left = "Nothing was to be saved yet."
+        left = "There was nothing to save yet."
         if model_folder is not None:
-            left = f"The run was done: its model is {model_folder}."
+            left = f"The run was finished: its model is {model_folder}."
         elif checkpoint is not None:
             setting = shlex.quote(f"training.resume_from_checkpoint={checkpoint}")
-            left = f"Saved: {checkpoint}; go on with {setting}."
+            left = f"Saved: {checkpoint}; resume with {setting}."
         super().__init__(f"Stopped by {signal.Signals(signal_number).name}. {left}")
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -196,8 +196,8 @@ def panic_problem(error: BaseException) -> str:
     """Return the sentence about a panic."""
     words = str(error).strip().partition("\n")[0]
     return (
-        f"A library written in Rust, such as tokenizers or safetensors, panicked: {words}. Most often a file that it "
-        "was given is damaged: fetch or make tokenizer.json and the weights anew, or install another version of it."
+        f"A library written in Rust, such as tokenizers or safetensors, panicked: {words}. Most often an input file "
+        "is damaged: download or make tokenizer.json and the weights again, or install another version of the library."
     )
 
 
@@ -214,8 +214,8 @@ def machine_problem(error: OSError) -> str | None:
     if error.errno not in _OF_THE_MACHINE or error.filename is None:
         return None
     return (
-        f"{error.filename} cannot be read or written: {error.strerror}. Name another path, or see to it that this one "
-        "can be used."
+        f"{error.filename} cannot be read or written: {error.strerror}. Name another path, or make this one "
+        "accessible."
     )
 
 

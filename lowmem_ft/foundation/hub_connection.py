@@ -32,7 +32,7 @@ def hub_is_reachable() -> bool:
         return True  # any answer means that it is reachable
     except OSError as error:
         logger.warning(
-            "The hub %s is out of reach (%s); only its local cache is used.", constants.ENDPOINT, error
+            "The hub %s cannot be reached (%s); only its local cache is used.", constants.ENDPOINT, error
         )
         return False
     return True

@@ -24,7 +24,9 @@ def moved(old: str, new: str) -> Callable[[str], Any]:
             raise AttributeError(f"module {old!r} has no attribute {name!r}")
         value = getattr(importlib.import_module(new), name)
         warnings.warn(
-            f"{old} is {new} now; the old name goes with the next version.", DeprecationWarning, stacklevel=2
+            f"{old} is {new} now; the old name will be removed in the next version.",
+            DeprecationWarning,
+            stacklevel=2,
         )
         return value
 
@@ -46,7 +48,7 @@ def renamed(module: str, values: Mapping[str, Any]) -> Callable[[str], Any]:
         if name not in values:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         warnings.warn(
-            f"{module}.{name} is {values[name].__name__} now; the old name goes with the next version.",
+            f"{module}.{name} is {values[name].__name__} now; the old name will be removed in the next version.",
             DeprecationWarning,
             stacklevel=2,
         )

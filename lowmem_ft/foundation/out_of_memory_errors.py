@@ -51,14 +51,12 @@ def library_that_did_not_start(error: BaseException) -> str | None:
         return None
     name = f"{found[1]}_STATUS_NOT_INITIALIZED" if found[1] else found[2]
     free = _free_bytes()
-    room = (
-        "" if free is None else f", and not for want of memory: {format_bytes(free)} of the device are free"
-    )
+    room = "" if free is None else f", and not because of memory: {format_bytes(free)} of the device are free"
     return (
-        f"A library of CUDA could not start ({name}){room}. The driver or the library is broken, or a kernel before it "
+        f"A library of CUDA could not start ({name}){room}. The driver or the library is broken, or an earlier kernel "
         "has failed. CUDA_LAUNCH_BLOCKING=1 names such a kernel (token numbers beyond the vocabulary are the usual "
-        f"reason); else see that nvidia-smi works and shows CUDA {torch.version.cuda} or newer, that LD_LIBRARY_PATH "
-        "names no other CUDA, and restart the container or the machine."
+        f"reason); otherwise check that nvidia-smi works and shows CUDA {torch.version.cuda} or newer, that "
+        "LD_LIBRARY_PATH names no other CUDA, and restart the container or the machine."
     )
 
 

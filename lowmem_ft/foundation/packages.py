@@ -53,18 +53,21 @@ def triton_lacks() -> str | None:
     runs: ``CC``, else gcc, else clang. Slim images have neither. Source: Triton 3.7, ``runtime/build.py``.
     """
     if not is_installed("triton"):
-        return "Triton is not installed. `pip install triton` brings it."
+        return "Triton is not installed. `pip install triton` installs it."
     compiler = os.environ.get("CC")
     if compiler is not None and shutil.which(compiler) is None:
-        return f"Triton needs a C compiler, and CC={compiler} is none. Unset CC, or let it name one, such as gcc."
+        return f"Triton needs a C compiler, and CC={compiler} is not one. Unset CC, or set it to one, such as gcc."
     if compiler is None and shutil.which("gcc") is None and shutil.which("clang") is None:
-        return "Triton needs a C compiler, and there is none here. `apt-get install gcc` brings one."
+        return "Triton needs a C compiler, and none is installed. `apt-get install gcc` installs one."
     scheme = sysconfig.get_default_scheme().replace(
         "posix_local", "posix_prefix"
     )  # Debian's own has no headers
     headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
     if not (headers / "Python.h").is_file():
-        return f"Triton needs Python's headers, and {headers} has none. `apt-get install python3-dev` brings them."
+        return (
+            f"Triton needs Python's headers, and {headers} does not have them. `apt-get install python3-dev` installs "
+            "them."
+        )
     return None
 
 

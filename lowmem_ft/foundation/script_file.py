@@ -36,7 +36,7 @@ def check_script(script: str | os.PathLike[str]) -> Path:
         line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
         reason = error.msg if isinstance(error, SyntaxError) else str(error)
         raise UserError(
-            f"--script takes Python, but {script} is none{line}: {reason}. Correct it."
+            f"--script takes Python, but {script} is not Python{line}: {reason}. Correct it."
         ) from error
     problems = [*_launcher_problems(), *_missing_packages(tree, path)]
     if problems:
@@ -50,7 +50,7 @@ def _file_problem(path: Path, typed: str) -> str | None:
     if path.is_dir():
         return f"--script takes a Python file, got the folder {typed}. Name the file in it that trains."
     if not path.is_file():
-        return f"--script names no file, got {typed}.{neighbours(path)} Correct the path."
+        return f"--script names a file that does not exist: {typed}.{neighbours(path)} Correct the path."
     if path.suffix != ".py":
         return f"--script takes a Python file, got {typed}. Name one that ends in .py."
     return None
@@ -61,8 +61,8 @@ def _launcher_problems() -> Iterator[str]:
         number = os.environ.get(name, "")
         if number.isdigit() and int(number) > 1:
             yield (
-                f"A script is estimated in one process, on one GPU, got {name}={number} from a launcher. "
-                f"Run `lowmem-ft estimate --script` by itself, with {name} unset."
+                f"A script is estimated in one process, on one GPU, got {name}={number} from a launcher. Run "
+                f"`lowmem-ft estimate --script` without a launcher, with {name} unset."
             )
 
 
@@ -74,7 +74,8 @@ def _missing_packages(tree: ast.Module, path: Path) -> list[str]:
             lines.setdefault(name.partition(".")[0], statement.lineno)
     missing = {name: line for name, line in lines.items() if not _is_there(name, path.parent)}
     return [
-        f"{path.name} needs the package {name} (line {line}), which is not installed here. Install it beside lowmem_ft."
+        f"{path.name} needs the package {name} (line {line}), which is not installed here. Install it in the "
+        "environment of lowmem_ft."
         for name, line in missing.items()
     ]
 

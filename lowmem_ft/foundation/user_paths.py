@@ -58,11 +58,11 @@ def shown_path(path: str | os.PathLike[str]) -> str:
 def neighbours(missing: Path) -> str:
     """Return a suffix for the error about a path that names no file: what is there instead, or files spelt alike."""
     if missing.is_symlink():
-        return f" It is a link to {os.readlink(missing)}, and no file is there."
+        return f" It is a link to {os.readlink(missing)}, which does not exist."
     folder = missing.parent
     if missing.exists():
         is_special = not (missing.is_dir() or missing.is_file())
-        return " It is no regular file but a pipe or a device." if is_special else ""
+        return " It is a pipe or a device, not a regular file." if is_special else ""
     if not folder.is_dir():
         return ""
     return did_you_mean(missing.name, (entry.name for entry in folder.iterdir() if _is_alike(entry, missing)))

@@ -170,14 +170,14 @@ def _unknown(class_name: str, overrides: Mapping[str, Any], known: set[str]) -> 
 def _refused(recipe: Recipe) -> Iterator[str]:
     for setting in recipe.left_to_choose:
         yield (
-            f"{setting} leaves something to be chosen, and a trainer's recipe has everything chosen. Run `lowmem-ft "
-            "plan --write FILE.yaml`, or hf.attach(trainer, plan='auto', budget='24GiB')."
+            f"{setting} leaves a choice open, and a trainer's recipe must have all choices made. Run `lowmem-ft plan "
+            "--write FILE.yaml`, or hf.attach(trainer, plan='auto', budget='24GiB')."
         )
     for path, place in IN_TRAINER.items():
         key = recipe_keys()[path]
         if place.carrier == "our loop" and key.value_in(recipe) != key.default:
             setting = key.setting(key.value_in(recipe))
-            yield f"{setting} is for `lowmem-ft train`, and no trainer does it. {place.instead}"
+            yield f"{setting} is for `lowmem-ft train`, and trainers do not do it. {place.instead}"
 
 
 _FOLLOWS_ITS_DEFAULT = (
@@ -201,8 +201,8 @@ def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[st
                 )
     if overrides.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
         yield (
-            f"use_liger_kernel=True brings a loss of its own, and the recipe has loss.chunk_tokens="
-            f"{recipe.loss.chunk_tokens}. Leave use_liger_kernel out, or set loss.chunk_tokens=null."
+            "use_liger_kernel=True replaces the loss, and the recipe has "
+            f"loss.chunk_tokens={recipe.loss.chunk_tokens}. Leave use_liger_kernel out, or set loss.chunk_tokens=null."
         )
 
 

@@ -165,7 +165,7 @@ class MemoryCallback(TrainerCallback):
             if recipe is None:
                 recipe = recipe_of(_script_of(args, kwargs))
         except UserError as error:
-            logger.warning("What the run needs could not be estimated: %s Training goes on.", error)
+            logger.warning("The run's memory could not be estimated: %s Training continues.", error)
             return None
         return recipe if self._budget is None else dataclasses.replace(recipe, budget=self._budget)
 

@@ -31,7 +31,10 @@ def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
     fields = found.config_of(name)
     hf_config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     hf_config.name_or_path = hub_id_of(name)
-    logger.info("The architecture of %s is the catalogue's: no download, no licence to accept.", name)
+    logger.info(
+        ("The architecture of %s comes from the catalogue: there is no download, and no licence to accept."),
+        name,
+    )
     return hf_config
 
 
@@ -61,6 +64,6 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     ]
     if missing:
         raise ModelError(
-            f"A config.json must give {', '.join(SIZES)}; {name}'s lacks {', '.join(missing)}. Add the fields, or "
-            "take the config.json of the model's original repository."
+            f"A config.json must give {', '.join(SIZES)}; that of {name} lacks {', '.join(missing)}. Add the fields, "
+            "or take the config.json of the model's original repository."
         )

@@ -17,7 +17,7 @@ from lowmem_ft.models.files.model_files import not_causal
 
 _NEITHER_CONFIG_NOR_MODULES_TELL = {
     "cpmant": "whose causal LM lets every token see all others",
-    "xlnet": "trained on permutations: without a mask for each of them, every token sees all others",
+    "xlnet": "trained on permutations: without a mask for each permutation, every token sees all others",
 }
 
 

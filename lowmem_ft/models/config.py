@@ -22,16 +22,21 @@ class ModelConfig:
     )
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
     gguf_file: str | None = knob(None, "Name of the .gguf file inside the hub repository or folder.")
-    tokenizer_name_or_path: str | None = knob(None, "Tokenizer from elsewhere; null: the model's own.")
+    tokenizer_name_or_path: str | None = knob(
+        None, ("Hub id or folder of another tokenizer; null: the model's own.")
+    )
     weights: Literal["pretrained", "random"] = knob(
         "pretrained",
         "random: initialise from the config alone, seeded by training.seed (tests, pretraining).",
     )
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = knob(
         "float32",
-        "Type the weights are kept in; auto: the checkpoint's own.",
+        "Type of the weights; auto: the checkpoint's own.",
         frees="bfloat16: 2 bytes a parameter for weights and 2 for gradients",
-        costs="bfloat16: activations and gradients of 8 bits; master weights beside them (see optimizer.master)",
+        costs=(
+            "bfloat16: activations and gradients have 8 bits of precision; it needs master weights (see "
+            "optimizer.master)"
+        ),
         effects={"bfloat16": _IN_16_BITS, "float16": _IN_16_BITS, "auto": _IN_16_BITS},
         tries=("float32", "bfloat16", "float16"),
     )
@@ -39,7 +44,7 @@ class ModelConfig:
         "none",
         "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation) or 8 (LLM.int8); needs an adapter.",
         frees="nf4: 1.48 of bf16's 2 bytes a weight of a linear layer; int8: 1",
-        costs="rounded weights, unpacked anew for each use",
+        costs="rounded weights, unpacked for each use",
         effects={
             "nf4": dataclasses.replace(_QUANTIZED, consent="qlora"),
             "int8": dataclasses.replace(_QUANTIZED, consent="qlora", engines=("ddp",)),
@@ -50,13 +55,11 @@ class ModelConfig:
         "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"
     ] = knob(
         "auto",
-        "Attention kernel; auto picks the leanest that is there and logs why. varlen_attn: torch's own flash kernel, "
-        "which needs no mask for packed rows.",
+        "Attention kernel; auto picks the available one that needs least memory and logs why. varlen_attn: torch's "
+        "own flash kernel, which needs no mask for packed rows.",
         tries=("auto",),
     )
-    trust_remote_code: bool = knob(
-        False, "Run Python code from the model's repository; pin a revision if you do."
-    )
+    trust_remote_code: bool = knob(False, "Run Python code from the model's repository; also pin a revision.")
 
     @property
     def is_gguf(self) -> bool:

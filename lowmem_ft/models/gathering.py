@@ -116,8 +116,9 @@ def _sources(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> list[_Sou
     )
     if wrong:
         raise CheckpointError(
-            f"Weights of several processes are saved one at a time, and files of {type(model).__name__} have some that "
-            f"are made from several: {', '.join(wrong[:3])}. Set distributed.strategy=ddp, or train it in one process."
+            f"Weights of several processes are saved one at a time, and the files of {type(model).__name__} have some "
+            f"that combine several of them: {', '.join(wrong[:3])}. Set distributed.strategy=ddp, or train in one "
+            "process."
         )
     return sources
 

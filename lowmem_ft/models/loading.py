@@ -77,11 +77,11 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
     if config.trust_remote_code:
         logger.warning(
-            "model.trust_remote_code=true: Python code that %s brings is run with your rights.%s",
+            "model.trust_remote_code=true: Python code from %s runs with your rights.%s",
             path,
             ""
             if config.revision or Path(path).is_dir()
-            else " Pin what you have read with model.revision=COMMIT.",
+            else " Pin the version that you have read with model.revision=COMMIT.",
         )
     try:
         hf_config = AutoConfig.from_pretrained(path, **source)
@@ -275,8 +275,8 @@ def _from_gguf(
     names = names_of_not_finite(model.named_parameters())
     if names:
         raise ModelError(
-            f"A weight must be finite, but of {source['gguf_file']} these hold NaN or infinity: {some_of(names)}. "
-            "Download the file again, or convert it anew."
+            f"A weight must be finite, but in {source['gguf_file']} these hold NaN or infinity: {some_of(names)}. "
+            "Download or convert the file again."
         )
     return model, report
 
@@ -323,8 +323,8 @@ def _refuse_missing_weights(config: ModelConfig, hf_config: PretrainedConfig, re
     other_heads = [name for name in hf_config.architectures or () if name.endswith(_OTHER_HEADS)]
     if problems and other_heads:
         raise ModelError(
-            f"{config.name_or_path} is a {other_heads[0]}, a model with another head than a causal language model's "
-            f"({'; '.join(problems)}). Choose the language model that it was made from."
+            f"{config.name_or_path} is a {other_heads[0]}, a model with a head other than that of a causal language "
+            f"model ({'; '.join(problems)}). Choose the language model that it was made from."
         )
     if problems:
         raise ModelError(
@@ -346,8 +346,8 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return MissingPackageError("A GGUF model", "gguf", extra="gguf")
     if "GatedRepoError" in causes:
         return ModelError(
-            f"{name} is gated: its authors ask you to accept a licence first. Open https://huggingface.co/{name}, "
-            "accept it, run `hf auth login`, and start again."
+            f"{name} is gated: its authors require that you accept a licence. Open https://huggingface.co/{name}, "
+            "accept it, run `hf auth login`, and try again."
         )
     if "RepositoryNotFoundError" in causes or "RevisionNotFoundError" in causes:
         return ModelError(
@@ -358,8 +358,8 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return out_of_reach(name)
     if config.is_gguf and isinstance(error, (ValueError, OSError, RuntimeError, *_DAMAGED_GGUF)):
         return ModelError(
-            f"The GGUF file of {name} is damaged or cut off ({type(error).__name__}: {_first_line(error)}) Download it "
-            "again."
+            f"The GGUF file of {name} is damaged or truncated ({type(error).__name__}: {_first_line(error)}) Download "
+            "it again."
         )
     if "trust_remote_code" in str(error):
         return _brings_code(name)
@@ -376,8 +376,8 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         )
     if "Should have a `model_type`" in str(error) and (expand_user(name) / "config.json").is_file():
         return ModelError(
-            f"A config.json must give model_type; {name}'s lacks it. Add the field, or take the config.json of the "
-            "model's original repository."
+            f"A config.json must give model_type; that of {name} lacks it. Add the field, or take the config.json of "
+            "the model's original repository."
         )
     if "SafetensorError" in causes:
         return ModelError(

@@ -81,7 +81,7 @@ class ActivationReport:
         if rest:
             rows.append((f"({len(rest)} more)", "", "", size(sum(row.kept_bytes for row in rest))))
         rows.append(("kept for backward", "", "", size(self.kept_bytes)))
-        rows.append(("alive besides, such as outputs", "", "", size(self.elsewhere_bytes)))
+        rows.append(("also alive, such as outputs", "", "", size(self.elsewhere_bytes)))
         table = text_table(("module", "alike", "each", "together"), rows)
         if self.num_uncounted:
             table += f"\n{self.num_uncounted} saved tensors have no storage that could be counted."
@@ -130,7 +130,7 @@ def activation_report(
         result = output if loss_fn is None else loss_fn(output)
     if not any(tensor.requires_grad for tensor in _tensors_in(result)):
         raise UserError(
-            "Autograd keeps nothing of this forward pass: its result requires no gradient. Train at least one "
+            "Autograd keeps nothing of this forward pass, because its result requires no gradient. Train at least one "
             "parameter, and let the model run outside of `torch.no_grad()` and `torch.inference_mode()`."
         )
     kept = list(saved.kept.values())  # while `output` and `result` are alive, and their graph with them

@@ -76,8 +76,8 @@ class _HostCounters:
         self._can_reset = begin_phase(_CPU)
         if not self._can_reset:
             self.notes["host"] = (
-                "This system keeps one host peak for the whole process: what stands for a phase's is the highest that "
-                "was read where phases begin and end."
+                "This system keeps one host peak for the whole process: the peak of a phase is the highest value read "
+                "when phases begin and end."
             )
 
 

@@ -15,9 +15,9 @@ from lowmem_ft.monitoring.text_table import WIDTH
 Kind = Literal["leak", "cycle", "once"]
 
 _HEADINGS: dict[Kind, str] = {
-    "leak": "Leaks: more of it after each step, and something holds it",
+    "leak": "Leaks: more after each step, and something holds it",
     "cycle": "Reference cycles: objects that only hold each other, until Python's collector runs",
-    "once": "Grew once: caches and the like, no leak",
+    "once": "Grew once: not leaks but caches and the like",
 }
 
 

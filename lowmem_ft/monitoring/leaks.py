@@ -80,8 +80,8 @@ class LeakFinder:
     def __init__(self, *, steps: int = 3, warmup: int = 1) -> None:
         if steps < 2 or warmup < 1:
             raise UserError(
-                f"A leak shows in at least two steps after one that warms up, got steps={steps} and warmup={warmup}. "
-                "Leave them out for 3 and 1."
+                f"Finding a leak takes at least two steps after one warm-up step, got steps={steps} and "
+                f"warmup={warmup}. Leave them out for 3 and 1."
             )
         self._steps = steps
         self._warmup = warmup

@@ -99,7 +99,9 @@ class MemoryMeter:
 
     def __enter__(self) -> Self:
         if self._whole.runs:
-            raise UserError("A MemoryMeter measures one block, and this one has had its own. Make another.")
+            raise UserError(
+                "A MemoryMeter measures one block, and this one was used already. Create a new one."
+            )
         with contextlib.ExitStack() as running:
             self._counters = counters_of(self.device, running, exact=self._exact)
             self._before = self._counters.peak_since_start()

@@ -93,7 +93,7 @@ def _check(path: Path, max_entries: int) -> None:
     if not torch.cuda.is_available():
         problems.append(
             "A snapshot is the history of CUDA's allocator, and torch finds no CUDA device here. On a CPU, "
-            "activation_report and find_leaks tell what is held; inside the block of a `VirtualGPU`, a snapshot shows "
+            "activation_report and find_leaks show what is held; inside the block of a `VirtualGPU`, a snapshot shows "
             "what a GPU would hold."
         )
     if problems:
@@ -107,16 +107,19 @@ def _write(path: Path, snapshot: dict[str, Any], max_entries: int) -> None:
     num_entries = sum(map(len, snapshot["device_traces"]))
     size = format_bytes(path.stat().st_size)
     if num_entries == 0:
-        logger.warning("%s shows no allocation: none was made on the device while it was recorded.", path)
+        logger.warning(
+            ("%s shows no allocation, because nothing was allocated on the device while it was recorded."),
+            path,
+        )
     elif num_entries >= max_entries:
         logger.warning(
-            "%s (%s) begins later than the block: %d allocations and frees were kept, the last ones. Raise max_entries "
-            "to see more, or record less.",
+            "%s (%s) begins later than the block: only the last %d allocations and frees were kept. Raise "
+            "max_entries to see more, or record less.",
             path,
             size,
             num_entries,
         )
     else:
         logger.info(
-            "%s (%s): %d allocations and frees; show it on pytorch.org/memory_viz.", path, size, num_entries
+            "%s (%s): %d allocations and frees; open it on pytorch.org/memory_viz.", path, size, num_entries
         )

@@ -101,8 +101,8 @@ class ChunkedOptimizer(Optimizer):
         for parameter in self.param_groups[-1]["params"]:
             if isinstance(self.rule, WholeParameterRule) and is_sharded(parameter):
                 raise ValueError(
-                    f"{type(self.rule).__name__} measures whole parameters, got one of shape "
-                    f"{tuple(parameter.shape)} that is sharded. Take AdamW, Lion or SGD, or do not shard."
+                    f"{type(self.rule).__name__} measures whole parameters, got one of shape {tuple(parameter.shape)} "
+                    "that is sharded. Use AdamW, Lion or SGD, or do not shard."
                 )
             self._places[parameter] = (len(self.param_groups) - 1, len(self._places))
             self._first_elements[parameter] = first_element(parameter)
@@ -308,8 +308,8 @@ class ChunkedOptimizer(Optimizer):
         parameter = finished.parameter
         if parameter not in self._places:
             raise ValueError(
-                f"This optimizer was made for other parameters than the one of shape {tuple(parameter.shape)} that it "
-                "is to update. Make it after fully_shard, or whatever has put new parameters in their place."
+                f"This optimizer was created without the parameter of shape {tuple(parameter.shape)} that it should "
+                "update. Create it after fully_shard, or after whatever has replaced the parameters."
             )
         if parameter not in self.state:
             self.allocate_state([parameter])

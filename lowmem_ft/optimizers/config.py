@@ -48,26 +48,30 @@ class OptimizerConfig:
 
     name: OptimizerName = knob(
         DEFAULT_OPTIMIZER,
-        "Optimizer; 8bit and 32bit ones are bitsandbytes', paged ones spill to host memory (CUDA only).",
+        "Optimizer; 8bit and 32bit ones are from bitsandbytes, paged ones spill to host memory (CUDA only).",
         frees=freed_state(),
         costs="8bit: state rounded to 256 levels; all but AdamW: other mathematics and learning rates",
         effects=_EffectsOfRows(),
     )
     betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {values_of('betas')}.")
-    eps: float | None = knob(None, f"Term against division by zero; {values_of('eps')}.")
+    eps: float | None = knob(None, f"Term that prevents division by zero; {values_of('eps')}.")
     momentum: float | None = knob(None, f"Decay of the momentum; {values_of('momentum')}.")
     state: StateName = knob(
         "fp32",
         f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages.",
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
-        costs="values rounded at random, without bias, by up to 1/8 of themselves (8bit) or 1/128 (bf16)",
+        costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
         effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
         tries=("fp32", "bf16", "8bit"),
     )
     master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
         "fp32",
-        "What bfloat16 weights keep beside them, so that small updates are not lost; split16 and fp32 are exact.",
-        frees="of fp32's 4 bytes a parameter beside the weight: split16 2, split24 3, stochastic_rounding and none 4",
+        "What is kept in addition to bfloat16 weights, so that small updates are not lost; split16 and fp32 are "
+        "exact.",
+        frees=(
+            "of fp32's 4 bytes a parameter in addition to the weight: split16 2, split24 3, stochastic_rounding and "
+            "none 4"
+        ),
         costs="split24: 24 of 32 bits, without bias; stochastic_rounding: noise; none: small updates are lost",
         effects={
             "split16": Effect(),
@@ -79,14 +83,17 @@ class OptimizerConfig:
     )
     in_backward: bool = knob(
         False,
-        "Update each weight as soon as backward has finished its gradient, or keep the gradient compactly until then.",
-        frees="the gradients but those of one layer (without clipping), or all of them with offload to the host",
+        "Update each weight as soon as backward has finished its gradient; with clipping, keep gradients compactly "
+        "until their norm is known.",
+        frees=(
+            "the gradients except for those of one layer (without clipping), or all of them with offload to the host"
+        ),
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", engines=("fsdp2",))},
         tries=(False, True),
     )
     weight_decay: float = knob(
-        0.0, "Decoupled decay of weights (sgd: L2 penalty), spared on biases and norms."
+        0.0, "Decoupled weight decay (sgd: L2 penalty), not applied to biases and norms."
     )
 
     @property
@@ -164,9 +171,8 @@ def _unused(config: OptimizerConfig) -> Iterator[str]:
         if value is not None and name not in config.row.hyperparameters:
             takes_it = next(other for other, row in OPTIMIZERS.items() if name in row.hyperparameters)
             yield (
-                f"optimizer.{name} is not taken by optimizer.name={config.name}, got "
-                f"{list(value) if isinstance(value, tuple) else value}. "
-                f"Remove it or set optimizer.name={takes_it}."
+                f"optimizer.{name} does not exist for optimizer.name={config.name}, got "
+                f"{list(value) if isinstance(value, tuple) else value}. Remove it or set optimizer.name={takes_it}."
             )
 
 

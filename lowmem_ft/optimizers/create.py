@@ -50,7 +50,7 @@ def create_optimizer(
         keep_embeddings_in_32bit(optimizer, model)
     if may_lose_updates(optimizer):
         logger.warning(
-            "No master weights beside 16-bit ones with optimizer.name=%s: updates smaller than their rounding are "
+            "No master weights for 16-bit weights with optimizer.name=%s: updates smaller than their rounding are "
             "lost, and the run counts them. %s keep them with optimizer.master=split24 (1 byte a parameter) or "
             "split16 (2).",
             config.name,
@@ -115,8 +115,8 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         raise UserError(
-            f"Training needs a trainable parameter, got {type(model).__name__} with all of them frozen. "
-            "Set requires_grad=True on what is to be trained."
+            f"Training needs a trainable parameter, got {type(model).__name__} with all of them frozen. Set "
+            "requires_grad=True on the parameters to train."
         )
     with_decay = [parameter for name, parameter in trainable if name in decayed]
     without = [parameter for name, parameter in trainable if name not in decayed]
@@ -165,8 +165,8 @@ def _check_master(config: OptimizerConfig, groups: list[dict[str, Any]]) -> None
     seen = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if config.master != "fp32" and torch.bfloat16 not in dtypes:
         raise UserError(
-            f"optimizer.master={config.master} is for bfloat16 weights, the trained ones are {seen}. "
-            "Set optimizer.master=fp32 (float32 weights are their own master) or model.dtype=bfloat16."
+            f"optimizer.master={config.master} is for bfloat16 weights, but the trained ones are {seen}. Set "
+            "optimizer.master=fp32 (float32 weights are their own master) or model.dtype=bfloat16."
         )
     if not dtypes <= {torch.bfloat16, torch.float32}:
         raise UserError(

@@ -181,7 +181,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
     ),
     "adafactor": OptimizerRow(
         rule="lowmem_ft.optimizers.updates.adafactor:Adafactor",
-        summary="second moment as one row and one column a matrix, no first moment",
+        summary="one row and one column a matrix for the second moment, no first moment",
         hyperparameters={},
         num_averages=0,
         effect=Effect(fidelity="other mathematics", engines=("ddp",)),  # it measures whole parameters
@@ -210,7 +210,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
     ),
     "lion_32bit": _row_of_bitsandbytes(
         Bitsandbytes(algorithm="Lion", bits=32),
-        "Lion with float32 momentum whatever the weights are",
+        "Lion with float32 momentum for weights of any type",
         devices=_NOT_PAGED,
         elsewhere="lion",
     ),

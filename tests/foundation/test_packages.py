@@ -39,7 +39,7 @@ def test_triton_takes_gcc_or_clang(programs, made):
 def test_without_a_compiler_the_way_to_one_is_told(programs):
     programs("python3", "cc")  # a name that Triton does not ask for
     assert triton_lacks() == (
-        "Triton needs a C compiler, and there is none here. `apt-get install gcc` brings one."
+        "Triton needs a C compiler, and none is installed. `apt-get install gcc` installs one."
     )
 
 
@@ -49,7 +49,7 @@ def test_a_compiler_that_is_named_is_the_one(programs, monkeypatch, tmp_path):
         monkeypatch.setenv("CC", name)
         assert triton_lacks() is None
     monkeypatch.setenv("CC", "ccache gcc")  # Triton takes it for one program
-    assert "CC=ccache gcc is none. Unset CC" in str(triton_lacks())
+    assert "CC=ccache gcc is not one. Unset CC" in str(triton_lacks())
 
 
 def test_without_pythons_headers_it_compiles_nothing(programs, tmp_path):

@@ -67,7 +67,7 @@ def test_a_local_folder_of_a_catalogue_name_comes_first(tmp_path, monkeypatch, n
 
 
 def test_a_revision_is_asked_of_the_hub(offline):
-    with pytest.raises(ModelError, match="out of reach"):
+    with pytest.raises(ModelError, match="cannot be reached"):
         load_model_config(ModelConfig(name_or_path="llama-3.1-8b", revision="abc"), architecture_only=True)
 
 

@@ -103,4 +103,4 @@ def test_code_that_is_trusted_runs_and_that_is_said(folder, trace, caplog):
     with caplog.at_level(logging.WARNING):
         load(ModelConfig(name_or_path=str(made), trust_remote_code=True))
     assert trace.exists()
-    assert f"Python code that {made} brings is run with your rights" in caplog.text
+    assert f"Python code from {made} runs with your rights" in caplog.text

@@ -222,7 +222,7 @@ def test_differences_are_all_named():
     text = str(caught.value)
     assert "holds unused, which this run does not train" in text
     assert "nothing of extra, which this run trains" in text
-    assert "linear.weight of shape [70, 64], this run's is [9, 64]" in text
+    assert "linear.weight of shape [70, 64], but in this run its shape is [9, 64]" in text
     assert len(caught.value.problems) == 4
     assert not second.state  # nothing was changed
 

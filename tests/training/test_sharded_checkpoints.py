@@ -220,5 +220,5 @@ def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(forks, 
     processes = forks.run_two(COULD_NOT_SAVE, *settings, f"training.output_dir={tmp_path / 'run'}")
     assert 2 in [process.returncode for process in processes]
     said = "".join(process.stderr for process in processes)
-    assert "have some that are made from several: gate_up" in said
+    assert "have some that combine several of them: gate_up" in said
     assert "step 1" not in said

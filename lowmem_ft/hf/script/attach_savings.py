@@ -68,7 +68,7 @@ class Savings:
         )
         if before.step is not None and after.step is not None:
             words += f", and {after.step.seconds:.3g} s a step in place of {before.step.seconds:.3g}"
-        return f"{words}, with {shlex.join(self.settings)}; this script, run once more with them"
+        return f"{words}, with {shlex.join(self.settings)}; measured by running this script again with them"
 
     def to_json(self) -> dict[str, Any]:
         """Return the settings, and both peaks and times."""

@@ -67,7 +67,7 @@ def row_length(said: int | None, found: int | None, *, packed: bool, collator: A
         return padded(said, collator)
     if found is None:
         raise UserError(
-            "A recipe needs the length of rows, and neither the arguments nor the data show it before batches are "
-            "made. Pass it: hf.recipe_from(..., max_length=2048)."
+            "A recipe needs a row length, and neither the arguments nor the data show it before batches are made. "
+            "Pass it: hf.recipe_from(..., max_length=2048)."
         )
     return found if said is None else min(found, padded(said, collator))

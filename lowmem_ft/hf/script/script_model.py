@@ -36,10 +36,10 @@ _NOT_OF_THE_ARCHITECTURE = {
 
 _OTHER_WEIGHTS = {
     "modules_to_save": "trains whole copies of these modules",
-    "rank_pattern": "gives layers ranks of their own",
+    "rank_pattern": "gives some layers other ranks",
     "layers_to_transform": "leaves layers out",
     "exclude_modules": "leaves modules out",
-    "target_parameters": "adapts parameters that are no linear layer's",
+    "target_parameters": "adapts parameters outside linear layers",
     "trainable_token_indices": "trains rows of the embedding",
 }
 """Settings of PEFT's that a recipe has no key for, and that change what is trained."""
@@ -92,7 +92,7 @@ def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
         _refuse_frozen_parts(model, reading)
         return AdapterConfig()
     if len(adapters) > 1:
-        reading.problem(f"A recipe has one adapter, and the model has {', '.join(adapters)}. Leave one.")
+        reading.problem(f"A recipe has one adapter, and the model has {', '.join(adapters)}. Keep one.")
     config = next(iter(adapters.values()))
     if (kind := str(getattr(config.peft_type, "value", config.peft_type))) != "LORA":
         reading.problem(f"A recipe's adapter is LoRA, and the model has PEFT's {kind}.")
@@ -134,7 +134,7 @@ def _refuse_frozen_parts(model: nn.Module, reading: Reading) -> None:
     if frozen:
         total = sum(map(logical_numel, model.parameters()))
         reading.problem(
-            f"A recipe trains all weights or LoRA adapters, and {frozen:,} of the model's {total:,} parameters are "
+            f"A recipe trains all weights or LoRA adapters, but {frozen:,} of the model's {total:,} parameters are "
             f"frozen without adapters. {script_estimate()}"
         )
 
@@ -151,8 +151,8 @@ def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
             return name, "pretrained"
         if found is not None:
             reading.warn(
-                f"The model's config is not that of {name} any more: the recipe has a copy of the architecture as it "
-                "is now, which serves estimates and plans; it cannot load the weights."
+                f"The model's config is no longer that of {name}: the recipe has a copy of the current architecture, "
+                "for estimates and plans; it cannot load the weights."
             )
     folder = _folder_of_configs() / f"{len(list(_folder_of_configs().iterdir()))}-{config.model_type}"
     PretrainedConfig.save_pretrained(config, folder)
@@ -183,8 +183,8 @@ def _attention(config: PretrainedConfig, reading: Reading) -> Any:
     if chosen in recipe_keys()["model.attn_implementation"].choices:
         return chosen
     reading.warn(
-        f"attn_implementation={chosen} is none of a recipe's: model.attn_implementation=auto stands for it, whose "
-        "buffers in attention may be other ones."
+        f"attn_implementation={chosen} has no counterpart in a recipe: model.attn_implementation=auto replaces it, "
+        "whose attention buffers may differ."
     )
     return "auto"
 
@@ -230,7 +230,7 @@ def _weights_type(model: nn.Module, reading: Reading) -> Any:
         others = ", ".join(str(other).removeprefix("torch.") for other in numbers if other != dtype)
         direction = "more" if more > 0 else "less"
         reading.warn(
-            f"Some weights are {others} where most are {name}: with gradients aside they take "
+            f"Some weights are {others} while most are {name}: without their gradients they take "
             f"{format_bytes(abs(more))} {direction} than the recipe says."
         )
     return name

@@ -39,7 +39,8 @@ def optimizer_config(
         found = _name_of(own)
     if found is None:
         reading.problem(
-            f"The optimizer {asked} is none of a recipe's: {', '.join(BY_HF_NAME)}. {script_estimate()}"
+            f"The optimizer {asked} has no counterpart in a recipe, which has {', '.join(BY_HF_NAME)}. "
+            f"{script_estimate()}"
         )
         return OptimizerConfig()
     row = OPTIMIZERS[found]
@@ -58,8 +59,8 @@ def optimizer_config(
             formats["state"] = "bf16"
     if found == "adamw" and asked == "optim=adamw_torch" and not args.use_cpu:
         reading.warn(
-            "optim=adamw_torch updates all weights at once on a GPU and holds as much as its second averages beside "
-            "them meanwhile, which the estimate does not count; optim=adamw_torch_fused does not."
+            "optim=adamw_torch updates all weights at once on a GPU and meanwhile holds additional memory as large as "
+            "its second averages, which the estimate does not count; optim=adamw_torch_fused does not."
         )
     return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
 
@@ -74,8 +75,8 @@ def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
     """Return our name of an optimizer that the script passes."""
     if isinstance(optimizer, ChunkedOptimizer):
         raise UserError(
-            "A script's recipe is read before hf.attach. Call hf.recipe_from first; to MemoryCallback give the recipe "
-            "that hf.attach was given."
+            "A script's recipe is read before hf.attach. Call hf.recipe_from first; pass MemoryCallback the same "
+            "recipe as hf.attach."
         )
     by_class: dict[str, OptimizerName] = {
         "torch.optim.adamw.AdamW": "adamw",

@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _UNLIKE: Mapping[str, tuple[Any, str]] = {
     "auto_find_batch_size": (
         False,
-        "the estimate is of per_device_train_batch_size, before it is halved",
+        "the estimate is for per_device_train_batch_size, before it is halved",
     ),
     "torch_compile": (False, "compiled kernels keep fewer activations than the estimate counts"),
     "use_liger_kernel": (False, "Liger's kernels keep fewer activations and logits than the estimate counts"),
-    "deepspeed": (None, "a recipe is of one process that holds everything"),
-    "fsdp": (None, "a recipe is of one process that holds everything"),
-    "optim_target_modules": (None, "the optimizer keeps projections in place of full state"),
+    "deepspeed": (None, "a recipe describes one process that holds everything"),
+    "fsdp": (None, "a recipe describes one process that holds everything"),
+    "optim_target_modules": (None, "the optimizer keeps projections instead of full state"),
 }
 """Fields that change a step's memory and have no counterpart: the value that switches them off, and the consequence."""
 
@@ -171,8 +171,8 @@ def refuse_other_losses(script: Trainer | TrainingArguments) -> None:
         raise UserError(
             f"A recipe trains a model on next tokens, and {type(script).__name__} does more in a step: reference "
             "models, pairs of answers, generation. It cannot be estimated or planned from a recipe. "
-            f"{script_estimate()} Its line hf.attach says which settings to attach and what they save; "
-            "`--gpu all` says where it fits."
+            f"{script_estimate()} The hf.attach line of its output names the settings to attach and their savings; "
+            "`--gpu all` shows where it fits."
         )
 
 
@@ -259,7 +259,7 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
         named["lr_scheduler_kwargs"] = args.lr_scheduler_kwargs or None
     else:
         named["warmup_steps"] = 0.0
-        reading.warn(f"lr_scheduler_type={schedule} is none of a recipe's. It takes no memory.")
+        reading.warn(f"lr_scheduler_type={schedule} has no counterpart in a recipe. It takes no memory.")
     return TrainingConfig(
         **named,
         max_grad_norm=args.max_grad_norm or None,
@@ -299,8 +299,8 @@ def _note_unlike(script: Script, reading: Reading) -> None:
     )
     if args.label_smoothing_factor:
         reading.warn(
-            f"label_smoothing_factor={args.label_smoothing_factor} keeps log-probabilities of every token beside the "
-            f"logits, about {logits} more than the estimate counts."
+            f"label_smoothing_factor={args.label_smoothing_factor} keeps log-probabilities of every token in addition "
+            f"to the logits, about {logits} more than the estimate counts."
         )
     if script.keeps_logits and script.evaluates:
         reading.warn(
@@ -323,7 +323,7 @@ def _note_casts_of_adapters(script: Script, recipe: Recipe, reading: Reading) ->
     if more := 2 * tokens * width:
         reading.warn(
             "PEFT copies the input of each adapter to float32 and back, which our own loop does not: about "
-            f"{format_bytes(more)} more than the estimate counts, and some time."
+            f"{format_bytes(more)} more than the estimate counts, and it takes some time."
         )
 
 

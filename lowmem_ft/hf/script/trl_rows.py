@@ -63,6 +63,6 @@ def _other_kind(columns: Sequence[str], source: str, *, wanted: bool) -> str:
     if not wanted:
         return holds_preferences(columns, source)
     return (
-        f"Preferences have a column `chosen` and one `rejected`, and {source} has {', '.join(columns)}. Name the pairs "
-        "so, or learn answers alone, with TRL's SFTTrainer."
+        f"Preferences have a column `chosen` and one `rejected`, and {source} has {', '.join(columns)}. Rename the "
+        "columns, or learn only answers, with TRL's SFTTrainer."
     )

@@ -18,7 +18,7 @@ def script_estimate() -> str:
     if not path.endswith(".py") or path.endswith("__main__.py"):  # a test or a notebook
         path, arguments = "train.py", []
     command = ["lowmem-ft", "estimate", "--script", path, *(["--", *arguments] if arguments else [])]
-    return f"`{shlex.join(command)}` estimates the script as it is."
+    return f"`{shlex.join(command)}` estimates the script itself."
 
 
 @dataclass

@@ -46,8 +46,8 @@ class LazyWeight:
         tensor = self._values[index]
         if not is_finite(tensor):
             raise ModelError(
-                f"A weight must be finite, but {self.name} in {self.file} holds NaN or infinity: every loss would. "
-                "Download the model again, or choose a checkpoint from before it was ruined."
+                f"A weight must be finite, but {self.name} in {self.file} holds NaN or infinity, as every loss would. "
+                "Download the model again, or choose an earlier checkpoint."
             )
         return tensor
 

@@ -33,8 +33,9 @@ def nearest_names(name: str) -> str:
 def out_of_reach(name: str) -> ModelError:
     """Return the error for a hub id with no file on this machine while the hub does not answer."""
     return ModelError(
-        f"{name} is neither a local folder nor in the hub's cache, and the hub is out of reach."
-        f"{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs no hub."
+        f"{name} is neither a local folder nor in the hub's cache, and the hub cannot be "
+        f"reached.{nearest_names(name)} {OFFLINE_ADVICE} An estimate of a model that `lowmem-ft models` lists needs "
+        "no hub."
     )
 
 
@@ -60,7 +61,7 @@ def require_tokenizer_within_reach(config: ModelConfig) -> None:
     name = config.tokenizer_name_or_path or ""
     if not _may_be_had(name, ["tokenizer.json", "tokenizer_config.json", "config.json"], None):
         raise not_a_tokenizer(
-            name, "it is neither a local folder nor in the hub's cache, and the hub is out of reach."
+            name, "it is neither a local folder nor in the hub's cache, and the hub cannot be reached."
         )
 
 

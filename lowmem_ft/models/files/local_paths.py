@@ -37,7 +37,7 @@ def check_model_path(config: ModelConfig) -> None:
     path = expand_user(name)
     if config.revision is not None and path.exists():
         raise ModelError(
-            f"model.revision={config.revision} is about a hub repository, but model.name_or_path={name} is on this "
+            f"model.revision={config.revision} applies to a hub repository, but model.name_or_path={name} is on this "
             "machine. Set model.revision=null."
         )
     if path.suffix == ".gguf":
@@ -48,14 +48,14 @@ def check_model_path(config: ModelConfig) -> None:
         elif not (path / "config.json").is_file():
             is_adapter = (path / "adapter_config.json").is_file()
             merge = shlex.join(["lowmem-ft", "merge", name, "DIR"])
-            hint = f" It is an adapter: `{merge}` makes a model of it." if is_adapter else ""
+            hint = f" It is an adapter: `{merge}` merges it into its base model." if is_adapter else ""
             raise ModelError(
                 f"A model folder holds config.json and *.safetensors; model.name_or_path={name} has no "
                 f"config.json.{hint} Pass another folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
             )
     elif path.is_file() or looks_like_a_path(name):
         raise ModelError(
-            f"model.name_or_path={name} is no folder.{neighbours(path)} Pass a folder with config.json and "
+            f"model.name_or_path={name} is not a folder.{neighbours(path)} Pass a folder with config.json and "
             "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
         )
 
@@ -77,8 +77,8 @@ def check_tokenizer_path(config: ModelConfig) -> None:
         _refuse_damaged_tokenizer(path)
     elif name and (path.is_file() or looks_like_a_path(name)):
         raise ModelError(
-            f"model.tokenizer_name_or_path={name} is no folder.{neighbours(path)} Pass a folder with tokenizer.json, "
-            "or a hub id."
+            f"model.tokenizer_name_or_path={name} is not a folder.{neighbours(path)} Pass a folder with "
+            "tokenizer.json, or a hub id."
         )
 
 
@@ -99,14 +99,14 @@ def _refuse_damaged_tokenizer(folder: Path) -> None:
             raw.seek(-min(_LOOKED_AT_BYTES, whole.stat().st_size), os.SEEK_END)
             end = raw.read()
         if not begin.lstrip().startswith(b"{") or not end.rstrip().endswith(b"}"):
-            raise not_a_tokenizer(folder, "its tokenizer.json is cut off, or no JSON object.")
+            raise not_a_tokenizer(folder, "its tokenizer.json is truncated, or not a JSON object.")
     if settings.is_file():
         try:
             is_object = isinstance(json.loads(settings.read_text("utf-8")), dict)
         except ValueError:
             is_object = False
         if not is_object:
-            raise not_a_tokenizer(folder, "its tokenizer_config.json is no JSON object.")
+            raise not_a_tokenizer(folder, "its tokenizer_config.json is not a JSON object.")
 
 
 def looks_like_a_path(name: str) -> bool:
@@ -121,18 +121,19 @@ def _require_gguf(file: Path, setting: str) -> None:
         begin = raw.read(_GGUF_HEADER_BYTES)
     if not begin.startswith(GGUF_MAGIC):
         raise ModelError(
-            f"{setting} is no GGUF file, which begins with GGUF; got {begin[:8]!r}. Download it again, or name another."
+            f"{setting} is not a GGUF file, which begins with GGUF; got {begin[:8]!r}. Download it again, or name "
+            "another."
         )
     if len(begin) < _GGUF_HEADER_BYTES:
         raise ModelError(f"{setting} ends after {len(begin)} bytes, within its header. Download it again.")
     if not 0 < int.from_bytes(begin[4:8], "little") <= _LATEST_GGUF:
         raise ModelError(
-            f"{setting} is a damaged GGUF file, or one of a later version: GGUF has versions 1 to {_LATEST_GGUF}, got "
+            f"{setting} is a damaged GGUF file, or has a newer version: GGUF has versions 1 to {_LATEST_GGUF}, got "
             f"{int.from_bytes(begin[4:8], 'little')}. Download it again."
         )
     counts = [int.from_bytes(begin[start : start + 8], "little") for start in (8, 16)]
     if sum(counts) * _LEAST_BYTES_OF_AN_ENTRY > file.stat().st_size:
         raise ModelError(
-            f"{setting} is a damaged GGUF file, or ends early: its header tells of {counts[0]:,} tensors and "
+            f"{setting} is a damaged GGUF file, or ends early: its header lists {counts[0]:,} tensors and "
             f"{counts[1]:,} metadata entries, which its {file.stat().st_size:,} bytes cannot hold. Download it again."
         )

@@ -106,8 +106,8 @@ def refuse_unfit(config: ModelConfig) -> None:
     ]
     if wrong:
         raise ModelError(
-            f"A model has {' and '.join(wrong)} in the config.json of {name}. Correct it, or take the config.json of "
-            "the model's original repository."
+            f"The config.json of {name} must have {' and '.join(wrong)}. Correct it, or take the config.json of the "
+            "model's original repository."
         )
 
 
@@ -120,10 +120,10 @@ def _refuse_unreadable(config: ModelConfig) -> None:
     try:
         fields = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise ModelError(f"{file} is not a valid JSON file: {error}. Mend it, or {way_out}") from error
+        raise ModelError(f"{file} is not a valid JSON file: {error}. Fix it, or {way_out}") from error
     if not isinstance(fields, dict) or not {"model_type", "auto_map"} & fields.keys():
         raise ModelError(
-            f"A config.json must give model_type; {config.name_or_path}'s lacks it. Add the field, or {way_out}"
+            f"A config.json must give model_type; that of {config.name_or_path} lacks it. Add the field, or {way_out}"
         )
 
 
@@ -142,8 +142,8 @@ def refuse_quantized(name: str, quantization: object) -> None:
     method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
     raise ModelError(
         f"{name} holds weights that are quantised already (quantization_config in its config.json: {method}), and "
-        "training starts from those in 16 or 32 bits. Name the model that it was made from; to train adapters beside "
-        "4-bit weights, set model.quantization=nf4 adapter.name=lora as well."
+        "training starts from those in 16 or 32 bits. Name the model that it was made from; to train adapters on "
+        "4-bit weights, also set model.quantization=nf4 adapter.name=lora."
     )
 
 
@@ -161,8 +161,8 @@ def _refuse_encoder(name: str, fields: dict[str, Any]) -> None:
 def not_causal(name: str, model_type: object, reason: str) -> str:
     """Return the sentence about a model that is not causal."""
     return (
-        "model.name_or_path needs a causal language model, whose tokens see only the ones before them; "
-        f"{name} is of type {model_type!r}, {reason}. Choose a decoder, such as one of `lowmem-ft models`."
+        f"model.name_or_path needs a causal language model, whose tokens see only earlier ones; {name} is of type "
+        f"{model_type!r}, {reason}. Choose a decoder, such as one of `lowmem-ft models`."
     )
 
 
@@ -199,13 +199,13 @@ def damage(file: Path) -> str | None:
         The end of a sentence about the file.
     """
     if not file.is_file():
-        return "is not there"
+        return "is missing"
     size = file.stat().st_size
     with file.open("rb") as raw:
         begin = raw.read(8)
         header_bytes = struct.unpack("<Q", begin)[0] if len(begin) == 8 else _MOST_HEADER_BYTES + 1
         if header_bytes > _MOST_HEADER_BYTES:
-            return f"is no safetensors file, it begins with {begin!r}"
+            return f"is not a safetensors file: it begins with {begin!r}"
         try:
             tensors = json.loads(raw.read(header_bytes))
             ends = [tensor["data_offsets"][1] for name, tensor in tensors.items() if name != "__metadata__"]
@@ -214,7 +214,7 @@ def damage(file: Path) -> str | None:
             return (
                 "ends within its header"
                 if size < 8 + header_bytes
-                else "has a header that is no JSON of tensors"
+                else "has a header that is not JSON of tensors"
             )
     return None if size == expected else f"has {size:,} bytes of {expected:,}"
 

@@ -142,7 +142,8 @@ class CutTensor:
             end = first + num_rows(values) if first == end else -1
         if self._shape and end != self._shape[0]:
             raise CheckpointError(
-                f"The checkpoint is damaged: of {name}, not all {self._shape[0]} rows are there. Resume from another."
+                f"The checkpoint is damaged: some of the {self._shape[0]} rows of {name} are missing. Resume from "
+                "another checkpoint."
             )
 
     def get_shape(self) -> list[int]:

@@ -144,7 +144,9 @@ def import_optimizer_state(
 def _place_of(optimizer: Optimizer, parameter: Any, key: str) -> tuple[int, int]:
     """Return where this process's part of a sharded parameter's state begins in the whole, and the whole's length."""
     if not isinstance(optimizer, ChunkedOptimizer):
-        raise TypeError(f"{type(optimizer).__name__} has state of its own making of a sharded parameter.")
+        raise TypeError(
+            f"Only the optimizers of lowmem_ft save the state of sharded parameters, got {type(optimizer).__name__}."
+        )
     lengths = [optimizer.kept_sizes(parameter, elements)[key][0] for elements in parts_of(parameter)]
     return sum(lengths[: part_number(parameter)]), sum(lengths)
 
@@ -217,8 +219,8 @@ def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Map
     """Return what keeps this state from fitting this optimizer, one sentence each."""
     if scalars["optimizer"] != _kind(optimizer):
         return [
-            f"The optimizer state was written by {scalars['optimizer']}, this run uses {_kind(optimizer)}. "
-            "Set optimizer.name to the one that was used, or start a new run from the saved weights."
+            f"The optimizer state was written by {scalars['optimizer']}, this run uses {_kind(optimizer)}. Set "
+            "optimizer.name to that one, or start a new run from the saved weights."
         ]
     saved = [group["shapes"] for group in scalars["groups"]]
     own = [_export_group(group, names)["shapes"] for group in optimizer.param_groups]
@@ -230,15 +232,18 @@ def _differences(optimizer: Optimizer, names: Mapping[Tensor, str], scalars: Map
         f"The optimizer state holds {name}, which this run does not train."
         for name in saved_shapes.keys() - own_shapes.keys()
     ] + [
-        f"The optimizer state has nothing of {name}, which this run trains."
+        f"The optimizer state has nothing for {name}, which this run trains."
         for name in own_shapes.keys() - saved_shapes.keys()
     ]
     problems += [
-        f"The optimizer state has {name} of shape {saved_shapes[name]}, this run's is {own_shapes[name]}."
+        f"The optimizer state has {name} of shape {saved_shapes[name]}, but in this run its shape is "
+        f"{own_shapes[name]}."
         for name in saved_shapes.keys() & own_shapes.keys()
         if saved_shapes[name] != own_shapes[name]
     ]
-    return sorted(problems) or ["The optimizer state has the same parameters in other groups than this run."]
+    return sorted(problems) or [
+        ("The optimizer state has the same parameters in different groups from this run.")
+    ]
 
 
 def _keys_by_parameter(full_names: Iterable[str]) -> dict[str, list[str]]:
@@ -257,8 +262,8 @@ def _fill(name: str, allocated: Mapping[str, Any], saved: Mapping[str, Tensor]) 
         if target is None or target.dtype != tensor.dtype or target.shape != tensor.shape:
             kept = "nothing" if target is None else f"{target.dtype} of shape {list(target.shape)}"
             raise CheckpointError(
-                f"The optimizer state has {name}.{key} as {tensor.dtype} of shape {list(tensor.shape)}, "
-                f"this optimizer keeps {kept}. Set optimizer.name to the one that was used."
+                f"The optimizer state has {name}.{key} as {tensor.dtype} of shape {list(tensor.shape)}, but this "
+                f"optimizer keeps {kept}. Set optimizer.name to the one that wrote it."
             )
         target.copy_(tensor)
 

@@ -95,7 +95,7 @@ def _take_weight(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: Sa
     weight = flat_weight(parameter) if saved.weight is None else saved.weight.reshape(-1)
     if saved.dtype == torch.float32 and weight.dtype != torch.float32:
         logger.warning(
-            "A weight of %d elements was saved in float32 and is at hand in %s alone: its master begins from that.",
+            "A weight of %d elements was saved in float32 but is available only in %s: its master begins from that.",
             parameter.numel(),
             weight.dtype,
         )

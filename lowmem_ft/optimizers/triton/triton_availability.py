@@ -78,13 +78,13 @@ def said_of_virtual_gpus() -> Iterator[None]:
 
 def _tell(problem: str) -> None:
     logger.warning(
-        "Weights are updated by many small kernels, which takes longer than one in Triton: %s", problem
+        "Weights are updated by many small kernels, which takes longer than one Triton kernel: %s", problem
     )
 
 
 def _works_or_refused(kernel: Kernel, problem: str | None) -> bool:
     if problem is not None and kernel == "triton":
-        raise UserError(f"The update by Triton was asked for, and {problem} Set kernel to auto or eager.")
+        raise UserError(f"The Triton update was requested, but {problem} Set kernel to auto or eager.")
     return problem is None
 
 
@@ -111,7 +111,7 @@ def _lacks(device: torch.device) -> str | None:
         return triton_lacks()
     if torch.get_device_module(device).has_triton():
         return None
-    return triton_lacks() or "Triton is not installed there. `pip install triton` brings it."
+    return triton_lacks() or "Triton is not installed on that machine. `pip install triton` installs it."
 
 
 def _tried(trial: Trial) -> Mapping[str, Tensor]:
@@ -139,14 +139,14 @@ def _problem_of_trial(trial: Trial) -> str | None:
             raise  # this is no evidence about the kernel
         text = str(error).strip().splitlines()
         return (
-            f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). "
-            "`pip install` the version of Triton that belongs to torch's; it also needs gcc, and a folder to write to "
-            "(TRITON_CACHE_DIR)."
+            f"its kernel does not run here ({type(error).__name__}: {text[0] if text else 'no message'}). Run `pip "
+            "install` with the version of Triton that belongs to this torch; it also needs gcc, and a folder to write "
+            "to (TRITON_CACHE_DIR)."
         )
     for name, value in expected.items():
         off = (found[name] - value).abs()
         is_near = (off <= value.abs() * 2**-12).double().mean().item() >= 0.99
         # No value may be off by more than the coarsest format rounds, an eighth and the block's floor.
         if not is_near or not bool((off <= value.abs() / 4 + value.abs().max() * 2**-14).all()):
-            return f"its kernel computes another {name} than torch's operations do. Please report it."
+            return f"its kernel computes a different {name} from torch's operations. Please report it."
     return None

@@ -134,7 +134,7 @@ def test_a_weight_that_is_at_hand_in_16_bits_alone_is_a_warning(caplog):
     model.load_state_dict(source[0].state_dict())
     state = export_optimizer_state(source[1], source[0].named_parameters())
     import_optimizer_state(optimizer, model.named_parameters(), state)
-    assert "saved in float32 and is at hand in torch.bfloat16 alone" in caplog.text
+    assert "saved in float32 but is available only in torch.bfloat16" in caplog.text
 
 
 def test_a_missing_tensor_is_named():

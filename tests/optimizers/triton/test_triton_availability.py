@@ -107,7 +107,7 @@ def test_what_triton_lacks_is_told_with_the_way_to_get_it(monkeypatch, caplog):
     monkeypatch.setattr(triton_availability, "triton_lacks", lambda: "Triton needs a C compiler.")
     with caplog.at_level(logging.WARNING):
         assert not uses_kernel("auto", GPU, "formats", trial_of(lambda expected: expected))
-    assert "takes longer than one in Triton: Triton needs a C compiler." in caplog.text
+    assert "takes longer than one Triton kernel: Triton needs a C compiler." in caplog.text
 
 
 def test_a_run_and_an_estimate_of_this_machine_agree_without_a_compiler(monkeypatch, caplog, cuda_driver):

@@ -237,7 +237,7 @@ def test_one_that_has_room_is_broken(error, cuda_driver):
     assert not is_out_of_memory(error)
     said = library_that_did_not_start(error)
     assert said is not None
-    assert "not for want of memory: 12.0 GiB of the device are free" in said
+    assert "not because of memory: 12.0 GiB of the device are free" in said
 
 
 def test_one_whose_driver_does_not_answer_is_broken():
