@@ -53,23 +53,26 @@ class Outcome:
     weights: Mapping[str, Tensor]
 
 
-def outcome_of(recipe: Recipe, folder: Path, rows: Rows | None = None) -> Outcome:
+def outcome_of(
+    recipe: Recipe, folder: Path, rows: Rows | None = None, *, num_steps: int = NUM_STEPS
+) -> Outcome:
     """Train a few steps, evaluate, and remove every technique again.
 
     Args:
         recipe: a recipe on the CPU, with random weights.
         folder: for the run's files.
         rows: the rows to train on.
+        num_steps: steps before the evaluation.
     """
     rows = rows or Rows()
     runtime = AccelerateRuntime.create(recipe.training, folder)
     plan = plan_session(recipe, runtime, load_model_config(recipe.model))
     torch.manual_seed(0)
-    session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
+    session = build_session(recipe, runtime, plan, num_training_steps=num_steps)
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(rows.seed)
     losses = []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps):
         result = train_step(session, _window(recipe, rows, generator, step))
         assert result.applied
         losses.append(result.loss)
