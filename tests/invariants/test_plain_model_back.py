@@ -22,7 +22,7 @@ STARTS["adapters beside a streamed base"] = (*settings_of(RUNGS[1]), *ADAPTERS, 
 STARTS["adapters, all activations away"] = (*ADAPTERS, "offload.activations=all", "tiling.mlp=3")
 
 
-@pytest.fixture(scope="module", params=["qwen2", "gemma2", "qwen3_moe"])
+@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "gemma2", "qwen3_moe"])
 def folder(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     AutoConfig.for_model(**{"model_type": request.param, **FAMILIES[request.param]}).save_pretrained(folder)

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-import importlib.util
 import io
 import json
 import logging
@@ -550,14 +549,24 @@ def test_the_script_is_the_estimate_command():
     assert done.stdout.startswith("usage: lowmem-ft estimate recipe=NAME|PATH")
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("lowmem_ft.estimator.changes") is None, reason="needs the estimator"
-)
+THEN_IMPORTED = """
+import runpy, sys
+del sys.argv[0]
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    unneeded = {"bitsandbytes", "datasets", "peft", "transformers.trainer_utils"}
+    print("imported:", *unneeded & sys.modules.keys(), file=sys.stderr)
+"""
+
+
 def test_the_tiny_recipe_end_to_end(tmp_path):
+    """In a process of its own: each import is paid every time somebody asks."""
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"
+    wanted = ["recipe=tiny", "training.lr_scheduler_type=cosine", "--gpu", "rtx-4090"]
     files = ["--json", "-", "--plot", plot, "--snapshot", snapshot]
     done = subprocess.run(
-        [sys.executable, SCRIPT, "recipe=tiny", "--gpu", "rtx-4090", *files],
+        [sys.executable, "-c", THEN_IMPORTED, SCRIPT, *wanted, *files],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
@@ -568,5 +577,6 @@ def test_the_tiny_recipe_end_to_end(tmp_path):
     assert report["gpu"]["name"] == "rtx-4090"
     assert sum(report["by_category_at_peak"].values()) == report["device"]["allocated_peak_bytes"]
     assert "fits on rtx-4090" in done.stderr
+    assert done.stderr.splitlines()[-1] == "imported:"
     assert plot.stat().st_size > 10_000
     assert snapshot.stat().st_size > 10_000
