@@ -22,7 +22,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
-from lowmem_ft.recipe.reading.keys import memory_knobs
+from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -287,8 +287,8 @@ def _processes(recipe: Recipe) -> Processes | None:
 
 
 def _untraced_micro_batches(recipe: Recipe) -> int | None:
-    """Return the micro-batches of a step if only the first are traced; None in vertical order, which traces all."""
-    if recipe.accumulation.order == "vertical":
+    """Return the micro-batches of a step if only the first are traced; None if they come together: all are traced."""
+    if key_with(recipe, "whole window at once"):
         return None
     return recipe.training.gradient_accumulation_steps
 

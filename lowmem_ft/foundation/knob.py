@@ -37,6 +37,24 @@ Engine = Literal["ddp", "fsdp2", "zero2", "zero3"]
 
 ENGINES: tuple[Engine, ...] = get_args(Engine)
 
+Trait = Literal[
+    "weights on host",
+    "state on host",
+    "activations on host",
+    "layers fetched ahead",
+    "whole window at once",
+    "updates in backward",
+    "no loss scale",
+]
+"""Properties of a value that other code asks for instead of naming the technique.
+
+weights on host: weights are stored in host memory, and on the device only while they are needed; state on host: the
+optimizer's state and masters are; activations on host: what backward needs of a layer is; layers fetched ahead: data of
+a layer is sent to the device while the layer before is computed, so that the first layer differs; whole window at once:
+forward takes all micro-batches of a step together; updates in backward: weights are updated before backward has ended;
+no loss scale: gradients of trained weights are used before backward has brought a loss scale.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Effect:
@@ -48,6 +66,7 @@ class Effect:
         needs_checkpointed: which layers have to be checkpointed.
         engines: engines of several processes with which it works; a test or a trace shows each.
         consent: the word in ``plan.allow`` without which a planner does not choose the value; empty: none is needed.
+        traits: its properties, which ``recipe.reading.keys.key_with`` looks for in a recipe.
     """
 
     cost: Cost = "nothing"
@@ -55,6 +74,7 @@ class Effect:
     needs_checkpointed: Checkpointed = "no layer"
     engines: tuple[Engine, ...] = ENGINES
     consent: str = ""
+    traits: tuple[Trait, ...] = ()
 
 
 NO_EFFECT = Effect()

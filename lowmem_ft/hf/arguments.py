@@ -12,7 +12,7 @@ from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.hf.trainers.argument_overrides import keep_overrides, plain
 from lowmem_ft.hf.trainers.key_table import IN_TRAINER
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -124,7 +124,7 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
     for old, new in ALIASES.items():
         if {old, new} <= fields.keys():
             del fields[old if old not in overrides else new]
-    if recipe.offload.parameters == "stream":
+    if key_with(recipe, "weights on host"):
         arguments_class = _leaving_the_model_on_the_host(arguments_class)
     args = arguments_class(**fields)
     if not {"bf16", "fp16"} & overrides.keys():

@@ -89,7 +89,7 @@ class OptimizerConfig:
             "the gradients except for those of one layer (without clipping), or all of them with offload to the host"
         ),
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
-        effects={True: Effect(cost="time", engines=("fsdp2",))},
+        effects={True: Effect(cost="time", engines=("fsdp2",), traits=("updates in backward",))},
         tries=(False, True),
     )
     weight_decay: float = knob(

@@ -43,8 +43,8 @@ Capability = Literal[
     "takes_formats",
     "takes_state_formats",
     "steps_in_backward",
-    "keeps_state_on_host",
-    "trains_streamed_weights",
+    "moves_state_by_chunks",
+    "updates_by_slices",
 ]
 """Capabilities of a row that rules check."""
 
@@ -79,9 +79,9 @@ class OptimizerRow:
         stand_in: the name to suggest for a capability that it lacks.
         takes_formats: whether it keeps state and master weights in every format.
         steps_in_backward: whether it updates one weight while backward still computes the gradients of others.
-        keeps_state_on_host: whether its state may be kept in host memory and streamed through the device chunk by
+        moves_state_by_chunks: whether its state may be kept in host memory and streamed through the device chunk by
             chunk.
-        trains_streamed_weights: whether it updates a weight from parts of its gradient, one after the other.
+        updates_by_slices: whether it updates a weight from parts of its gradient, one after the other.
     """
 
     summary: str
@@ -96,8 +96,8 @@ class OptimizerRow:
     stand_in: OptimizerName | None = None
     takes_formats: bool = True
     steps_in_backward: bool = True
-    keeps_state_on_host: bool = True
-    trains_streamed_weights: bool = True
+    moves_state_by_chunks: bool = True
+    updates_by_slices: bool = True
 
     @property
     def takes_state_formats(self) -> bool:
@@ -153,8 +153,8 @@ def _row_of_bitsandbytes(
         stand_in=ours,
         takes_formats=False,
         steps_in_backward=False,
-        keeps_state_on_host=False,
-        trains_streamed_weights=False,
+        moves_state_by_chunks=False,
+        updates_by_slices=False,
     )
 
 
@@ -185,7 +185,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         hyperparameters={},
         num_averages=0,
         effect=Effect(fidelity="other mathematics", engines=("ddp",)),  # it measures whole parameters
-        trains_streamed_weights=False,  # it reads the whole gradient of a parameter first
+        updates_by_slices=False,  # it reads the whole gradient of a parameter first
     ),
     "lion": OptimizerRow(
         rule="lowmem_ft.optimizers.updates.lion:Lion",

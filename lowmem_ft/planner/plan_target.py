@@ -24,6 +24,7 @@ from lowmem_ft.models.loading import weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import keys_with
 from lowmem_ft.recipe.rules.budget_limits import beyond_device, beyond_host
 from lowmem_ft.recipe.space.search_space import Rule
 from lowmem_ft.system.host_limits import tightest_host_limit
@@ -148,7 +149,7 @@ def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
         "model",
         "adapter",
         "training.mixed_precision",
-        "offload.parameters",
+        *keys_with("no loss scale"),
         "optimizer.name",
         "data.packing",
     )

@@ -25,6 +25,7 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.rehearsal.host import RehearsedHost
 from lowmem_ft.rehearsal.host_waits import HostWaits
 from lowmem_ft.rehearsal.window_shapes import (
@@ -133,7 +134,7 @@ class RehearsalRuntime(VirtualRuntime):
         self.progress_console: Console | None = _unseen_terminal()
         self._recipe = recipe
         self._on_step = on_step
-        self._takes_window = recipe.accumulation.order == "vertical"
+        self._takes_window = key_with(recipe, "whole window at once") is not None
         self._shapes, self._evaluation_shapes = Shapes(MOST_SHAPES), Shapes(MOST_EVALUATION_SHAPES)
         self._settle: Callable[[], None] = machine.step_is_over
 

@@ -15,7 +15,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.planner.run_length import RunLength
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.text.prose import Pairs, Prose
@@ -193,8 +193,8 @@ def _shortfall(plan: MemoryPlan) -> Prose:
 
 def _waits_on_host(recipe: Recipe) -> bool:
     """Return whether something is kept on the host that files could hold."""
-    offload = recipe.offload
-    return offload.folder is None and (offload.optimizer == "host" or offload.parameters == "stream")
+    on_host = key_with(recipe, "weights on host") or key_with(recipe, "state on host")
+    return recipe.offload.folder is None and on_host is not None
 
 
 def _limit_words(plan: MemoryPlan) -> str:

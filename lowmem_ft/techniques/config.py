@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.knob import NO_EFFECT, Checkpointed, Effect, knob
+from lowmem_ft.foundation.knob import NO_EFFECT, Checkpointed, Effect, Trait, knob
 from lowmem_ft.foundation.packages import require_package
 
 
@@ -136,6 +136,9 @@ class LossConfig:
         return problems
 
 
+_ACTIVATIONS_ON_HOST: tuple[Trait, ...] = ("activations on host", "layers fetched ahead")
+
+
 @dataclass(frozen=True, kw_only=True)
 class OffloadConfig:
     """Data kept in host memory instead of device memory."""
@@ -146,8 +149,8 @@ class OffloadConfig:
         frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in bf16",
         costs="two copies over PCIe; hidden behind compute for inputs, rarely for all",
         effects={
-            "inputs": Effect(cost="host link", needs_checkpointed="some layers"),
-            "all": Effect(cost="host link"),
+            "inputs": Effect(cost="host link", needs_checkpointed="some layers", traits=_ACTIVATIONS_ON_HOST),
+            "all": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=_ACTIVATIONS_ON_HOST),
         },
         tries=("none", "inputs"),  # copying all activations takes longer than recomputing them
     )
@@ -156,7 +159,7 @@ class OffloadConfig:
         "host: optimizer state and master weights wait in host memory; the step runs on the device, chunk by chunk.",
         frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
         costs="the state crosses PCIe twice a step",
-        effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"))},
+        effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=("state on host",))},
         tries=("device", "host"),
     )
     parameters: Literal["device", "stream"] = knob(
@@ -164,7 +167,13 @@ class OffloadConfig:
         "stream: weights live in host memory and visit the device layer by layer.",
         frees="all weights but two layers and resident_layers",
         costs="the weights cross PCIe twice a step, and once more with their updates",
-        effects={"stream": Effect(cost="host link", engines=())},
+        effects={
+            "stream": Effect(
+                cost="host link",
+                engines=(),
+                traits=("weights on host", "layers fetched ahead", "no loss scale"),
+            )
+        },
         tries=("device", "stream"),
     )
     resident_layers: int = knob(
@@ -216,7 +225,7 @@ class AccumulationConfig:
         "after the other.",
         frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
         costs="vertical: the layers' inputs of all micro-batches live at once",
-        effects={"vertical": Effect(needs_checkpointed="every layer")},
+        effects={"vertical": Effect(needs_checkpointed="every layer", traits=("whole window at once",))},
         tries=("horizontal", "vertical"),
     )
     dtype: Literal["float32", "weights"] = knob(
@@ -289,7 +298,7 @@ class DistributedConfig:
         costs="each layer's weights cross the link before its forward and its backward, its gradients after",
         effects={
             "ddp": Effect(cost="time"),
-            "fsdp2": Effect(cost="time"),
+            "fsdp2": Effect(cost="time", traits=("layers fetched ahead",)),
             "zero2": Effect(cost="time"),
             "zero3": Effect(cost="time"),
         },

@@ -18,7 +18,7 @@ def precision_problems(
     has_bfloat16: bool,
     device_name: str,
     frozen: bool,
-    streamed: bool,
+    scales_loss: bool,
 ) -> list[str]:
     """Return the rules broken by weights and autocast that a device cannot compute with, or that would train wrongly.
 
@@ -29,7 +29,7 @@ def precision_problems(
         has_bfloat16: whether it computes with bfloat16.
         device_name: for messages.
         frozen: whether these weights are frozen, next to adapters in float32.
-        streamed: whether they are streamed through the device: trained weights then cannot use a loss scale.
+        scales_loss: whether a loss scale would reach the gradients of trained weights.
 
     Returns:
         A sentence for each broken rule.
@@ -52,7 +52,7 @@ def precision_problems(
     if asked and not has_bfloat16:
         problems.append(
             "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
-            f"{asked} on {device_name}. {_without_bfloat16(frozen, streamed)}"
+            f"{asked} on {device_name}. {_without_bfloat16(frozen, scales_loss)}"
         )
     return problems
 
@@ -172,11 +172,13 @@ def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool,
     return []
 
 
-def _without_bfloat16(frozen: bool, streamed: bool) -> str:
+def _without_bfloat16(frozen: bool, scales_loss: bool) -> str:
     """Return the way out for a device that has no bfloat16."""
     if frozen:
         return "Set model.dtype=float16 and training.mixed_precision=fp16."
     float32 = "Set model.dtype=float32, optimizer.master=fp32 and training.mixed_precision="
     return (
-        f"{float32}no." if streamed else f"{float32}fp16, or training.mixed_precision=no to train in float32."
+        f"{float32}fp16, or training.mixed_precision=no to train in float32."
+        if scales_loss
+        else f"{float32}no."
     )

@@ -33,7 +33,7 @@ def check_precision(
     device: torch.device,
     *,
     frozen: bool = False,
-    streamed: bool = False,
+    scales_loss: bool = True,
 ) -> None:
     """Reject weights and autocast that this device cannot compute with, or that would silently train wrongly.
 
@@ -42,7 +42,7 @@ def check_precision(
         mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
         device: the device that the model trains on.
         frozen: whether these weights are frozen, next to adapters in float32.
-        streamed: whether they are streamed through the device: trained weights then cannot use a loss scale.
+        scales_loss: whether a loss scale would reach the gradients of trained weights.
 
     Raises:
         UserError: naming every rule that is broken.
@@ -54,7 +54,7 @@ def check_precision(
         has_bfloat16=has_bfloat16(device),
         device_name=name_of(device),
         frozen=frozen,
-        streamed=streamed,
+        scales_loss=scales_loss,
     )
     if problems:
         raise UserError(*problems)

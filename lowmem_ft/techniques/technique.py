@@ -115,6 +115,10 @@ class Technique(Handle):
         """Return values of the last step to record, by name; may wait for the device."""
         return {}
 
+    def weights_in_slices(self) -> Iterable[nn.Parameter]:
+        """Return weights whose gradients come in slices, if they have any: none ever exists as a whole."""
+        return ()
+
     def weight_memory(self) -> Iterable[WeightMemory]:
         """Return memory whose owner a trace of memory cannot tell."""
         return ()
@@ -205,6 +209,11 @@ class Techniques(Technique):
     def metrics(self) -> dict[str, float]:
         """Return the values of all techniques."""
         return {name: value for technique in self for name, value in technique.metrics().items()}
+
+    def weights_in_slices(self) -> Iterator[nn.Parameter]:
+        """Yield the weights of all techniques."""
+        for technique in self:
+            yield from technique.weights_in_slices()
 
     def weight_memory(self) -> Iterator[WeightMemory]:
         """Yield the memory of all techniques."""

@@ -36,6 +36,7 @@ from lowmem_ft.optimizers import (
     may_lose_updates,
 )
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
@@ -117,7 +118,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         recipe.training.mixed_precision,
         runtime.device,
         frozen=recipe.adapter.name != "none",
-        streamed=recipe.offload.parameters == "stream",
+        scales_loss=key_with(recipe, "no loss scale") is None,
     )
     check_optimizer(recipe.optimizer, runtime.device)
     if problems := problems_with_processes(recipe, runtime.num_processes):
@@ -176,7 +177,7 @@ def build_session(
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
         seed=recipe.training.seed,
-        host=host_memory if recipe.offload.parameters == "stream" else None,
+        host=host_memory if key_with(recipe, "weights on host") else None,
     )
     model.train()
     on = switch_on(

@@ -108,7 +108,7 @@ def _needs_of_knobs() -> Iterator[Needs]:
 NEEDS: tuple[Needs, ...] = (
     *_needs_of_knobs(),
     ("update", "in_backward", {**_optimizers("steps_in_backward"), "window": {"one", "three-vertical"}}),
-    ("optimizer_home", "host", _optimizers("keeps_state_on_host")),
+    ("optimizer_home", "host", _optimizers("moves_state_by_chunks")),
     *(("state", kind, _optimizers("takes_state_formats")) for kind in ("bf16", "8bit")),
     *(
         ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
@@ -119,7 +119,7 @@ NEEDS: tuple[Needs, ...] = (
 
 _STREAMED: dict[str, set[str]] = {
     **_checkpointing("every layer"),
-    **_optimizers("trains_streamed_weights"),
+    **_optimizers("updates_by_slices"),
     "update": {"in_backward"},
     "optimizer_home": {"host"},
     "window": {"one", "three-vertical"},

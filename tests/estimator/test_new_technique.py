@@ -1,21 +1,50 @@
-"""A technique that nobody has heard of joins by one entry in build.py: it then trains, and is in the estimate."""
+"""A technique that nobody has heard of joins by its config and one entry in build.py.
+
+It then trains, is in the estimate, and has what its key states in ``effects``: rules, and a place in the search.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
 
 import pytest
 import torch
 from ground_truth.real_run import run_for_real
+from lowmem_ft.planner.search_space import planned_keys
 from torch import Tensor, nn
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces.tracing import NUM_STEPS
-from lowmem_ft.recipe import load_recipe
+from lowmem_ft.foundation.errors import RecipeError
+from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.reading import keys, loading
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.training import build
 
 ALLOWED_ERROR = 0.005
 """As of runs without it: tests/estimator/test_against_real_steps.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HalvesConfig:
+    kept: Literal["whole", "halves"] = knob(
+        "whole",
+        "What backward needs of float32 activations.",
+        frees="halves: half of the activations",
+        costs="halves: they are rounded",
+        effects={
+            "halves": Effect(fidelity="unbiased rounding", engines=("fsdp2",), traits=("no loss scale",)),
+        },
+        tries=("whole", "halves"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecipeWithHalves(Recipe):
+    halves: HalvesConfig = field(default_factory=HalvesConfig)
 
 
 class HalvedActivations(Technique):
@@ -48,29 +77,68 @@ def enable_halved_activations(model: nn.Module) -> HalvedActivations:
     return HalvedActivations(wrap_method(model, "forward", halved))
 
 
-def test_a_technique_that_joins_a_run_is_estimated_as_it_is_measured(monkeypatch):
-    recipe = load_recipe(
-        "tiny",
-        [
-            "training.use_cpu=true",
-            "checkpointing.mode=none",
-            "data.eval_size=null",
-            "training.eval_steps=null",
-            "training.gradient_accumulation_steps=1",
-        ],
-    )
-    without = max(run_for_real(recipe, num_steps=NUM_STEPS).allocated.values())
-    shipped, on = build.techniques_in_forward, []
+SETTINGS = [
+    "training.use_cpu=true",
+    "checkpointing.mode=none",
+    "data.eval_size=null",
+    "training.eval_steps=null",
+    "training.gradient_accumulation_steps=1",
+]
 
-    def with_one_more(model, *args):
-        yield from shipped(model, *args)
-        on.append(enable_halved_activations(model))
-        yield on[-1]
+
+@pytest.fixture
+def on(monkeypatch):
+    """The technique is registered; what comes is the list of those that were enabled since."""
+    for module in (keys, loading):
+        monkeypatch.setattr(module, "Recipe", RecipeWithHalves)
+    enabled, shipped = [], build.techniques_in_forward
+
+    def with_one_more(model, recipe, *args):
+        yield from shipped(model, recipe, *args)
+        if recipe.halves.kept == "halves":
+            enabled.append(enable_halved_activations(model))
+            yield enabled[-1]
 
     monkeypatch.setattr(build, "techniques_in_forward", with_one_more)
+    caches = (keys.recipe_groups, keys.recipe_keys)
+    for cache in caches:
+        cache.cache_clear()
+    yield enabled
+    for cache in caches:
+        cache.cache_clear()
+
+
+def test_a_technique_that_joins_a_run_is_estimated_as_it_is_measured(on):
+    recipe = load_recipe("tiny", SETTINGS)
+    without = max(run_for_real(recipe, num_steps=NUM_STEPS).allocated.values())
+    assert not on
+    recipe = load_recipe("tiny", [*SETTINGS, "halves.kept=halves"])
     estimated = estimate_memory(recipe, "cpu").allocated_peak_bytes
     measured = max(run_for_real(recipe, num_steps=NUM_STEPS).allocated.values())
     assert estimated == pytest.approx(measured, rel=ALLOWED_ERROR)
     assert measured < 0.9 * without
     assert len(on) >= 2  # traced, and run
     assert all(technique.num_micro_batches == NUM_STEPS for technique in on)
+
+
+@pytest.mark.parametrize(
+    "setting, problem",
+    [
+        (
+            "distributed.strategy=ddp",
+            "halves.kept=halves works in one process, or with distributed.strategy=fsdp2",
+        ),
+        (
+            "training.mixed_precision=fp16",
+            "halves.kept=halves of trained weights needs training.mixed_precision=no",
+        ),
+    ],
+)
+def test_rules_know_what_its_effects_state(on, setting, problem):
+    load_recipe("tiny", [setting])
+    with pytest.raises(RecipeError, match=problem):
+        load_recipe("tiny", ["halves.kept=halves", setting])
+
+
+def test_a_plan_tries_it(on):
+    assert "halves.kept" in {key.path for key in planned_keys(load_recipe("tiny"))}

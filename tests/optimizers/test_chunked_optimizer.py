@@ -22,7 +22,7 @@ from lowmem_ft.virtual_gpu.replay.timing import clock
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
 STATES = ("fp32", "bf16", "8bit")
-ELEMENTWISE = optimizers_that("trains_streamed_weights")
+ELEMENTWISE = optimizers_that("updates_by_slices")
 
 
 def build(

@@ -151,9 +151,9 @@ def test_a_hyperparameter_without_a_field_says_where_one_belongs(add_optimizer, 
 @pytest.mark.parametrize(
     "capability,settings",
     [
-        ("keeps_state_on_host", ["offload.optimizer=host"]),
+        ("moves_state_by_chunks", ["offload.optimizer=host"]),
         ("steps_in_backward", IN_BACKWARD),
-        ("trains_streamed_weights", LOWER_RUNGS["streamed"]),
+        ("updates_by_slices", LOWER_RUNGS["streamed"]),
         ("takes_formats", ["optimizer.state=8bit"]),
     ],
 )

@@ -83,7 +83,7 @@ def test_every_row_is_an_update_of_ours_or_an_optimizer_of_bitsandbytes():
 @pytest.mark.parametrize("name", OWN_OPTIMIZERS)
 def test_streamed_weights_are_trained_by_updates_that_need_no_whole_gradient(name):
     row = OPTIMIZERS[name]
-    assert row.trains_streamed_weights != isinstance(row.update_rule(), WholeParameterRule)
+    assert row.updates_by_slices != isinstance(row.update_rule(), WholeParameterRule)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])

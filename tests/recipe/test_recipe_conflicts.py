@@ -65,7 +65,7 @@ BROKEN_AND_MENDED = {
         ["offload.optimizer=host", "optimizer.name=lion", "optimizer.state=8bit"],
     ),
     "streamed_weights_need_their_updates": (["offload.parameters=stream"], STREAMED),
-    "streamed_head_has_no_loss_scale": (
+    "loss_scale_reaches_every_gradient": (
         [*STREAMED, "training.mixed_precision=fp16"],
         [*STREAMED, "training.mixed_precision=no"],
     ),

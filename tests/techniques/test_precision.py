@@ -52,9 +52,9 @@ def test_bfloat16_is_refused_where_it_is_emulated(turing, dtype, mixed_precision
     [
         ({}, {"model.dtype": "float32", "training.mixed_precision": "fp16"}),
         ({"frozen": True}, {"model.dtype": "float16", "training.mixed_precision": "fp16"}),
-        ({"streamed": True}, {"model.dtype": "float32", "training.mixed_precision": "no"}),
+        ({"scales_loss": False}, {"model.dtype": "float32", "training.mixed_precision": "no"}),
         (
-            {"frozen": True, "streamed": True},
+            {"frozen": True, "scales_loss": False},
             {"model.dtype": "float16", "training.mixed_precision": "fp16"},
         ),
     ],

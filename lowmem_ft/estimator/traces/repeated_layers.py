@@ -14,7 +14,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
@@ -105,7 +105,7 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     ) or [("", 0)]
     counts = [value for _, value in (*_layer_counts(recipe, "period"), *others)]
     period = math.lcm(period, *counts)
-    if _sends_for_the_next_layer(recipe):
+    if key_with(recipe, "layers fetched ahead"):
         lead += period
     if recipe.offload.folder is not None:  # files are copied in a later layer's turn
         lead += period
@@ -180,15 +180,6 @@ def _signature(layer: nn.Module) -> Any:
 def _is_setting(key: str, value: Any) -> bool:
     is_number = key in ("layer_idx", "layer_id", "layer_index", "layer_number")
     return not is_number and isinstance(value, (bool, int, float, str, torch.dtype))
-
-
-def _sends_for_the_next_layer(recipe: Recipe) -> bool:
-    """Return whether a layer's data is fetched during the layer before: the first then differs."""
-    return (
-        recipe.offload.activations != "none"
-        or recipe.offload.parameters == "stream"
-        or recipe.distributed.strategy == "fsdp2"
-    )
 
 
 def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:

@@ -7,23 +7,10 @@ from typing import Any
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.hf.script.script_recipe import recipe_from
+from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight.plan_first import planned_for_this_machine
 from lowmem_ft.recipe.plan_config import PlanConfig
-
-DECIDED_BY_THE_SCRIPT = (
-    "model",
-    "adapter",
-    "data",
-    "training",
-    "accumulation.order",
-    "offload.parameters",
-    "offload.resident_layers",
-)
-"""Keys that a trainer has settled once it exists: its model and its place, its rows, their order and precision.
-
-Streamed weights need ``hf.prepare_model`` before the constructor, and vertical order needs other batches.
-"""
 
 
 def plan_for(trainer: Any, budget: Budget | str) -> MemoryPlan:
@@ -46,7 +33,7 @@ def plan_for(trainer: Any, budget: Budget | str) -> MemoryPlan:
     limit = Budget(device=budget) if isinstance(budget, str) else budget
     recipe = recipe_from(trainer)
     recipe = dataclasses.replace(
-        recipe, budget=limit, plan=PlanConfig(mode="auto", keep=DECIDED_BY_THE_SCRIPT)
+        recipe, budget=limit, plan=PlanConfig(mode="auto", keep=DECIDED_BY_A_TRAINER)
     )
     found = planned_for_this_machine(recipe)
     return dataclasses.replace(found, recipe=dataclasses.replace(found.recipe, budget=limit))

@@ -20,6 +20,7 @@ from lowmem_ft.models import (
     weights_dtype,
 )
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention import choose_attention
 
@@ -45,13 +46,13 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
-    streams = recipe.offload.parameters == "stream"
+    is_on_host = key_with(recipe, "weights on host") is not None
     device = _device(recipe)
     if isinstance(model, str):
-        model = _loaded(model, recipe, torch.device("cpu") if streams else device)
+        model = _loaded(model, recipe, torch.device("cpu") if is_on_host else device)
     else:
         _refuse(model, recipe)
-    if streams:
+    if is_on_host:
         vars(model)["hf_device_map"] = {"": device}
     return _with_adapters(model, recipe) if recipe.adapter.name == "lora" else model
 
@@ -98,9 +99,10 @@ def _refuse(model: Any, recipe: Recipe) -> None:
             "has them. Pass its name to hf.prepare_model()."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
-    if recipe.offload.parameters == "stream" and devices != {"cpu"}:
+    on_host = key_with(recipe, "weights on host")
+    if on_host and devices != {"cpu"}:
         problems.append(
-            "offload.parameters=stream needs the weights on the host, got "
+            f"{on_host.setting_in(recipe)} needs the weights on the host, got "
             f"{' and '.join(sorted(devices))}. Load the model without device_map, or pass its name to "
             "hf.prepare_model()."
         )

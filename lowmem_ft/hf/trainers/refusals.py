@@ -17,6 +17,7 @@ from lowmem_ft.hf.trainers.overridden_methods import problems_with_overrides
 from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.tensors.finiteness import some_of
 from lowmem_ft.tensors.local_shards import is_sharded
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
@@ -104,14 +105,14 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
             "hf.attach() changes the model that a trainer has, and model_init makes another as training begins. Pass "
             "model= instead."
         )
-    devices = getattr(model, "hf_device_map", None) or {}
+    devices, on_host = getattr(model, "hf_device_map", None) or {}, key_with(recipe, "weights on host")
     if len(set(map(str, devices.values()))) > 1:
         yield (
             "hf.attach() needs the model on one device, got a device_map over "
             f"{len(set(map(str, devices.values())))}. "
             "Load it without device_map."
         )
-    elif recipe.offload.parameters == "device":
+    elif on_host is None:
         away = {parameter.device.type for parameter in model.parameters()} - {of_tensors(device).type}
         if away:
             yield (
@@ -120,7 +121,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
             )
     elif any(parameter.device.type != "cpu" for parameter in model.parameters()):
         yield (
-            "offload.parameters=stream needs the weights on the host, and the trainer has moved them to "
+            f"{on_host.setting_in(recipe)} needs the weights on the host, and the trainer has moved them to "
             f"{device}. Pass model=hf.prepare_model(model, recipe) to its constructor."
         )
 
@@ -196,10 +197,10 @@ def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
             "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques "
             "have changed. Set it to False: loss.chunk_tokens and tiling.mlp free what it frees."
         )
-    if args.neftune_noise_alpha is not None and recipe.offload.parameters == "stream":
+    if args.neftune_noise_alpha is not None and (on_host := key_with(recipe, "weights on host")):
         yield (
             "TrainingArguments.neftune_noise_alpha adds noise behind an embedding on the device, and "
-            "offload.parameters=stream keeps it on the host. Leave one of the two out."
+            f"{on_host.setting_in(recipe)} keeps it on the host. Leave one of the two out."
         )
     for field in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, field):
@@ -213,11 +214,10 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
     flattens = getattr(trainer, "padding_free", False) or isinstance(
         trainer.data_collator, DataCollatorWithFlattening
     )
-    if flattens and recipe.accumulation.order == "vertical":
+    if flattens and (whole := key_with(recipe, "whole window at once")):
         yield (
-            "accumulation.order=vertical takes a batch a few rows at a time, and padding-free batches are "
-            "one row. Set packing_strategy=wrapped or padding_free=False, or "
-            "accumulation.order=horizontal."
+            f"{whole.setting_in(recipe)} takes a batch a few rows at a time, and padding-free batches are one row. Set "
+            f"packing_strategy=wrapped or padding_free=False, or {whole.setting(whole.default)}."
         )
 
 
@@ -251,14 +251,14 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
             f"its share of {args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or "
             "router_aux_loss_coef=0."
         )
-    if chunks is None and recipe.offload.parameters == "stream":
+    if chunks is None and (on_host := key_with(recipe, "weights on host")):
         yield (
-            "offload.parameters=stream under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads the "
-            "weights of lm_head by itself, and they are on the host. Set loss.chunk_tokens=1024."
+            f"{on_host.setting_in(recipe)} under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads "
+            "the weights of lm_head by itself, and they are on the host. Set loss.chunk_tokens=1024."
         )
-    if args.activation_offloading and recipe.offload.activations != "none":
+    if args.activation_offloading and (offloading := key_with(recipe, "activations on host")):
         yield (
-            f"offload.activations={recipe.offload.activations} and SFTConfig.activation_offloading both copy what "
+            f"{offloading.setting_in(recipe)} and SFTConfig.activation_offloading both copy what "
             "backward needs to the host. Set activation_offloading=False."
         )
 

@@ -53,11 +53,15 @@ class Row:
         under: the verdicts, in the order of :data:`KINDS`.
         by_default: whether the key's default switches it on. A trainer that refuses it then trains without it, unless
             the recipe sets another value.
+        details: keys that say more about it.
+        in_place: whether it can be switched on once a trainer exists: it takes the model and its batches as they are.
     """
 
     key: str
     under: Sequence[Verdict]
     by_default: bool = False
+    details: tuple[str, ...] = ()
+    in_place: bool = True
 
     def verdict(self, kind: Kind) -> Verdict:
         """Return the verdict under a trainer."""
@@ -106,6 +110,7 @@ ROWS: tuple[Row, ...] = (
             Works(f"{_IN_TURN}; no padding-free rows"),
             *(Refused(_OWN_BATCHES),) * 2,
         ),
+        in_place=False,
     ),
     Row(key="accumulation.dtype", under=_EVERYWHERE),
     Row(key="optimizer.name", under=_EVERYWHERE),
@@ -120,10 +125,21 @@ ROWS: tuple[Row, ...] = (
             Works(f"{_PREPARED}, with `loss.chunk_tokens`"),
             *(Refused(_READS_HEAD),) * 2,
         ),
+        details=("offload.resident_layers",),
+        in_place=False,
     ),
     Row(key="adapter.name", under=(Works("a PEFT model"),) * 4),
     Row(key="model.quantization", under=(Works("`hf.prepare_model`"),) * 4),
 )
+
+DECIDED_BY_A_TRAINER = (
+    "model",
+    "adapter",
+    "data",
+    "training",
+    *(key for row in ROWS if not row.in_place for key in (row.key, *row.details)),
+)
+"""Keys and groups that a trainer has settled once it exists: its model, data and precision, and what they depend on."""
 
 
 def kind_of(trainer: Any) -> Kind:

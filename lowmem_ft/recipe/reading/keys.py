@@ -7,11 +7,11 @@ import difflib
 import functools
 import operator
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects
+from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects, Trait
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {
@@ -113,6 +113,13 @@ class RecipeKey:
             return NO_EFFECT if value == self.off else self.effects
         return NO_EFFECT if self.effects is None else self.effects.get(value, NO_EFFECT)
 
+    @property
+    def possible_effects(self) -> tuple[Effect, ...]:
+        """The effects of all values that have one."""
+        if isinstance(self.effects, Effect):
+            return (self.effects,)
+        return tuple((self.effects or {}).values())
+
     def effect_of_change(self, recipe: Recipe, value: Any) -> Effect:
         """Return the effect of a new value: of two optimizers with other mathematics, the second gives up no more."""
         before, after = self.effect_of(self.value_in(recipe)), self.effect_of(value)
@@ -126,6 +133,10 @@ class RecipeKey:
     def setting(self, value: Any) -> str:
         """Return a value of the key as a user types it."""
         return f"{self.path}={as_typed(value)}"
+
+    def setting_in(self, recipe: Recipe) -> str:
+        """Return the key's value in a recipe as a user types it."""
+        return self.setting(self.value_in(recipe))
 
 
 def as_typed(value: Any) -> str:
@@ -179,19 +190,19 @@ def memory_knobs(recipe: Recipe) -> Iterator[tuple[RecipeKey, Any, Effect]]:
             yield key, value, key.effect_of(value)
 
 
-def knobs_that_need_checkpointing() -> list[str]:
-    """Return the keys with some value that needs checkpointed layers."""
+def keys_whose_effect(test: Callable[[Effect], Any]) -> tuple[str, ...]:
+    """Return the keys that have some value with an effect of a kind."""
+    return tuple(path for path, key in recipe_keys().items() if any(map(test, key.possible_effects)))
 
-    def effects_of(key: RecipeKey) -> list[Effect]:
-        if isinstance(key.effects, Effect):
-            return [key.effects]
-        return list((key.effects or {}).values())
 
-    return [
-        path
-        for path, key in recipe_keys().items()
-        if any(effect.needs_checkpointed != "no layer" for effect in effects_of(key))
-    ]
+def key_with(recipe: Recipe, trait: Trait) -> RecipeKey | None:
+    """Return the key whose value in a recipe has a trait; None if no value has it."""
+    return next((key for key, _, effect in memory_knobs(recipe) if trait in effect.traits), None)
+
+
+def keys_with(trait: Trait) -> tuple[str, ...]:
+    """Return the keys that have some value with a trait."""
+    return keys_whose_effect(lambda effect: trait in effect.traits)
 
 
 def unknown_key(path: str) -> str:

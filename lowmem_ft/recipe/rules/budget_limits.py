@@ -11,6 +11,7 @@ from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.models.files.model_files import least_weights
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.system.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
 
@@ -163,7 +164,7 @@ def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
 def _least_weight_bytes(recipe: Recipe) -> int:
     """Return the bytes of weights that stay on the device; 0 if they are unknown, or a plan may put them elsewhere."""
     model = recipe.model
-    if recipe.offload.parameters != "device" or recipe.plan.mode != "none":
+    if key_with(recipe, "weights on host") or recipe.plan.mode != "none":
         return 0
     embedding, layers = least_weights(model)
     dtype_bytes = _DTYPE_BYTES[model.dtype]

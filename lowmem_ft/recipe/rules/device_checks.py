@@ -8,6 +8,7 @@ from lowmem_ft.catalog import Gpu
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.models.files.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.budget_limits import above_device
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for
@@ -84,7 +85,7 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
         has_bfloat16=gpu is None or gpu.has_bfloat16,
         device_name="cpu" if gpu is None else gpu.full_name,
         frozen=recipe.adapter.name != "none",
-        streamed=recipe.offload.parameters == "stream",
+        scales_loss=key_with(recipe, "no loss scale") is None,
     )
     attention = attention_problem(
         recipe.model.attn_implementation,

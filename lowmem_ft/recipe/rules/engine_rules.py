@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.foundation.knob import Effect, Engine
-from lowmem_ft.recipe.reading.keys import RecipeKey, memory_knobs, recipe_keys
+from lowmem_ft.recipe.reading.keys import RecipeKey, keys_with, memory_knobs, recipe_keys
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
@@ -44,7 +44,6 @@ _BESIDE_DEEPSPEED: dict[str, tuple[object, ...]] = {
     "optimizer.state": ("fp32",),
     "optimizer.master": ("fp32",),
     "accumulation.dtype": ("float32",),
-    "offload.activations": ("none", "inputs"),
 }
 """Values, by key, for which a run under DeepSpeed was seen to train the same as one process; others are refused."""
 
@@ -77,7 +76,10 @@ def settings_work_with_the_strategy(recipe: Recipe) -> Iterator[str]:
         yield from problems_with_engine(recipe, strategy)
 
 
-@reads("distributed.cpu_offload", "training.use_cpu", "offload.optimizer", "optimizer.in_backward")
+_OF_WEIGHTS_ON_THE_DEVICE = (*keys_with("state on host"), *keys_with("updates in backward"))
+
+
+@reads("distributed.cpu_offload", "training.use_cpu", *_OF_WEIGHTS_ON_THE_DEVICE)
 def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
     """Tensors that are already on the host cannot be offloaded there, and FSDP2 copies to and from an accelerator."""
     if not recipe.distributed.cpu_offload:
@@ -87,10 +89,9 @@ def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
             "distributed.cpu_offload=true is for weights that a GPU computes with, got training.use_cpu=true. Set "
             "distributed.cpu_offload=false."
         )
-    for path, on in (("offload.optimizer", "host"), ("optimizer.in_backward", True)):
-        key = recipe_keys()[path]
-        if key.value_in(recipe) == on:
+    for key in map(recipe_keys().__getitem__, _OF_WEIGHTS_ON_THE_DEVICE):
+        if key.effect_of(key.value_in(recipe)).traits:
             yield (
-                f"{key.setting(on)} is for weights on the device, got distributed.cpu_offload=true, which keeps them "
-                f"with gradients and state on the host. Set {key.setting(key.default)}, or leave that out."
+                f"{key.setting_in(recipe)} is for weights on the device, got distributed.cpu_offload=true, which keeps "
+                f"them with gradients and state on the host. Set {key.setting(key.default)}, or leave that out."
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, listed, optimizers_that
-from lowmem_ft.recipe.reading.keys import knobs_that_need_checkpointing, memory_knobs
+from lowmem_ft.recipe.reading.keys import key_with, keys_whose_effect, keys_with, memory_knobs
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.tree import Recipe
 
@@ -100,7 +100,7 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     "checkpointing.mode",
     "checkpointing.every_n_layers",
     "checkpointing.skip_last_layers",
-    *knobs_that_need_checkpointing(),
+    *keys_whose_effect(lambda effect: effect.needs_checkpointed != "no layer"),
 )
 def offload_needs_checkpointing(recipe: Recipe) -> Iterator[str]:
     """Vertical order, for one, keeps the inputs of all micro-batches in each layer: their activations must not stay."""
@@ -120,10 +120,10 @@ def offload_needs_checkpointing(recipe: Recipe) -> Iterator[str]:
 @reads("offload.optimizer", "optimizer.name")
 def host_state_needs_chunks(recipe: Recipe) -> str | None:
     """The optimizers of bitsandbytes keep their state themselves, and the paged ones have their own way to the host."""
-    if recipe.offload.optimizer == "device" or recipe.optimizer.row.keeps_state_on_host:
+    if recipe.offload.optimizer == "device" or recipe.optimizer.row.moves_state_by_chunks:
         return None
     return (
-        f"offload.optimizer=host needs optimizer.name={listed(optimizers_that('keeps_state_on_host'), 'or')}, got "
+        f"offload.optimizer=host needs optimizer.name={listed(optimizers_that('moves_state_by_chunks'), 'or')}, got "
         f"{recipe.optimizer.name}. Set optimizer.name={DEFAULT_OPTIMIZER} (with optimizer.state=8bit) or "
         "offload.optimizer=device."
     )
@@ -144,7 +144,7 @@ def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
     if recipe.offload.parameters == "device" or recipe.adapter.name != "none":
         return None
     config, optimizer = recipe.checkpointing, recipe.optimizer
-    able = optimizers_that("trains_streamed_weights")
+    able = optimizers_that("updates_by_slices")
     wanted = [
         ("optimizer.in_backward=true", "false", optimizer.in_backward),
         ("offload.optimizer=host", recipe.offload.optimizer, recipe.offload.optimizer == "host"),
@@ -164,18 +164,15 @@ def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
     )
 
 
-@reads("offload.parameters", "adapter.name", "training.mixed_precision")
-def streamed_head_has_no_loss_scale(recipe: Recipe) -> str | None:
-    """The gradient of a streamed head is made and consumed before backward, which brings the loss scale, begins."""
-    if (
-        recipe.offload.parameters == "device"
-        or recipe.adapter.name != "none"
-        or recipe.training.mixed_precision != "fp16"
-    ):
+@reads(*keys_with("no loss scale"), "adapter.name", "training.mixed_precision")
+def loss_scale_reaches_every_gradient(recipe: Recipe) -> str | None:
+    """The gradient of a streamed head, for one, is made and consumed before backward brings the loss scale."""
+    key = key_with(recipe, "no loss scale")
+    if key is None or recipe.adapter.name != "none" or recipe.training.mixed_precision != "fp16":
         return None
     return (
-        "offload.parameters=stream of trained weights needs training.mixed_precision=no or bf16, got fp16. "
-        "Set training.mixed_precision=no, adapter.name=lora or offload.parameters=device."
+        f"{key.setting_in(recipe)} of trained weights needs training.mixed_precision=no or bf16, got fp16. "
+        f"Set training.mixed_precision=no, adapter.name=lora or {key.setting(key.default)}."
     )
 
 

@@ -28,9 +28,9 @@ Half = Literal["bf16", "fp16"]
 _DTYPES: dict[Half, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
 _FOR_STREAMING: tuple[Capability, ...] = (
-    "trains_streamed_weights",
+    "updates_by_slices",
     "steps_in_backward",
-    "keeps_state_on_host",
+    "moves_state_by_chunks",
 )
 
 Settings = dict[str, Any]
@@ -204,9 +204,9 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
             settings={**_every_layer(recipe), "offload.activations": "inputs"},
             why="the inputs of checkpointed layers wait on the host",
         )
-    if trained and offload.optimizer == "device" and _can(recipe, "keeps_state_on_host"):
+    if trained and offload.optimizer == "device" and _can(recipe, "moves_state_by_chunks"):
         yield Remediation(
-            settings={**_with(recipe, "keeps_state_on_host"), "offload.optimizer": "host"},
+            settings={**_with(recipe, "moves_state_by_chunks"), "offload.optimizer": "host"},
             why="state and master wait on the host, and cross PCIe twice a step",
         )
     may_stream = _can(recipe, *_FOR_STREAMING) and _may_step_in_backward(recipe, half)

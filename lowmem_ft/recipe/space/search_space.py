@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.knob import COSTS, FIDELITIES, NO_EFFECT, Effect
+from lowmem_ft.foundation.knob import COSTS, FIDELITIES, NO_EFFECT
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
-from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_groups, recipe_keys
+from lowmem_ft.recipe.reading.keys import RecipeKey, key_with, keys_with, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import CONFLICTS
 from lowmem_ft.recipe.rules.engine_rules import problems_of_key, settings_work_with_the_strategy
 
@@ -301,12 +301,13 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
         return ["training.mixed_precision=bf16 gains nothing if all weights are bfloat16."] if is_idle else []
 
     def order(changed: Recipe) -> Sequence[str]:
-        own, value = recipe.accumulation.order, changed.accumulation.order
-        is_idle = changed.training.gradient_accumulation_steps == 1 and (own, value) == (
-            "horizontal",
-            "vertical",
+        key = key_with(changed, "whole window at once")
+        is_idle = changed.training.gradient_accumulation_steps == 1 and not key_with(
+            recipe, "whole window at once"
         )
-        return ["accumulation.order=vertical gains nothing with a single micro-batch."] if is_idle else []
+        return (
+            [f"{key.setting_in(changed)} gains nothing with a single micro-batch."] if key and is_idle else []
+        )
 
     def gathered(changed: Recipe) -> Sequence[str]:
         config = changed.distributed
@@ -328,15 +329,13 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
             problems=gathered,
         ),
         Rule(keys=("model.dtype", "adapter.name", "training.mixed_precision"), problems=autocast),
-        Rule(keys=("accumulation.order", ROWS[1]), problems=order),
+        Rule(keys=(*keys_with("whole window at once"), ROWS[1]), problems=order),
     )
 
 
 def asks_consent(key: RecipeKey) -> bool:
     """Return whether some value of a key needs the user's consent."""
-    if isinstance(key.effects, Effect):
-        return bool(key.effects.consent)
-    return any(effect.consent for effect in (key.effects or {}).values())
+    return any(effect.consent for effect in key.possible_effects)
 
 
 def _given_up(recipe: Recipe, changes: Settings) -> tuple[int, ...]:

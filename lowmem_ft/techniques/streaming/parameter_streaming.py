@@ -174,9 +174,8 @@ class ParameterStreaming(Technique):
             loss.take_head_from(self._head)
             self.undo_first(partial(loss.take_head_from, None))
 
-    @property
-    def waiting(self) -> set[nn.Parameter]:
-        """The parameters whose weights are kept on the host."""
+    def weights_in_slices(self) -> set[nn.Parameter]:
+        """Return the parameters whose weights are kept on the host."""
         return self._on_host.union(*(slab.parameters for slab in self.layers.slabs))
 
     @property

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
 
@@ -38,7 +39,6 @@ from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enabl
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
-from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
 from lowmem_ft.techniques.vertical_accumulation import (
     RowsCannotBeCutError,
     VerticalAccumulation,
@@ -273,16 +273,14 @@ class Retries:
     def _float32_sum_bytes(self) -> int:
         """Return the bytes of float32 gradients of all trained 16-bit weights, or of the largest part of them.
 
-        The largest part counts if the optimizer steps in backward. It is a layer or a weight outside the layers, unless
-        that weight is streamed: its gradient comes in pieces.
+        The largest part counts if the optimizer steps in backward. It is a layer, or a weight outside the layers unless
+        its gradient comes in slices.
         """
         trained, techniques = self.session.trainable_parameters(), self.session.techniques
         if techniques.find(InBackward) is None:
             return _bytes_in_float32(trained)
-        streaming = techniques.find(ParameterStreaming)
         layers = [list(layer.parameters()) for layer in decoder_layers(self.session.unwrapped_model)]
-        elsewhere = {parameter for layer in layers for parameter in layer}
-        elsewhere |= set() if streaming is None else streaming.waiting
+        elsewhere = {*itertools.chain(*layers), *techniques.weights_in_slices()}
         beside = [[parameter] for parameter in trained if parameter not in elsewhere]
         return max(map(_bytes_in_float32, [*layers, *beside]))
 

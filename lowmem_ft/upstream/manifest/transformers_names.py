@@ -45,8 +45,8 @@ TRANSFORMERS = (
     *data(
         "transformers.modeling_layers.GradientCheckpointingLayer()",
         "_gradient_checkpointing_func",
-        "how a layer is recomputed. Up to 5.22 layers checkpoint their `__call__`, in 5.23 their `forward`; vertical "
-        "order asks which",
+        "how a layer is recomputed. Up to 5.22 layers checkpoint their `__call__`, in 5.23 their `forward`: a "
+        "technique that calls layers itself asks which",
     ),
     replaced(
         "transformers.integrations.moe",

@@ -9,8 +9,9 @@ import pytest
 from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import UserError, estimate_memory, hf
-from lowmem_ft.hf.script.script_plan import DECIDED_BY_THE_SCRIPT, plan_for
+from lowmem_ft.hf.script.script_plan import plan_for
 from lowmem_ft.hf.trainers import attaching
+from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.config import CheckpointingConfig
@@ -25,7 +26,7 @@ def decided(recipe):
     return {
         path: key.value_in(recipe)
         for path, key in recipe_keys().items()
-        if path in DECIDED_BY_THE_SCRIPT or path.partition(".")[0] in DECIDED_BY_THE_SCRIPT
+        if path in DECIDED_BY_A_TRAINER or path.partition(".")[0] in DECIDED_BY_A_TRAINER
     }
 
 
