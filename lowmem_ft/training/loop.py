@@ -391,7 +391,8 @@ class TrainingRun:
             )
         self.saved_step = self.progress.step
         self._delete_old_checkpoints()
-        self.memory.write_measured(self.metrics, self.progress.step)
+        if step < self.num_steps:  # the end of the run writes it once the model is saved, too
+            self.memory.write_measured(self.metrics, step)
         logger.info("Saved %s.", self.checkpoint)
 
     def _delete_old_checkpoints(self) -> None:
@@ -407,6 +408,8 @@ class TrainingRun:
             return
         if self.saved_step != self.progress.step:
             self._save_checkpoint()
+        if self.progress.step == self.num_steps:
+            self.memory.write_measured(self.metrics, self.progress.step)
         self.runtime.end_trackers()
         raise Interrupted(number, checkpoint=self.checkpoint)
 

@@ -84,7 +84,7 @@ class RunMemory:
             metrics.write({"step": step, "estimated": estimated.to_json()})
 
     def write_measured(self, metrics: RunMetrics, step: int) -> None:
-        """Write the measurement to the metrics, at every checkpoint and at the end, unless no step was left to take."""
+        """Write the measurement to the metrics, unless this process had no step left to take."""
         if self._of_earlier() is None:
             metrics.write({"step": step, "measured": self.measured().to_json()})
 

@@ -54,7 +54,7 @@ def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
     ((first, estimated),) = records(tmp_path / "run", "estimated")
     measured = records(tmp_path / "run", "measured")
     assert first == 0
-    assert [step for step, _ in measured] == [1, 2, 2], "with each checkpoint, and at the end"
+    assert [step for step, _ in measured] == [1, 2], "with each checkpoint, and at the end"
     rows = {row.name: row for row in compared(Peaks.from_json(estimated), Peaks.from_json(measured[-1][1]))}
     assert rows["weights"].error == 0
     assert rows["optimizer state"].error == 0
@@ -84,6 +84,15 @@ def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
     assert records(tmp_path / "run", "measured")[-1][0] == 1
 
 
+def test_a_run_that_is_stopped_after_its_last_step_has_measured_it_once(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        loop.TrainingRun, "_signal_number", lambda self: 15 * (self.progress.step == self.num_steps)
+    )
+    with pytest.raises(Interrupted):
+        train(tiny(*SETTINGS))
+    assert [step for step, _ in records(tmp_path / "run", "measured")] == [1, 2]
+
+
 def test_a_finished_run_that_is_started_again_keeps_what_was_measured(tiny, tmp_path):
     again = ("training.resume_from_checkpoint=auto",)
     train(tiny(*SETTINGS), preflight=Estimated(estimate_memory(tiny(), "cpu")))
@@ -98,7 +107,7 @@ def test_a_finished_run_that_is_started_again_keeps_what_was_measured(tiny, tmp_
 def test_a_run_that_takes_more_steps_has_measured_them(tiny, tmp_path):
     train(tiny(*SETTINGS))
     train(tiny(*SETTINGS, "training.max_steps=3", "training.resume_from_checkpoint=auto"))
-    assert [step for step, _ in records(tmp_path / "run", "measured")] == [1, 2, 2, 3, 3]
+    assert [step for step, _ in records(tmp_path / "run", "measured")] == [1, 2, 3]
 
 
 def test_no_phase_is_above_the_peak(monkeypatch):
