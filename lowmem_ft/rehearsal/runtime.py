@@ -14,7 +14,7 @@ from typing import IO, Any, cast
 
 import torch
 from rich.console import Console
-from torch import Tensor
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
@@ -273,23 +273,15 @@ class RehearsalRuntime(VirtualRuntime):
     ) -> Saved:
         save_tokenizer(tokenizer, folder)
         with self.machine.during("save"), session.techniques.at_rest():
-            weight_bytes = self._bytes_of_weights(session)
+            weight_bytes = bytes_in_files(
+                session.unwrapped_model, adapters_alone=self._recipe.adapter.name != "none"
+            )
         return Saved(
             at_step=self.first_step + self.num_steps,
             weight_bytes=weight_bytes,
             optimizer_bytes=optimizer_bytes,
             other_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
         )
-
-    def _bytes_of_weights(self, session: Session) -> int:
-        """Return the bytes that a model's files hold, each tensor once; with adapters only theirs."""
-        model = session.unwrapped_model
-        if self._recipe.adapter.name != "none":
-            return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
-        tensors: dict[int, Tensor] = {}
-        for tensor in model.state_dict(keep_vars=True).values():
-            tensors[id(tensor)] = tensor
-        return sum(tensor.nbytes for tensor in tensors.values())
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
         """Read nothing: a trace has no values."""
@@ -347,3 +339,12 @@ class _Nowhere(io.TextIOBase):
 def _unseen_terminal() -> Console:
     """Return an invisible terminal for the run's progress: the rehearsal shows a line of its own."""
     return Console(file=cast(IO[str], _Nowhere()), force_terminal=True, width=80, legacy_windows=False)
+
+
+def bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:
+    """Return the bytes of weights in a model's files, in which tensors that share their memory are one."""
+    if adapters_alone:
+        return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
+    tensors = model.state_dict(keep_vars=True).values()
+    places = {(each.untyped_storage()._cdata, each.storage_offset(), each.shape): each for each in tensors}
+    return sum(tensor.nbytes for tensor in places.values())

@@ -5,8 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from lowmem_ft.catalog import find_gpu
 from lowmem_ft.cli import main
@@ -14,6 +17,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
+from lowmem_ft.rehearsal.runtime import bytes_in_files
 from lowmem_ft.training import train
 
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
@@ -84,6 +88,17 @@ def test_it_is_the_run_that_train_makes(recipe, tmp_path):
     assert 0 <= size(folders[-1], "model*.safetensors") - last.weight_bytes < 5_000
     assert 0 <= size(folders[-1], "optimizer-*.safetensors") - last.optimizer_bytes < 10_000
     assert 0 <= size(result.model_folder, "model*.safetensors") - model.weight_bytes < 5_000
+
+
+def test_weights_that_share_their_memory_are_one_in_the_files():
+    model = nn.ModuleDict(
+        {name: nn.Linear(4, 8, bias=False) for name in ("embedding", "head", "first", "second")}
+    )
+    embedding: Any = model["embedding"].weight
+    model["head"].weight = nn.Parameter(embedding.detach())
+    halves = torch.ones(2, 8, 4)
+    model["first"].weight, model["second"].weight = map(nn.Parameter, halves)
+    assert bytes_in_files(model) == embedding.nbytes + halves.nbytes
 
 
 def test_a_part_of_the_run_stands_for_all_of_it(recipe):
