@@ -227,7 +227,7 @@ def _weight_bytes(session: Session) -> int:
     streaming = session.techniques.find(ParameterStreaming)
     if streaming is None:
         return _bytes(parameters)
-    waiting = streaming.waiting
+    waiting = streaming.weights_in_slices()
     return streaming.layers.slot_bytes + _bytes(
         parameter for parameter in parameters if parameter not in waiting
     )

@@ -183,7 +183,7 @@ sys.exit(main())
     ended = forks.run(source, waits_for, *settings)
     assert ended.returncode == 128 + number
     assert ended.stderr.splitlines()[-1] == (
-        f"Stopped by {number.name} before the first step: nothing was trained, and nothing is written."
+        f"Stopped by {number.name} before the first step: nothing was trained, and nothing was written."
     )
     assert not (tmp_path / "run").exists()
 
