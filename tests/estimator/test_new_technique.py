@@ -11,7 +11,6 @@ from typing import Literal
 import pytest
 import torch
 from ground_truth.real_run import run_for_real
-from lowmem_ft.planner.search_space import planned_keys
 from torch import Tensor, nn
 
 from lowmem_ft.estimator import estimate_memory
@@ -20,6 +19,7 @@ from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading import keys, loading
+from lowmem_ft.recipe.space.search_space import planned_keys
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.training import build
