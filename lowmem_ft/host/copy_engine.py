@@ -102,7 +102,7 @@ class PutOffCopy(CopyEvent):
 
     def make(self) -> None:
         """Make the copy, the first of the queue, now."""
-        assert self._make is not None, "what is made has left the queue"
+        assert self._make is not None, "a tensor being made has left the queue"
         self._event = self._make()
         self._queue.popleft()
         self._make = None  # it may hold the last reference to a source
@@ -281,8 +281,8 @@ class CopyEngine:
         except _Refused as refusal:
             if not self._was_refused:
                 logger.warning(
-                    "Copies between host and device hold up the host, because the driver refused to pin a buffer of "
-                    "%s for them: %s.",
+                    "Copies between host and device block the host, because the driver refused to pin a buffer of %s "
+                    "for them: %s.",
                     format_bytes(STAGING_BYTES),
                     refusal,
                 )

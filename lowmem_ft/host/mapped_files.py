@@ -52,7 +52,7 @@ class MappedFiles:
         if num_bytes > free:
             raise DoesNotFitError(
                 f"{purpose} needs {format_bytes(num_bytes)} more in offload.folder={self.folder}, and its disk has "
-                f"{format_bytes(free)} free. Make room there, or set offload.folder to a folder on a larger disk."
+                f"{format_bytes(free)} free. Free some space, or set offload.folder to a folder on a larger disk."
             )
 
     def allocate(self, num_bytes: int) -> Tensor:
@@ -75,8 +75,8 @@ class MappedFiles:
                 return torch.from_file(path, shared=True, size=num_bytes, dtype=torch.uint8)
         except (OSError, RuntimeError) as error:
             raise DoesNotFitError(
-                f"offload.folder={self.folder} cannot take another {format_bytes(num_bytes)}: {error}. Make room "
-                "there, or set offload.folder to a folder on another disk."
+                f"offload.folder={self.folder} has no room for another {format_bytes(num_bytes)}: {error}. Free some "
+                "space, or set offload.folder to a folder on another disk."
             ) from error
 
 
@@ -101,17 +101,17 @@ def forget_pages(tensor: Tensor) -> None:
 def _refuse_unusable(folder: Path) -> None:
     if sys.platform != "linux":
         raise UserError(
-            f"offload.folder={folder} needs files without a name that are mapped into memory, as Linux has them; this "
-            f"is {sys.platform}. Leave offload.folder out."
+            f"offload.folder={folder} needs unnamed memory-mapped files, which only Linux has; this is "
+            f"{sys.platform}. Leave offload.folder out."
         )
     if not folder.is_dir():
         raise UserError(
-            f"offload.folder must be a folder that exists, got {folder}. Make it, on a fast local disk."
+            f"offload.folder must be an existing folder, got {folder}. Create it, on a fast local disk."
         )
     kind = _file_system_of(folder)
     if kind in _IN_MEMORY:
         raise UserError(
-            f"offload.folder must lie on a disk, got {folder} on {kind}, whose files are RAM themselves. Set it to a "
+            f"offload.folder must be on a disk, got {folder} on {kind}, which keeps its files in RAM. Set it to a "
             "folder on a fast local disk, or leave it out."
         )
     try:
@@ -119,7 +119,7 @@ def _refuse_unusable(folder: Path) -> None:
             pass
     except OSError as error:
         raise UserError(
-            f"offload.folder must be a folder that can be written to, got {folder}: {error}. Set it to another one."
+            f"offload.folder must be a writable folder, got {folder}: {error}. Set it to another one."
         ) from error
 
 

@@ -150,7 +150,7 @@ class HostMemory:
         self.check(
             num_bytes,
             f"A host tensor ({category})",
-            "Raise budget.host, or leave more on the device (offload.*).",
+            "Raise budget.host, or keep more on the device (offload.*).",
             category,
         )
         files = self.files_for(category)
@@ -186,7 +186,7 @@ class HostMemory:
             return pages
         self.is_pinned = False
         logger.warning(
-            "Host memory is pageable from here on, and copies are staged through a small pinned buffer, because the "
+            "From now on host memory is pageable, and copies are staged through a small pinned buffer, because the "
             "driver refused to pin %s: %s. Copies take about twice as long.",
             format_bytes(num_bytes),
             error,

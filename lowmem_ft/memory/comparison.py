@@ -52,7 +52,7 @@ class Peaks:
         numbers = (peaks.peak_bytes, peaks.host_peak_bytes, peaks.reserved_bytes, peaks.step_seconds)
         for number in (*numbers, *{**peaks.by_phase, **peaks.by_category}.values()):
             if not isinstance(number, (int, float, type(None))):
-                raise TypeError(f"{number!r} is no number")
+                raise TypeError(f"{number!r} is not a number")
         return peaks
 
 

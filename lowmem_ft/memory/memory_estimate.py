@@ -247,7 +247,7 @@ class MemoryEstimate:
     def _verdict(self) -> str:
         spare = self.headroom_bytes
         if spare is None:
-            return "no limit to judge by."
+            return "there is no limit to compare it with."
         if self.fits:
             how = "fits tightly" if self.tight else "fits"
             host = format_bytes(self.host_peak_bytes)

@@ -78,7 +78,7 @@ class Race:
         )
         if self.is_reuse:
             return (
-                f"{self.second} may get memory that is still in use: its {memory} may be what was freed behind "
+                f"{self.second} may get memory that is still in use: its {memory} may be memory freed after "
                 f"{self.first}, and it does not wait for that."
             )
         verb = "overwrites" if self.second.writes else "reads"
@@ -92,10 +92,10 @@ def race_error(races: Sequence[Race]) -> RaceError:
     num_more = len(races) - MOST_SHOWN
     more = [f"{num_more} more {'is' if num_more == 1 else 'are'} in `races`."] if num_more > 0 else []
     return RaceError(
-        "Streams must be put in order where they use the same memory, and here they are not "
-        f"({len(races)} {'race' if len(races) == 1 else 'races'}). Let the one wait for the other: "
-        "`stream.wait_stream(other)`, `stream.wait_event(event)`; the host by `event.synchronize()`; before memory "
-        "goes that another stream has used, the tensor's own `record_stream`.",
+        f"Streams that use the same memory must be synchronized, but here they are not ({len(races)} "
+        f"{'race' if len(races) == 1 else 'races'}). Let one wait for the other: `stream.wait_stream(other)`, "
+        "`stream.wait_event(event)`; let the host wait with `event.synchronize()`; before memory that another stream "
+        "has used is freed, call `record_stream` on the tensor.",
         *(str(race) for race in races[:MOST_SHOWN]),
         *more,
     )

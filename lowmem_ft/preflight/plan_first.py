@@ -42,7 +42,7 @@ _WAYS_OUT = {
 
 
 def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
-    """Return the recipe with the memory knobs, or only the checkpointed layers, that were chosen for its budget.
+    """Return the recipe with the memory settings, or only the checkpointed layers, that were chosen for its budget.
 
     A resumed run keeps the plan that it began with. The search runs in a separate process, because a virtual GPU would
     change torch for the run.

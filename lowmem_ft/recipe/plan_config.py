@@ -21,22 +21,22 @@ class PlanConfig:
 
     mode: Literal["none", "auto"] = knob(
         "none",
-        "auto: before training, choose the memory knobs with which a step is fastest inside the budget; none: train "
-        "the recipe as it is.",
+        "auto: before training, choose the memory settings with which a step is fastest inside the budget; none: "
+        "train the recipe unchanged.",
     )
     allow: tuple[Consent, ...] = knob(
         (),
-        "What the choice may change of the mathematics where nothing else fits, the least missed first, such as "
-        "[lora, qlora]; empty: nothing.",
+        "Changes of the mathematics that a plan may make if nothing else fits, the least important first, such as "
+        "[lora, qlora]; empty: none.",
     )
     keep: tuple[str, ...] = knob(
-        (), "Keys that stay as the recipe has them, such as [optimizer.state, checkpointing.mode]."
+        (), "Keys that a plan must not change, such as [optimizer.state, checkpointing.mode]."
     )
 
     def problems(self) -> list[str]:
         """Return what is wrong with these values in themselves; may be empty."""
         return [
-            f"plan.{name} names a thing once, got {', '.join(twice)} twice. Leave one out."
+            f"plan.{name} must not repeat a name, got {', '.join(twice)} twice. Leave one out."
             for name, words in (("allow", self.allow), ("keep", self.keep))
             if (twice := sorted({word for word in words if words.count(word) > 1}))
         ]

@@ -18,9 +18,7 @@ class TrainingConfig:
     """The training loop's settings."""
 
     output_dir: str | None = knob(None, "Run folder; null: runs/<recipe name>.")
-    overwrite_output_dir: bool = knob(
-        False, "Replace the run that output_dir holds, once this one has succeeded."
-    )
+    overwrite_output_dir: bool = knob(False, "Replace the run in output_dir, once this one has succeeded.")
 
     per_device_train_batch_size: int = knob(
         1,
@@ -36,7 +34,7 @@ class TrainingConfig:
         1,
         "Micro-batches of one optimizer step; the loss is the mean over all their tokens.",
         frees="against one micro-batch of the same total size: activations, to 1/n",
-        costs="n smaller passes in place of one; the gradients stay allocated between them",
+        costs="n smaller passes instead of one; the gradients stay allocated between them",
         effects=NO_EFFECT,
         off=1,
     )
@@ -60,10 +58,14 @@ class TrainingConfig:
     warmup_steps: float = knob(
         0.0, "Optimizer steps of linear warmup; below 1: that fraction of all steps, rounded up."
     )
-    num_train_epochs: float = knob(1.0, "Passes over the training data; max_steps goes before it.")
+    num_train_epochs: float = knob(1.0, "Passes over the training data; max_steps takes precedence.")
     max_steps: int = knob(-1, "Optimizer steps in all; -1: as many as num_train_epochs gives.")
     max_grad_norm: float | None = knob(
-        1.0, "Global gradient norm above which gradients are scaled down; null: measured, never clipped."
+        1.0,
+        (
+            "Global gradient norm above which gradients are scaled down; null: the norm is measured, but gradients "
+            "are not clipped."
+        ),
     )
     max_skipped_steps: int = knob(
         5, "Steps in a row with a non-finite loss or gradient (each is skipped) after which the run stops."
@@ -80,29 +82,29 @@ class TrainingConfig:
         },
         tries=("no", "bf16", "fp16"),
     )
-    use_cpu: bool = knob(False, "Train on the CPU where there is an accelerator too.")
+    use_cpu: bool = knob(False, "Train on the CPU even if there is an accelerator.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")
     full_determinism: bool = knob(
         False,
-        "Only deterministic kernels of torch, cuBLAS and flash-attn: on a GPU, runs and resumed runs agree bit for bit "
-        "(same model of GPU, versions and number of processes); slower. A CPU needs it for nothing.",
+        "Only deterministic kernels of torch, cuBLAS and flash-attn: on a GPU, runs and resumed runs agree bit for "
+        "bit (same model of GPU, versions and number of processes); it is slower. Runs on a CPU do not need it.",
     )
 
     logging_steps: int = knob(
         10, "Optimizer steps between two lines of the log and of the trackers; metrics.jsonl has every step."
     )
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
-    eval_on_start: bool = knob(False, "Evaluate once before the first step, as the value to compare with.")
+    eval_on_start: bool = knob(False, "Also evaluate before the first step, as a baseline.")
     save_steps: int | None = knob(500, "Optimizer steps between checkpoints; null: only the finished model.")
     save_total_limit: int | None = knob(2, "Checkpoints to keep, newest first; null: all.")
     resume_from_checkpoint: str | None = knob(
         None,
-        "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path. From there on "
-        "this recipe's length, schedule and batch hold; data, optimizer and seed cannot change.",
+        "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path. The resumed "
+        "run uses this recipe's length, schedule and batch; data, optimizer and seed cannot change.",
     )
 
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = knob(
-        (), "Trackers beside metrics.jsonl, such as [tensorboard, wandb]."
+        (), "Trackers in addition to metrics.jsonl, such as [tensorboard, wandb]."
     )
     project: str = knob("lowmem_ft", "Project name in the trackers.")
     run_name: str | None = knob(None, "Run name in the trackers; null: the name of the run folder.")
@@ -110,7 +112,7 @@ class TrainingConfig:
     hub_model_id: str | None = knob(None, "Hub repository, such as me/my-model; null: the run folder's name.")
     hub_private_repo: bool | None = knob(
         None,
-        "Visibility of a repository that the upload creates; null: the hub's default.",
+        "Whether a repository that the upload creates is private; null: the hub's default.",
     )
 
     def problems(self) -> list[str]:

@@ -218,7 +218,7 @@ class Findings:
             gpu, uses_bitsandbytes=self._recipe.uses_bitsandbytes, num_processes=1
         )
         limit = limits(gpu, budget).device_bytes
-        assert limit is not None, "a GPU has one"
+        assert limit is not None, "a GPU has a timing model"
         allocator = CachingAllocator(
             self.replays.allocator,
             capacity_bytes=min(limit, gpu.available_bytes) - sum(overhead.values()),

@@ -104,9 +104,10 @@ def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
     recipe, named = on_gpus(recipe, gpu) if isinstance(gpu, str) else (on_gpus(recipe, None)[0], gpu)
     if recipe.distributed.num_processes not in (None, 1):
         raise UserError(
-            f"A rehearsal is of one process, got distributed.num_processes={recipe.distributed.num_processes}. "
-            "`lowmem-ft estimate` with the same settings and --gpu says what each of several needs; with "
-            "distributed.strategy=none distributed.num_processes=1 and one GPU, data, warnings and files are rehearsed."
+            f"A rehearsal is for one process, got distributed.num_processes={recipe.distributed.num_processes}. "
+            "`lowmem-ft estimate` with the same settings and --gpu shows what each of several processes needs; with "
+            "distributed.strategy=none distributed.num_processes=1 and one GPU, data, warnings and files are "
+            "rehearsed."
         )
     spec, _ = choose_gpu(named, recipe.budget, use_cpu=False)
     if spec is None:
@@ -176,8 +177,7 @@ def _run(
             )
             if steps is not None and steps > left:
                 raise UserError(
-                    f"--steps {steps} is more than the {left} steps that this run takes. Leave it out to rehearse all "
-                    "of them."
+                    f"--steps {steps} is more than the {left} steps of this run. Leave it out to rehearse all of them."
                 )
             if steps is not None:
                 run.num_steps = run.progress.step + steps
@@ -186,7 +186,7 @@ def _run(
             raise KeyboardInterrupt("while rehearsing: nothing is written.") from stop
         finally:
             lift_cap(recipe.budget)
-    assert found is not None, "races are told at the end of the block"
+    assert found is not None, "races are reported at the end of the block"
     return found, machine
 
 
@@ -199,7 +199,7 @@ def _estimated(
     traced = TracedRecipe(
         trace=trace,
         tokens_per_micro_batch=longest.tokens // longest.num_micro_batches,
-        batch=f"{longest} at the most",
+        batch=f"at most {longest}",
         vocabulary_size=run.vocabulary_size,
         copied_weight_bytes=run.copied_weight_bytes,
     )

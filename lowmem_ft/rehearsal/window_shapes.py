@@ -178,7 +178,7 @@ def _with_padding(positions_BT: Tensor | None, length: int) -> Tensor | None:
     if positions_BT is None:
         return None
     known_BT = known_values(positions_BT)
-    assert known_BT is not None, "positions are small integers, which are computed"
+    assert known_BT is not None, "positions are small integers, whose values are computed"
     padding_T = np.arange(length - known_BT.shape[1])
     rows = [np.concatenate([row_T, padding_T]) for row_T in known_BT.numpy()]
     return torch.from_numpy(np.stack(rows))

@@ -68,7 +68,7 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
         Something that ``rich.print`` prints.
     """
     if not changes.fitting and not changes.complete:
-        return Text(f"The search was ended before it had found a change that makes it fit on {gpu_name}.")
+        return Text(f"The search was stopped before it found a change that makes it fit on {gpu_name}.")
     if not changes.fitting:
         return what_is_missing(changes.all_together, gpu_name)
     table = _grid()
@@ -77,7 +77,7 @@ def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
         peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
         table.add_row(Text(peak, no_wrap=True), Group(setting, Prose(change.why)))
     title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
-    ended = () if changes.complete else (Text("The search was ended; there may be more."),)
+    ended = () if changes.complete else (Text("The search was stopped; there may be more."),)
     return Group(title, _indented(table), *ended)
 
 
@@ -93,7 +93,7 @@ def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
     """
     peak = format_bytes(shipped.estimate.process_peak_bytes)
     trains = f", and trains {shipped.trains}" if shipped.trains else ""
-    title = f"A shipped recipe fits on {gpu_name}, with rows and steps of its own, peak {peak}{trains}:"
+    title = f"A shipped recipe fits on {gpu_name}, with its own rows and steps, peak {peak}{trains}:"
     return _Command(title, ["lowmem-ft", "train", *shipped.settings])
 
 
@@ -117,7 +117,7 @@ def what_is_missing(all_together: Change | None, gpu_name: str) -> Text:
         gpu_name: the GPU it does not fit on.
     """
     if all_together is None:
-        return Text(f"It does not fit on {gpu_name}, and no setting is left that would need less.")
+        return Text(f"It does not fit on {gpu_name}, and no other setting would need less.")
     estimate = all_together.estimate
     return Text.assemble(
         f"No change makes it fit on {gpu_name}. All of them together still need "
@@ -259,7 +259,7 @@ def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
     if processes is None:
         return
     machines = f" on {processes.num_machines} machines" if processes.num_machines > 1 else ""
-    words = f"{processes.num_processes}{machines}, {processes.strategy}; the numbers are one process's"
+    words = f"{processes.num_processes}{machines}, {processes.strategy}; the numbers are for one process"
     if 0 < processes.last_peak_bytes != estimate.process_peak_bytes:
         last = format_bytes(processes.last_peak_bytes)
         words += f", the first of them, which has the most rows; the last takes {last}"
@@ -269,8 +269,8 @@ def _processes(estimate: MemoryEstimate) -> Iterator[tuple[str, str]]:
         words = f"each sends {format_bytes(step.sent_bytes)} a step over {processes.link}, at {rate:.3g} GB/s"
         if processes.ideal_sent_bytes:
             words += (
-                f"; {format_bytes(processes.ideal_sent_bytes)} would gather the weights twice and scatter their "
-                "gradients once"
+                "; gathering the weights twice and scattering their gradients once would take "
+                f"{format_bytes(processes.ideal_sent_bytes)}"
             )
         yield "", words
 
@@ -282,7 +282,7 @@ def _host_words(estimate: MemoryEstimate) -> str:
     words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
     if estimate.processes is not None:
         together = format_bytes(estimate.machine_host_bytes)
-        words += f", of each process; {together} on a machine with {estimate.processes.per_machine}"
+        words += f" for each process; {together} on a machine with {estimate.processes.per_machine}"
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 

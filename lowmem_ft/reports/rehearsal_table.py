@@ -52,27 +52,27 @@ def fixes_table(
     mend = next((mend for mend in tried if mend.rehearsal.fits), None)
     if mend is None:
         failed = "".join(
-            f"With {shlex.join(mend.change.overrides)} it would by the estimate, and does not when rehearsed. "
+            f"With {shlex.join(mend.change.overrides)} it fits by the estimate, but not when rehearsed. "
             for mend in tried
         )
         if not complete:
-            return Prose(f"{failed}The search was ended before a change was found with which it fits.")
+            return Prose(f"{failed}The search was stopped before it found a change that makes it fit.")
         return Group(
             Prose(failed) if failed else what_is_missing(all_together, gpu_name),
             Prose(
-                "These are the changes that train the same numbers. `lowmem-ft estimate` with the same settings and "
-                "--changes tries others too, and with --gpu all other GPUs."
+                "These are the changes that keep the results of training. `lowmem-ft estimate` with the same settings "
+                "and --changes tries others too, and with --gpu all other GPUs."
             ),
         )
     run = mend.rehearsal
     cost = "" if run.cost_usd is None else f", {format_dollars(run.cost_usd)}"
     steps = "the whole run" if run.rehearsed_steps == run.num_steps else counted(run.rehearsed_steps, "step")
     return Group(
-        Text("With this change it fits, and trains the same numbers:", "bold"),
+        Text("With this change it fits, and the results of training are the same:", "bold"),
         Text("  " + "\n  ".join(map(shlex.quote, mend.change.overrides)), "bold"),
         Prose(mend.change.why),
         Prose(
-            f"Rehearsed with it ({steps}): {verdict(run.estimate)}. The whole run takes "
+            f"Rehearsed with it ({steps}): {verdict(run.estimate)}. The complete run takes "
             f"{duration(run.time.seconds)}{cost}."
         ),
     )
@@ -89,7 +89,7 @@ def _failure_words(failure: Failure) -> str:
         some = ", ".join(map(str, failure.sample_ids[:4]))
         where += f" (examples {some}{', ...' if len(failure.sample_ids) > 4 else ''})"
     return (
-        f"Memory runs out {where}: {format_bytes(failure.requested_bytes)} more are not to be had, "
+        f"Memory runs out {where}: another {format_bytes(failure.requested_bytes)} cannot be allocated, "
         f"{module_words(failure.module)}."
     )
 
@@ -129,7 +129,7 @@ def _peaks(what: str, estimate: MemoryEstimate) -> str:
         format_bytes,
         (estimate.allocated_peak_bytes, estimate.reserved_peak_bytes, estimate.process_peak_bytes),
     )
-    return f"{what}: {tensors} of tensors, {held} held for them, {process} of the process"
+    return f"{what}: {tensors} in tensors, {held} reserved for them, {process} in the process"
 
 
 def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
@@ -151,13 +151,13 @@ def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     if rehearsal.rounding > 0:
         yield (
             "",
-            f"shapes have {rehearsal.rounding:.1%} more tokens than the batches, whose seconds are read off a line "
-            f"through the shapes{_within(rehearsal.interpolation_error)}",
+            f"shapes have {rehearsal.rounding:.1%} more tokens than the batches, whose seconds are interpolated "
+            f"between the shapes{_within(rehearsal.interpolation_error)}",
         )
 
 
 def _within(error: float) -> str:
-    return f" (none is more than {error:.1%} off the line through the others)" if error else ""
+    return f" (each shape is within {error:.1%} of the interpolation between the others)" if error else ""
 
 
 def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
@@ -168,7 +168,7 @@ def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         most = f"{format_bytes(saved.weight_bytes)} of weights, {state} of optimizer state"
         # The newest is written before the oldest of those to keep is deleted.
         together = min(kept + 1, rehearsal.num_checkpoints) * saved.total_bytes
-        yield "", f"{most}; the disk holds {format_bytes(together)} of them at the most, {kept} at the end"
+        yield "", f"{most}; they take at most {format_bytes(together)} of disk, {kept} at the end"
     elif rehearsal.num_checkpoints:
         first = rehearsal.recipe.training.save_steps
         yield (
@@ -212,7 +212,7 @@ def _shapes(rehearsal: Rehearsal) -> RenderableType:
 
 
 def _shape_words(traced: TracedShape) -> str:
-    return f"{traced.shape}{', as it comes' if traced.is_exact else ''}"
+    return f"{traced.shape}{', exact' if traced.is_exact else ''}"
 
 
 def _numbers(traced: TracedShape) -> tuple[str, ...]:

@@ -70,13 +70,13 @@ class RunRecord:
             wanted = of_step if "loss" in record else ("step", *({"eval_loss"} & record.keys()))
             if not all(isinstance(record.get(key), (int, float)) for key in wanted):
                 raise UserError(
-                    f"{self.path}/metrics.jsonl, line {number}, is of no run: {str(record)[:80]!r}."
+                    f"{self.path}/metrics.jsonl, line {number}, is not a record of a run: {str(record)[:80]!r}."
                 )
         try:
             peaks_in(self.metrics)
         except TypeError as error:
             raise UserError(
-                f"{self.path}/metrics.jsonl has peaks that this version does not know: {error}."
+                f"{self.path}/metrics.jsonl has peaks that this version cannot read: {error}."
             ) from error
 
     def to_json(self) -> dict[str, Any]:
@@ -202,7 +202,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     facts = {
         "recipe": run.recipe.name,
         "model": Path(run.recipe.model.name_or_path or "-").name,
-        "ended": "with a model" if run.is_finished else "before its end",
+        "status": "finished" if run.is_finished else "unfinished",
         "steps": f"{steps[-1]['step']:,}" if steps else "0",
     }
     if steps:
@@ -232,7 +232,7 @@ def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
         return []
     return [
         Prose(
-            f"\nWhat was rehearsed of {', '.join(others)} has other settings than the run: compare with care."
+            f"\nThe rehearsal of {', '.join(others)} had different settings from the run: compare with care."
         )
     ]
 
@@ -248,7 +248,7 @@ def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
         return []
     return [
         Prose(
-            f"\n{', '.join(others)} ran on a CPU and was rehearsed for a GPU: memory and seconds are not compared."
+            f"\n{', '.join(others)} ran on a CPU but was rehearsed for a GPU: memory and seconds are not compared."
         )
     ]
 

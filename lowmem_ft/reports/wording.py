@@ -51,7 +51,7 @@ def module_words(module: str) -> str:
 
 HOST_PART_WORDS = {
     **CATEGORY_WORDS,
-    "gradient": "gradients that wait",
+    "gradient": "pending gradients",
     "process": "the process itself",
     "heap": "freed and kept by the heap",
     "loading": "weights being read",
@@ -153,7 +153,7 @@ def duration(seconds: float) -> str:
 
 def _beside_others(estimate: MemoryEstimate) -> str:
     others = estimate.gpu.held_by_others_bytes
-    return f" beside {format_bytes(others)} that others hold" if others else ""
+    return f" in addition to {format_bytes(others)} that others hold" if others else ""
 
 
 def shortfall(estimate: MemoryEstimate) -> str:

@@ -63,7 +63,7 @@ def _limits(budget_bytes: int | None, root: Path, file_bytes: int) -> Iterator[H
         held = read_host_memory().now_bytes
         yield HostLimit(
             budget_bytes - held,
-            f"the process holds {format_bytes(held)} of the {format_bytes(budget_bytes)} that budget.host gives it",
+            f"the process holds {format_bytes(held)} of its {format_bytes(budget_bytes)} from budget.host",
         )
 
 

@@ -81,10 +81,10 @@ def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Iterator[Cal
     layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
-            "offload.activations=inputs needs checkpointed layers, whose inputs wait; none is. Set "
-            "checkpointing.mode=full, or offload.activations=none."
+            "offload.activations=inputs needs checkpointed layers, whose inputs it offloads, but no layer is "
+            "checkpointed. Set checkpointing.mode=full, or offload.activations=none."
         )
-    log.info("Activation offload: the inputs of %d checkpointed layers wait in host memory.", len(layers))
+    log.info("Activation offload: the inputs of %d checkpointed layers are kept in host memory.", len(layers))
     with_input_away = functools.partial(_WithInputAway, waiting_room)
     for layer in layers:
         yield wrap_method(layer, "_gradient_checkpointing_func", with_input_away)
@@ -101,7 +101,7 @@ class _WithInputAway:
         if not args or not isinstance(args[0], Tensor):
             raise ModelError(
                 "offload.activations=inputs needs layers that are called with their hidden states first, by position; "
-                "this model's are not. Set offload.activations=none."
+                "the layers of this model are not. Set offload.activations=none."
             )
         hidden_storage = args[0].untyped_storage()._cdata
 
@@ -140,7 +140,7 @@ def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
         return forward
 
     log.warning(
-        "offload.activations=all copies every activation to the host and back, which takes longer than to compute it "
+        "offload.activations=all copies every activation to the host and back, which takes longer than computing it "
         "again: checkpointing.mode=full with offload.activations=inputs frees more in less time."
     )
     return wrap_method(causal_lm, "forward", with_activations_away)

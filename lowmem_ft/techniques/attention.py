@@ -106,13 +106,13 @@ def choose_attention(
         return choice
     if requested == VARLEN_ATTENTION and not makes_batches:
         raise UserError(
-            f"{_KEY}={VARLEN_ATTENTION} takes batches without padding masks, as lowmem-ft train makes them; those of "
-            f"another trainer may have some. Set {_KEY}=auto."
+            f"{_KEY}={VARLEN_ATTENTION} takes batches without padding masks, as lowmem-ft train makes them; batches "
+            f"of another trainer may have masks. Set {_KEY}=auto."
         )
     if requested not in supported:
         raise ModelError(
             f"{_KEY}={requested} needs an architecture that supports it; {config.model_type} supports "
-            f"{', '.join(supported)}. Set {_KEY} to one of these, or to auto."
+            f"{', '.join(supported)}. Set {_KEY} to one of them, or to auto."
         )
     if problem := attention_problem(requested, **facts, needs_kernel=needs_kernel):
         raise UserError(problem)
@@ -120,7 +120,7 @@ def choose_attention(
         raise MissingFlashAttentionError
     if requested == VARLEN_ATTENTION:
         register_varlen_attention()
-    return AttentionChoice(implementation=requested, reason=f"asked for by {_KEY}")
+    return AttentionChoice(implementation=requested, reason=f"requested by {_KEY}")
 
 
 def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
@@ -163,19 +163,28 @@ def _leanest(
 ) -> AttentionChoice:
     no_varlen = varlen_attention_obstacle(**facts, needs_kernel=needs_kernel)
     if VARLEN_ATTENTION in supported and no_varlen is None:
-        why = "torch's flash kernel tells packed documents apart" if packing else "rows need no mask with it"
+        why = (
+            "torch's flash kernel separates packed documents"
+            if packing
+            else ("rows need no mask with this kernel")
+        )
         return AttentionChoice(implementation=VARLEN_ATTENTION, reason=f"auto: {why}")
     no_flash = flash_attention_obstacle(**facts)
     if "flash_attention_2" not in supported:
         no_flash = f"an architecture that supports it, got {config.model_type}"
     elif no_flash is None and is_virtual(device):
         no_flash = (
-            "the package flash-attn, which the machine of the run may not have; ask for it to count on it"
+            "the package flash-attn, which the machine of the run may not have; set {_KEY}=flash_attention_2 to rely "
+            "on it"
         )
     elif no_flash is None and not is_flash_attn_2_available():
         no_flash = "the package flash-attn, which is not installed"
     if no_flash is None:
-        why = "packed rows need no mask with it" if packing else "it is installed and runs on this device"
+        why = (
+            ("packed rows need no mask with this kernel")
+            if packing
+            else "it is installed and runs on this device"
+        )
         return AttentionChoice(implementation="flash_attention_2", reason=f"auto: {why}")
     if "sdpa" in supported:
         cost = "; packed rows cost a mask of tokens x tokens" if packing else ""

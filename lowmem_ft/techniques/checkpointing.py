@@ -67,10 +67,10 @@ def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
 
 
 def _describe(config: CheckpointingConfig, chosen: range, num_layers: int) -> str:
-    what = "their activations" if config.mode == "full" else "all but their attention"
+    what = "their activations" if config.mode == "full" else "everything except attention"
     text = f"{len(chosen)} of {num_layers} layers recompute {what} in backward"
     if config.every_n_layers > 1:
         text += f", every {config.every_n_layers} from layer 0"
     if config.skip_last_layers:
-        text += f", the last {config.skip_last_layers} left alone because they are freed first"
+        text += f", the last {config.skip_last_layers} excluded because they are freed first"
     return text

@@ -17,10 +17,13 @@ class CheckpointingConfig:
 
     mode: Literal["none", "full", "selective", "auto"] = knob(
         "none",
-        "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it keeps the "
-        "attention's output too, which is not computed again; auto: before a run, the fastest of these and of the "
-        "numbers of layers to leave alone that fits the budget.",
-        frees="a layer's activations but its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, sdpa)",
+        "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it also "
+        "keeps the attention's output instead of computing it again; auto: before a run, choose the fastest of these "
+        "modes, and of the numbers of layers to exclude, that fits the budget.",
+        frees=(
+            "a layer's activations except for its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, "
+            "sdpa)"
+        ),
         costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
         "for 2 bytes * tokens * hidden a layer in bf16",
         effects={mode: Effect(cost="time") for mode in ("full", "selective", "auto")},
@@ -29,13 +32,13 @@ class CheckpointingConfig:
     every_n_layers: int = knob(
         1,
         "Checkpoint layers 0, n, 2n, ...; 1 checkpoints every layer.",
-        costs="memory: the layers in between keep their activations",
+        costs="memory: the other layers keep their activations",
         effects={1: Effect(cost="time")},
         counts_layers="period",
     )
     skip_last_layers: int = knob(
         0,
-        "Leave the last n layers alone: backward reaches them first, so their activations live shortest.",
+        "Exclude the last n layers: backward reaches them first, so their activations live shortest.",
         costs="memory: the activations of n layers",
         effects={0: Effect(cost="time")},
         counts_layers="last",
@@ -62,8 +65,8 @@ class CheckpointingConfig:
         """
         if self.mode == "auto":
             raise UserError(
-                "checkpointing.mode=auto is chosen for a budget before a model is built or estimated, got a recipe for "
-                "which nobody has. Take lowmem_ft.plan_checkpointing(recipe, budget, gpu).recipe, or set "
+                "checkpointing.mode=auto must be resolved for a budget before a model is built or estimated, got a "
+                "recipe that still has it. Use lowmem_ft.plan_checkpointing(recipe, budget, gpu).recipe, or set "
                 "checkpointing.mode=full."
             )
 
@@ -77,8 +80,8 @@ class CheckpointingConfig:
             )
         if self.skip_last_layers < 0:
             problems.append(
-                f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. "
-                "Set it to 0 to leave no layer alone."
+                f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. Set it to 0 to "
+                "exclude no layer."
             )
         if self.mode == "auto" and not self.takes_every_layer:
             problems.append(
@@ -104,7 +107,7 @@ class LossConfig:
 
     chunk_tokens: int | None = knob(
         1024,
-        "Label tokens whose logits exist at once; null: the model's own loss, over all logits at once.",
+        "Label tokens whose logits exist at the same time; null: the model's own loss, over all logits at once.",
         frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
@@ -112,7 +115,7 @@ class LossConfig:
     )
     label_smoothing_factor: float = knob(
         0.0,
-        "Share of each label that is spread over the whole vocabulary while training; evaluation has none.",
+        "Share of each label that is spread over the whole vocabulary in training, not in evaluation.",
     )
 
     def problems(self) -> list[str]:
@@ -125,8 +128,8 @@ class LossConfig:
             )
         if not 0 <= self.label_smoothing_factor < 1:
             problems.append(
-                f"loss.label_smoothing_factor is from 0 to below 1, got {self.label_smoothing_factor}. "
-                "Try 0.1, or 0 for none."
+                f"loss.label_smoothing_factor is from 0 to below 1, got {self.label_smoothing_factor}. Try 0.1, or 0 "
+                "to switch smoothing off."
             )
         if self.label_smoothing_factor and self.chunk_tokens is None:
             problems.append(
@@ -147,7 +150,7 @@ class OffloadConfig:
         "none",
         "inputs: the inputs of checkpointed layers; all: every activation that backward needs.",
         frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in bf16",
-        costs="two copies over PCIe; hidden behind compute for inputs, rarely for all",
+        costs="two copies over PCIe; overlapped with compute for inputs, rarely for all",
         effects={
             "inputs": Effect(cost="host link", needs_checkpointed="some layers", traits=_ACTIVATIONS_ON_HOST),
             "all": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=_ACTIVATIONS_ON_HOST),
@@ -156,16 +159,17 @@ class OffloadConfig:
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
-        "host: optimizer state and master weights wait in host memory; the step runs on the device, chunk by chunk.",
-        frees="all of the optimizer's state and the low halves of master weights, but a few chunks",
+        "host: optimizer state and master weights are kept in host memory; the step runs on the device, chunk by "
+        "chunk.",
+        frees="the optimizer's state and the low halves of master weights, except for a few chunks",
         costs="the state crosses PCIe twice a step",
         effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=("state on host",))},
         tries=("device", "host"),
     )
     parameters: Literal["device", "stream"] = knob(
         "device",
-        "stream: weights live in host memory and visit the device layer by layer.",
-        frees="all weights but two layers and resident_layers",
+        "stream: weights are kept in host memory and copied to the device layer by layer.",
+        frees="all weights except for two layers and resident_layers",
         costs="the weights cross PCIe twice a step, and once more with their updates",
         effects={
             "stream": Effect(
@@ -178,7 +182,7 @@ class OffloadConfig:
     )
     resident_layers: int = knob(
         0,
-        "With parameters=stream, so many of the last decoder layers stay on the device.",
+        "With parameters=stream, the number of last decoder layers that stay on the device.",
         costs="memory: the weights of n layers",
         effects={0: Effect(cost="host link")},
         counts_layers="last",
@@ -186,10 +190,10 @@ class OffloadConfig:
     )
     folder: str | None = knob(
         None,
-        "Where the weights, optimizer state and gradients lie that wait on the host. null: in RAM; a folder on a fast "
-        "local disk: in memory-mapped files there, which may be larger than RAM.",
-        frees="host memory: all that waits, but what the kernel has room to keep",
-        costs="what RAM cannot keep comes from the disk and goes back to it each step; copies are not pinned",
+        "Storage of the weights, optimizer state and gradients that are offloaded to the host. null: RAM; a folder "
+        "on a fast local disk: memory-mapped files there, which may be larger than RAM.",
+        frees="host memory: everything offloaded, except for what the kernel has room to cache",
+        costs="what RAM cannot hold is read from disk and written back in each step; copies are not pinned",
         effects=Effect(cost="disk"),
         tries=(None,),
     )
@@ -199,7 +203,7 @@ class OffloadConfig:
         problems = []
         if self.folder is not None and self.optimizer == self.parameters == "device":
             problems.append(
-                f"offload.folder={self.folder} needs something that waits on the host, got offload.optimizer=device "
+                f"offload.folder={self.folder} needs something offloaded to the host, got offload.optimizer=device "
                 "and offload.parameters=device. Set offload.optimizer=host or offload.parameters=stream, or leave "
                 "offload.folder out."
             )
@@ -221,8 +225,8 @@ class AccumulationConfig:
 
     order: Literal["horizontal", "vertical"] = knob(
         "horizontal",
-        "horizontal: one micro-batch after the other through all layers; vertical: all of them through one layer "
-        "after the other.",
+        "horizontal: one micro-batch after the other through all layers; vertical: all micro-batches through one "
+        "layer after the other.",
         frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
         costs="vertical: the layers' inputs of all micro-batches live at once",
         effects={"vertical": Effect(needs_checkpointed="every layer", traits=("whole window at once",))},
@@ -244,17 +248,17 @@ class TilingConfig:
 
     mlp: int = knob(
         1,
-        "Pieces of the sequence that pass through each MLP one after the other; 1: all at once.",
-        frees="the MLP's inner activations but those of one piece, while a layer is recomputed",
-        costs="each piece is computed once more in backward; smaller matrix products",
+        "Pieces of the sequence that pass through each MLP one after the other; 1: the whole sequence at once.",
+        frees="the MLP's inner activations except for those of one piece, while a layer is recomputed",
+        costs="each piece is computed again in backward; smaller matrix products",
         effects=Effect(cost="time", engines=("ddp", "fsdp2", "zero2")),
         off=1,
         tries=(1, 4),
     )
     head: int = knob(
         1,
-        "Pieces of the vocabulary that the head is worked on with; 1: all at once.",
-        frees="what is held beside the head's weight and gradient for its logits, but for one piece",
+        "Pieces of the vocabulary in which the head is computed; 1: the whole vocabulary at once.",
+        frees="memory for the logits in addition to the head's weight and gradient, except for one piece",
         costs="the head's logits are computed twice",
         effects=Effect(cost="time"),
         off=1,
@@ -291,10 +295,12 @@ class DistributedConfig:
 
     strategy: Strategy | None = knob(
         None,
-        "none: one process; ddp: every process holds everything; fsdp2: weights, gradients and optimizer state are cut "
-        "by rows among the processes (torch's fully_shard); zero2, zero3: DeepSpeed cuts gradients and state, and in "
-        "zero3 weights; null: as it is launched.",
-        frees="fsdp2, zero3: of N processes each holds 1/N of weights, gradients and state; zero2: all of the weights",
+        "none: one process; ddp: every process holds everything; fsdp2: weights, gradients and optimizer state are "
+        "sharded by rows among the processes (torch's fully_shard); zero2, zero3: DeepSpeed shards gradients and "
+        "state, and in zero3 weights; null: as launched.",
+        frees=(
+            "fsdp2, zero3: of N processes each holds 1/N of weights, gradients and state; zero2: also all weights"
+        ),
         costs="each layer's weights cross the link before its forward and its backward, its gradients after",
         effects={
             "ddp": Effect(cost="time"),
@@ -305,30 +311,30 @@ class DistributedConfig:
         tries=("ddp", "fsdp2"),
     )
     num_processes: int | None = knob(
-        None, "Processes on all machines together, one a device; null: as many as are launched."
+        None, "Number of processes on all machines together, one per device; null: as launched."
     )
-    num_machines: int = knob(1, "Machines that the processes are spread over evenly.")
+    num_machines: int = knob(1, "Number of machines, each with the same number of processes.")
     reshard_after_forward: bool | None = knob(
         None,
-        "Of fsdp2: free a layer's gathered weights after its forward, and gather them again for its backward; null: as "
-        "it is launched, else true.",
-        frees="true: all weights but one or two layers' between forward and backward",
+        "For fsdp2: free a layer's gathered weights after its forward pass, and gather them again for its backward "
+        "pass; null: as launched, else true.",
+        frees="true: all weights except for one or two layers between forward and backward",
         costs="true: the weights cross the link once more",
         effects={True: Effect(cost="time"), None: Effect(cost="time")},
         tries=(False, None),
     )
     cpu_offload: bool | None = knob(
         None,
-        "Of fsdp2 and zero3: this process's part of weights, gradients and state waits on the host, which makes the "
-        "updates; of zero2: all of that but the weights; null: as it is launched, else false.",
+        "For fsdp2 and zero3: keep this process's part of weights, gradients and state on the host, whose processor "
+        "computes the updates; for zero2: the same except for the weights; null: as launched, else false.",
         frees="true: each process's part of weights, gradients and state on its device",
-        costs="true: the part crosses PCIe for each gathering, and the host's processor makes the updates",
+        costs="true: the part crosses PCIe for each gathering, and the host's processor computes the updates",
         effects={True: Effect(cost="host link")},
     )
     sync_each_batch: bool = knob(
         True,
-        "Of fsdp2: cut the gradients of each micro-batch among the processes; false: only those of the last, of which "
-        "there is one sum until then.",
+        "For fsdp2: shard the gradients of each micro-batch among the processes; false: only after the last one, so "
+        "that each process keeps a whole sum until then.",
         frees="true: 4 bytes a parameter while several micro-batches are summed",
         costs="true: gradients cross the link once a micro-batch instead of once a step",
         effects={True: Effect(cost="time")},
@@ -367,17 +373,20 @@ class DistributedConfig:
     def _problems_of_numbers(self) -> Iterator[str]:
         processes, machines = self.num_processes, self.num_machines
         if processes is not None and processes < 1:
-            yield f"distributed.num_processes must be at least 1, got {processes}. Set it to the devices."
+            yield (
+                f"distributed.num_processes must be at least 1, got {processes}. Set it to the number of devices."
+            )
         elif processes is not None and processes > MOST_PROCESSES:
             yield (
-                f"distributed.num_processes is at most {MOST_PROCESSES}, got {processes}. Set it to the devices."
+                f"distributed.num_processes is at most {MOST_PROCESSES}, got {processes}. Set it to the number of "
+                "devices."
             )
         if machines < 1:
             yield f"distributed.num_machines must be at least 1, got {machines}. Set it to 1."
         elif processes is not None and processes >= 1 and processes % machines:
             yield (
-                f"distributed.num_processes={processes} must be a multiple of distributed.num_machines={machines}: "
-                "each machine has as many processes. Correct one of the two."
+                f"distributed.num_processes={processes} must be a multiple of distributed.num_machines={machines}, "
+                "because each machine has the same number of processes. Correct one of the two."
             )
         if processes is not None and processes > 1 and self.strategy == "none":
             yield (
@@ -408,18 +417,21 @@ class AdapterConfig:
     name: Literal["none", "lora"] = knob(
         "none",
         "lora: the model's own weights are frozen, and low-rank matrices beside them are trained.",
-        frees="gradients and optimizer state of all but the adapters (less than 1 % of the parameters)",
+        frees=(
+            "gradients and optimizer state of everything except the adapters (less than 1 % of the parameters)"
+        ),
         costs="other mathematics: the update of each matrix has rank r",
         effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
         tries=("none", "lora"),
     )
     r: int = knob(16, "Rank of the adapters.")
-    lora_alpha: float = knob(32.0, "The adapters' product counts lora_alpha / r times (rsLoRA: / sqrt(r)).")
+    lora_alpha: float = knob(32.0, "The adapters' product is scaled by lora_alpha / r (rsLoRA: / sqrt(r)).")
     lora_dropout: float = knob(0.0, "Dropout before the adapters.")
     target_modules: tuple[str, ...] = knob(
-        ("all-linear",), "Names of the layers that get adapters; all-linear: every linear layer but the head."
+        ("all-linear",),
+        ("Names of the layers that get adapters; all-linear: every linear layer except for the head."),
     )
-    use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained length.")
+    use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
 
     def problems(self) -> list[str]:

@@ -91,13 +91,13 @@ def attention_problem(
         )
     if implementation == "flex_attention" and kernels != device_type:
         return (
-            f"{_ATTENTION}=flex_attention compiles a kernel on the GPU itself, and what that takes cannot be foreseen "
+            f"{_ATTENTION}=flex_attention compiles a kernel on the GPU itself, whose memory cannot be estimated "
             f"without one. Set {_ATTENTION}=sdpa to estimate, or auto."
         )
     if implementation == "flex_attention" and device_type == "cpu":
         return (
-            f"{_ATTENTION}=flex_attention needs an accelerator to train, because torch has no backward of it on the "
-            f"CPU; got device cpu. Set {_ATTENTION}=sdpa, or auto."
+            f"{_ATTENTION}=flex_attention needs an accelerator to train, because torch has no backward pass for it on "
+            f"the CPU; got device cpu. Set {_ATTENTION}=sdpa, or auto."
         )
     return None
 
@@ -148,8 +148,8 @@ def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
         )
     if mixed_precision == "fp16" and dtype != "float32":
         problems.append(
-            "training.mixed_precision=fp16 needs float32 weights, for the loss scaler has to unscale their gradients "
-            f"in float32; got model.dtype={dtype}. Set model.dtype=float32."
+            "training.mixed_precision=fp16 needs float32 weights, because the loss scaler unscales their gradients in "
+            f"float32; got model.dtype={dtype}. Set model.dtype=float32."
         )
     return problems
 

@@ -138,7 +138,7 @@ def enable_fsdp2(
         _shard(model, rows, policies)
     assert isinstance(model, FSDPModule), "fully_shard makes it one"
     log.info(
-        "FSDP2: %d parameters are cut by rows among %d processes, and gathered in %d groups.",
+        "FSDP2: %d parameters are sharded by rows among %d processes, and gathered in %d groups.",
         sum(1 for _ in model.parameters()),
         mesh.size(),
         len(units) + 1,

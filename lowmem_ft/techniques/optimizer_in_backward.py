@@ -148,7 +148,7 @@ class InBackward(Technique):
             gradient.masked_fill_(~torch.isfinite(self._sum_of_squares), 0)
             self._optimizer.update([GradientSlice(parameter, gradient, start)])
         else:
-            assert parameter not in self._pending, "apply() goes before the next gradient"
+            assert parameter not in self._pending, "apply() comes before the next gradient"
             self._kept.add(GradientSlice(parameter, gradient, start))
 
     def clip_grad_norm(self, unscale: Unscale) -> Tensor:
@@ -203,7 +203,7 @@ class InBackward(Technique):
         waiting = [parameter for parameter in parameters if parameter in self._pending]
         steps = {id(step): step for step in (self._pending.pop(parameter) for parameter in waiting)}
         for step in steps.values():
-            assert len(steps) == 1, "nothing waits for longer than one step"
+            assert len(steps) == 1, "nothing is pending for longer than one step"
             self._update(waiting, step.scale, step.hyperparameters)
 
     @property
@@ -248,7 +248,7 @@ class InBackward(Technique):
         kept = self._kept.parameters()
         if not kept:
             return
-        assert self._scale is not None, "clip_grad_norm() goes before the step"
+        assert self._scale is not None, "clip_grad_norm() comes before the step"
         now = [parameter for parameter in kept if parameter not in self._deferred]
         self._update(now, self._scale)
         if len(now) < len(kept):
@@ -315,9 +315,9 @@ def _take_from_autograd(held_by_optimizer: weakref.ref[InBackward], parameter: n
     in_backward = held_by_optimizer()
     if in_backward is None:
         raise UserError(
-            f"optimizer.in_backward needs its optimizer as long as backward is called, but when the gradient of a "
-            f"parameter of shape {list(parameter.shape)} came, that was gone. Keep the optimizer, or call remove() "
-            "before it goes."
+            "optimizer.in_backward needs its optimizer as long as backward is called, but the optimizer was deleted "
+            f"before the gradient of a parameter of shape {list(parameter.shape)} came. Keep the optimizer, or call "
+            "remove() before deleting it."
         )
     gradient, parameter.grad = parameter.grad, None
     assert gradient is not None, "the hook comes after a gradient"
@@ -330,9 +330,9 @@ def _refuse_copies_in_processes(optimizer: SupportsSliceUpdates) -> None:
     num_processes = torch.distributed.get_world_size() if is_grouped else 1
     if num_processes > 1 and not all(map(is_sharded, _parameters(optimizer))):
         raise UserError(
-            f"optimizer.in_backward=true works in one process, or where processes share the weights "
-            f"(distributed.strategy=fsdp2); got {num_processes} that hold all of them: gradients are applied before "
-            "they are averaged over processes. Set optimizer.in_backward=false, or share the weights."
+            "optimizer.in_backward=true works in one process, or if the weights are sharded "
+            f"(distributed.strategy=fsdp2); got {num_processes} processes with all weights each: gradients would be "
+            "applied before they are averaged. Set optimizer.in_backward=false, or shard the weights."
         )
 
 
@@ -342,7 +342,7 @@ def _describe(in_backward: InBackward, memory: HostMemory | None) -> str:
     if memory is None:
         return "gradients are kept in their weights' types until their norm is known, then applied"
     num_bytes = format_bytes(memory.bytes_by_category.get("gradient", 0))
-    return f"gradients wait on the host until their norm is known ({num_bytes}), then are applied"
+    return f"gradients are kept on the host until their norm is known ({num_bytes}), then applied"
 
 
 @dataclass

@@ -89,7 +89,7 @@ def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory
     handle = OptimizerOffload(optimizer, HostStorage(memory, slot_bytes))
     optimizer.allocate_state()
     log.info(
-        "Optimizer state: %s wait in %s; %d chunks of at most %s visit the device.",
+        "Optimizer state: %s in %s; %d chunks of at most %s are copied to the device in turn.",
         format_bytes(num_bytes),
         memory.place_of("optimizer_state"),
         NUM_SLOTS,

@@ -47,8 +47,9 @@ class KeepAttentionOutputs:
         if self._num_kept == num_kept and torch.is_grad_enabled() and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "checkpointing.mode=selective keeps nothing of some layers and recomputes all of each, for they ran no "
-                "fused attention kernel without dropout. checkpointing.mode=full does the same with less overhead."
+                "checkpointing.mode=selective keeps nothing of some layers and recomputes them completely, because "
+                "they ran no fused attention kernel without dropout. checkpointing.mode=full does the same with less "
+                "overhead."
             )
         return result
 

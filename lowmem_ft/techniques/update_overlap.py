@@ -45,12 +45,12 @@ def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
     """
     if not in_backward.overlaps:
         raise UserError(
-            "Updates can be made beside the forward pass where gradients wait on the host until their norm is known. "
+            "Updates can overlap with the forward pass if gradients are kept on the host until their norm is known. "
             "Give enable_optimizer_in_backward a max_grad_norm and a memory, or leave updates in the step."
         )
     layers = list(decoder_layers(model, way_out="optimizer.in_backward=false"))
     overlap = UpdateOverlap(layers, _groups(model, layers), in_backward)
-    log.info("Updates of %d layers are made beside the next forward pass, one layer ahead.", len(layers))
+    log.info("Updates of %d layers overlap with the next forward pass, one layer ahead.", len(layers))
     return overlap
 
 

@@ -114,8 +114,8 @@ def borders_arrive(inputs: dict[str, Any]) -> Iterator[None]:
     yield
     if _BORDERS in inputs and not _watch.has_arrived:
         raise ModelError(
-            f"With model.attn_implementation={VARLEN_ATTENTION} packed rows need a model whose layers hand their "
-            "keyword arguments on to attention, and this one does not: its documents would see each other. Set "
+            f"With model.attn_implementation={VARLEN_ATTENTION} packed rows need a model whose layers pass their "
+            "keyword arguments on to attention, but this one does not: its documents would see each other. Set "
             "model.attn_implementation=sdpa."
         )
 
@@ -228,7 +228,7 @@ def _refuse(
 ) -> None:
     if query_BHTD.size(2) != key_BKTD.size(2):
         raise _refused(
-            "a cache of keys, as text is generated with", "Call model.set_attn_implementation('sdpa'), or"
+            "a cache of keys, as in text generation", "Call model.set_attn_implementation('sdpa'), or"
         )
     if mask is not None or not is_causal:
         raise _refused("a mask of the model's own" if is_causal else "attention to later tokens")
@@ -239,6 +239,6 @@ def _refuse(
 
 def _refused(what: str, way_out: str = "Load the model with another:") -> UserError:
     return UserError(
-        f"attn_implementation={VARLEN_ATTENTION} trains causal models and has no {what}. {way_out} "
+        f"attn_implementation={VARLEN_ATTENTION} trains causal models and does not support {what}. {way_out} "
         "attn_implementation=sdpa."
     )

@@ -98,14 +98,14 @@ def enable_vertical_accumulation(
         accumulation.undo_first(set_attribute(norm, "forward", by_rows))
     log.info(
         "Accumulation: %d layers take the micro-batches of a step one after the other, %d rows each, before the next "
-        "layer does.",
+        "layer runs.",
         len(layers),
         rows_per_micro_batch,
     )
     if dropout := _largest_dropout(model):
         log.info(
-            "Dropout (%g) draws other random numbers in vertical order than in horizontal: losses of the two differ as "
-            "between two seeds.",
+            "Dropout (%g) draws other random numbers in vertical order than in horizontal: their losses differ as "
+            "with two seeds.",
             dropout,
         )
     return accumulation
@@ -153,7 +153,8 @@ def check_vertical_accumulation(model: Any) -> None:
         raise _cannot_be_cut(f"the argument {biases[0]}")
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise RowsCannotBeCutError(
-            "the routers' load-balancing loss goes over all its rows (output_router_logits is true in its config)",
+            "the routers' load-balancing loss is computed over all its rows (output_router_logits is true in its "
+            "config)",
             "Set accumulation.order=horizontal, or output_router_logits to false in its config.json.",
         )
     if model.config._attn_implementation == "flex_attention":
@@ -249,7 +250,9 @@ def _with_rows_written(output: Any, part: Any, rows: slice, num_rows: int) -> An
         return tuple(
             _with_rows_written(whole, item, rows, num_rows) for whole, item in zip(outputs, part, strict=True)
         )
-    raise RowsCannotBeCutError(f"those of this model return no tensors but {type(part).__name__}")
+    raise RowsCannotBeCutError(
+        f"those of this model return something other than tensors: {type(part).__name__}"
+    )
 
 
 class _GradientOfAllRows:

@@ -162,7 +162,7 @@ def _sharded_dimension(tensor: Any) -> int | None:
         return None
     if len(sharded) > 1 or not tensor.placements[sharded[0]].is_shard(0):
         raise ValueError(
-            "Our optimizers update parameters that are whole, or cut by rows over one dimension of the mesh as "
+            "Our optimizers update parameters that are whole, or sharded by rows over one dimension of the mesh as "
             f"fully_shard does; got {tuple(tensor.placements)}. Shard with fully_shard's own placement, Shard(0)."
         )
     return sharded[0]

@@ -362,8 +362,8 @@ def refuse_another_launch(
     if kind not in kinds or num_processes != distributed.num_processes:
         raise UserError(
             f"distributed.strategy={distributed.strategy} with {distributed.num_processes} processes was launched, "
-            f"but Accelerate makes {kind} with {num_processes} of it. Run `accelerate launch --num_processes N -m "
-            "lowmem_ft train ...` without further options, or choose another configuration with `accelerate "
+            f"but Accelerate started {kind} with {num_processes} processes. Run `accelerate launch --num_processes N "
+            "-m lowmem_ft train ...` without further options, or choose another configuration with `accelerate "
             "config`."
         )
 

@@ -144,7 +144,7 @@ def _log_float32(recipe: Recipe, device: torch.device) -> None:
         "" if recipe.checkpointing.mode != "none" else " without checkpointing (checkpointing.mode=full)"
     )
     logger.info(
-        "Weights and products are float32%s: leaner and faster on %s are training.mixed_precision=bf16, or "
+        "Weights and products are float32%s: with less memory and faster on %s are training.mixed_precision=bf16, or "
         "model.dtype=bfloat16 optimizer.master=split24; `lowmem-ft plan` chooses.",
         checkpointing,
         name_of(device),
@@ -365,7 +365,7 @@ def techniques_in_step(
     if may_lose_updates(optimizer):
         yield enable_lost_update_meter(optimizer)
     if recipe.optimizer.in_backward:
-        assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules refuse others"
+        assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules reject others"
         memory = host_memory if recipe.offload.optimizer == "host" else None
         max_grad_norm = recipe.training.max_grad_norm
         in_backward = enable_optimizer_in_backward(
@@ -394,7 +394,7 @@ def _initialize_masters(
         return
     for name, parameter in parameters.items():
         optimizer.set_weights(parameter, _of_this_process(parameter, finer.values(name)))
-    but = f", but for {some_of(sorted(finer.changed))}: they were changed since" if finer.changed else ""
+    but = f", except for {some_of(sorted(finer.changed))}, which have changed since" if finer.changed else ""
     logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16%s.", but)
 
 
@@ -420,9 +420,9 @@ def _refuse_mean_of_means(model: PreTrainedModel) -> None:
     )
     if not takes_any or getattr(model, "accepts_loss_kwargs", None) is False:
         raise ModelError(
-            f"loss.chunk_tokens=null needs a model whose own loss takes num_items_in_batch, and that of "
-            f"{type(model).__name__} does not: it would weigh tokens by the size of their micro-batch. "
-            "Set loss.chunk_tokens=1024."
+            "loss.chunk_tokens=null needs a model whose own loss takes num_items_in_batch, but that of "
+            f"{type(model).__name__} does not: it would weight tokens by the size of their micro-batch. Set "
+            "loss.chunk_tokens=1024."
         )
 
 

@@ -45,9 +45,9 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
         session.model.train()
     if abs(after - before) > TOLERANCE * abs(before):
         raise ModelError(
-            "model.name_or_path needs a causal language model, whose tokens see only the ones before them; in "
-            f"{name} another last token changes the loss of those before it from {before:.4f} to {after:.4f}. "
-            "Choose a decoder, such as one of `lowmem-ft models`."
+            f"model.name_or_path needs a causal language model, whose tokens see only earlier ones; in {name} "
+            f"changing the last token changes the loss of earlier tokens from {before:.4f} to {after:.4f}. Choose a "
+            "decoder, such as one of `lowmem-ft models`."
         )
 
 

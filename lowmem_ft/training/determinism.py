@@ -50,9 +50,9 @@ def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
         if _OF_CUBLAS not in str(error):
             raise
         raise UserError(
-            "training.full_determinism=true has to reach cuBLAS before the process's first product on CUDA, which was "
-            f"made with {_OF_CUBLAS}={before[_OF_CUBLAS] or 'unset'}. Train in a process of its own, or start this one "
-            f"with {_OF_CUBLAS}=:4096:8."
+            "training.full_determinism=true must configure cuBLAS before the process's first matrix product on CUDA, "
+            f"which was computed with {_OF_CUBLAS}={before[_OF_CUBLAS] or 'unset'}. Train in a separate process, or "
+            f"start this one with {_OF_CUBLAS}=:4096:8."
         ) from error
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=only_warned)

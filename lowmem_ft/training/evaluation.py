@@ -93,8 +93,8 @@ class EvaluationInPieces:
         abandon(session)
         give_memory_back(session.runtime.device)
         logger.warning(
-            "Device memory ran out in an evaluation, which goes on with at most %s tokens at a time; training is as it "
-            "was. training.per_device_eval_batch_size decides what it begins with.",
+            "Device memory ran out in an evaluation, which continues with at most %s tokens at a time; training is "
+            "not affected. training.per_device_eval_batch_size sets the size that it begins with.",
             f"{self._max_tokens:,}",
         )
         return None

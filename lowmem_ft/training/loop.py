@@ -239,7 +239,7 @@ class TrainingRun:
             set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
             if resume_from is not None:
                 load_checkpoint(resume_from, session, runtime)
-                logger.info("Going on from %s at step %d.", resume_from, progress.step)
+                logger.info("Resuming from %s at step %d.", resume_from, progress.step)
         return cls(
             recipe=recipe,
             folder=folder,
@@ -372,7 +372,7 @@ class TrainingRun:
             )
         if result is None:
             self._stop_if_interrupted()
-        assert result is not None, "only a signal ends an evaluation without a result"
+        assert result is not None, "only a signal can end an evaluation without a result"
         self.progress.evaluated_step = self.progress.step
         self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
         logger.info("Step %d: %s.", self.progress.step, result)
@@ -416,9 +416,9 @@ class TrainingRun:
     def _left_behind(self) -> str:
         """Describe the last checkpoint after a second signal, or one before the first step, which end a run at once."""
         if self.checkpoint is None:
-            return f"at step {self.progress.step}: no checkpoint is saved."
+            return f"at step {self.progress.step}: no checkpoint was saved."
         setting = shlex.quote(f"training.resume_from_checkpoint={self.checkpoint}")
-        return f"at step {self.progress.step}. Saved before: {self.checkpoint}; go on with {setting}."
+        return f"at step {self.progress.step}. Saved before: {self.checkpoint}; resume with {setting}."
 
     def _signal_number(self) -> int:
         """Return the number of the signal that any process has received; 0 if none has."""

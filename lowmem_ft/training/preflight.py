@@ -133,8 +133,8 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
     """
     if num_processes > 1 and estimate.processes is None:
         logger.warning(
-            "The estimate is of one process by itself. Each of these %d takes more, to exchange gradients, and all on "
-            "one machine share its host memory.",
+            "The estimate is for a single process. Each of these %d processes takes more, to exchange gradients, and "
+            "those on one machine share its host memory.",
             num_processes,
         )
     missing = _missing(recipe, estimate)
@@ -147,7 +147,7 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
             )
         elif estimate.tight:
             logger.warning(
-                "Estimated: %s. That is a tight fit, and may turn out not to be one.", summary(estimate)
+                "Estimated: %s. That is a tight fit, and the run may still not fit.", summary(estimate)
             )
         else:
             logger.info("Estimated: %s.", summary(estimate))
@@ -155,11 +155,11 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
     opening = "The run may not fit: it" if estimate.verdict == "may not fit" else "The run"
     message = f"{opening} is estimated to need {summary(estimate)}: {' and '.join(missing)}."
     if not recipe.budget.enforce:
-        logger.warning("%s It goes on, as budget.enforce=false.", message)
+        logger.warning("%s It continues, because budget.enforce=false.", message)
         return
     raise DoesNotFitError(
         f"{message} The peak comes in {estimate.peak_phase}{_largest(estimate)}. `lowmem-ft estimate` with the same "
-        "settings and --changes lists what would need less; budget.preflight=false trains without this check."
+        "settings and --changes lists changes that need less; budget.preflight=false trains without this check."
     )
 
 

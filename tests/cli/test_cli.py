@@ -161,7 +161,7 @@ def test_a_command_that_is_stopped_says_so_in_one_line(where, number, tmp_path, 
     before = signal.getsignal(signal.SIGTERM)
     assert main(STOPPED[where]) == 128 + number
     trained = "before the first step: nothing was trained, and nothing was written."
-    what = trained if STOPPED[where][0] == "train" else "before it was done: nothing is written."
+    what = trained if STOPPED[where][0] == "train" else "before it was finished: nothing was written."
     assert capfd.readouterr().err == f"Stopped by {number.name} {what}\n"
     assert list(tmp_path.iterdir()) == []
     assert signal.getsignal(signal.SIGTERM) is before

@@ -58,9 +58,9 @@ def test_each_import_may_be_the_one_that_ctrl_c_meets(program):
     *stopped, ended = done.stdout.splitlines()[-1].split()
     assert len(stopped) >= 8
     assert ended == "0"
-    assert done.stderr.splitlines() == ["Stopped by SIGINT before it was done: nothing is written."] * len(
-        stopped
-    )
+    assert done.stderr.splitlines() == [
+        ("Stopped by SIGINT before it was finished: nothing was written.")
+    ] * len(stopped)
 
 
 def test_only_the_main_process_of_a_launch_tells_it(monkeypatch):

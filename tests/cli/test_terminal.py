@@ -82,7 +82,7 @@ def test_no_name_is_cut(shown, command):
 def test_columns_that_find_no_room_are_named_and_the_others_are_whole(shown):
     lines = shown("models")
     assert lines[0].split() == ["model", "parameters", "gated", "hub", "id"]
-    assert "Left out, as 80 columns have no room: licence, vocabulary, hidden, layers." in " ".join(lines)
+    assert "Not shown in 80 columns: licence, vocabulary, hidden, layers." in " ".join(lines)
     assert shown("models", columns=200)[0].split()[2:5] == ["layers", "hidden", "vocabulary"]
     lines = shown("gpus")
     assert lines[0].split()[-2:] == ["$/h", "from"]
@@ -112,7 +112,10 @@ def test_a_command_in_a_log_line_stays_on_one_line():
     handler = TerminalHandler(
         console=Console(file=written, width=COLUMNS, force_terminal=True, color_system=None)
     )
-    told = "The adapter is in runs/7b-lora/model; `lowmem-ft merge runs/7b-lora/model OUT_DIR` adds it to the base."
+    told = (
+        "The adapter is in runs/7b-lora/model; `lowmem-ft merge runs/7b-lora/model OUT_DIR` merges it into the base "
+        "model."
+    )
     handler.emit(logging.makeLogRecord({"levelname": "INFO", "levelno": logging.INFO, "msg": told}))
     assert "`lowmem-ft merge runs/7b-lora/model OUT_DIR`" in written.getvalue()
     assert max(map(len, written.getvalue().splitlines())) <= COLUMNS

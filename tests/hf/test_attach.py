@@ -268,9 +268,8 @@ def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog)
     with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
         handle = hf.attach(trainer, recipe_of(*own))
     lines = [record.message for record in caplog.records if record.name.startswith("lowmem_ft.hf")]
-    assert (
-        lines[0]
-        == "Left to the trainer and its script, and not read: data.path=mine.jsonl, training.num_train_epochs=5.0."
+    assert lines[0] == (
+        "Ignored, because the trainer and its script decide: data.path=mine.jsonl, training.num_train_epochs=5.0."
     )
     assert lines[1].startswith(
         "Attached to Trainer: loss.chunk_tokens=1024; tiling.mlp=2; optimizer.name=adamw"

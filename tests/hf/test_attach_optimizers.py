@@ -109,7 +109,7 @@ def test_any_other_is_refused(name, tmp_path):
 def test_a_recipes_own_momentum_is_a_word_against_the_trainers(tmp_path):
     trainer, _ = stock(tmp_path, "sgd", {})
     assert (
-        "optimizer.momentum=0.5 is not what the trainer has, momentum in TrainingArguments.optim_args=0.0"
+        "optimizer.momentum=0.5 differs from the trainer's momentum in TrainingArguments.optim_args=0.0"
         in (sentence_of(trainer, "optimizer.name=sgd", "optimizer.momentum=0.5"))
     )
     made = hf.training_arguments(

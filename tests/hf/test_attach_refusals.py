@@ -58,17 +58,17 @@ def test_what_the_two_do_not_agree_on_is_named_with_both_all_at_once(tmp_path):
             (*VERTICAL, "training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=8"),
             "per_device_train_batch_size must be 2 \\* 8",
         ),
-        ({"label_smoothing_factor": 0.1}, (), "label_smoothing_factor=0.1 takes the labels away"),
+        ({"label_smoothing_factor": 0.1}, (), "label_smoothing_factor=0.1 removes the labels"),
         ({"torch_compile": True}, (), "TrainingArguments.torch_compile"),
         ({"auto_find_batch_size": True}, (), "auto_find_batch_size.*lowmem-ft plan"),
         ({"bf16_full_eval": True}, (), "bf16_full_eval rounds the weights"),
         (
             {"neftune_noise_alpha": 5.0},
             STREAMED,
-            "neftune_noise_alpha adds noise behind an embedding",
+            "neftune_noise_alpha adds noise after an embedding",
         ),
         ({"optim": "adafactor"}, (), "optim=adafactor is not.*set optimizer.name=adafactor"),
-        ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, (), "none of ours"),
+        ({"optim": "galore_adamw", "optim_target_modules": ["q_proj"]}, (), "lowmem_ft does not have"),
         ({"optim_args": "beta=1"}, (), "TrainingArguments.optim_args"),
         (
             {"adam_epsilon": 1e-6},
@@ -77,8 +77,12 @@ def test_what_the_two_do_not_agree_on_is_named_with_both_all_at_once(tmp_path):
         ),
         ({}, ("optimizer.in_backward=true",), "optimizer.in_backward needs accumulation.order=vertical"),
         ({}, ("adapter.name=lora",), "needs a PEFT model before the trainer is made"),
-        ({}, ("model.quantization=nf4", "adapter.name=lora"), "quantization=nf4 is done as weights are read"),
-        ({}, ("model.attn_implementation=eager",), "the trainer's has sdpa"),
+        (
+            {},
+            ("model.quantization=nf4", "adapter.name=lora"),
+            ("quantization=nf4 happens when weights are read"),
+        ),
+        ({}, ("model.attn_implementation=eager",), "the trainer's model has sdpa"),
         ({}, ("checkpointing.mode=auto",), "checkpointing.mode=auto"),
         ({}, ("plan.mode=auto",), "plan.mode=auto"),
     ],
@@ -94,10 +98,10 @@ def test_training_arguments_that_cannot_go_with_it(fields, settings, words, tmp_
     [
         (
             {"compute_loss_func": lambda outputs, labels, **_: outputs.loss},
-            "compute_loss_func takes the labels",
+            "compute_loss_func removes the labels",
         ),
-        ({"model_init": lambda: tiny_llama()}, "model_init makes another"),
-        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "been given one: SGD"),
+        ({"model_init": lambda: tiny_llama()}, "model_init creates another"),
+        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "was given one: SGD"),
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, "Leave optimizer_cls_and_kwargs= out"),
     ],
 )
@@ -138,7 +142,7 @@ def test_attaching_twice_to_the_trainer_or_to_its_model(tmp_path):
     handle = hf.attach(trainer, recipe_of())
     other, _ = trainer_of(tmp_path, model=trainer.model)
     for one in (trainer, other):
-        with pytest.raises(UserError, match=r"once, and a recipe is attached .* remove\(\)"):
+        with pytest.raises(UserError, match=r"once, but a recipe is already attached .* remove\(\)"):
             hf.attach(one, recipe_of())
     handle.remove()
     hf.attach(other, recipe_of()).remove()

@@ -103,7 +103,7 @@ def test_what_it_cannot_prepare_is_named_all_at_once():
 def test_an_adapter_of_another_rank_than_the_recipes(tmp_path):
     model = hf.prepare_model(tiny_llama(), recipe_of("adapter.name=lora", "adapter.r=4"))
     trainer, _ = trainer_of(tmp_path, model=model)
-    with pytest.raises(UserError, match=r"adapter.r=8 is not what the trainer has, LoraConfig.r=4"):
+    with pytest.raises(UserError, match=r"adapter.r=8 differs from the trainer's LoraConfig.r=4"):
         hf.attach(trainer, recipe_of("adapter.name=lora", "adapter.r=8"))
     assert hf.attach(trainer, recipe_of()).recipe.adapter.r == 4
 
@@ -208,5 +208,6 @@ def test_weights_that_were_changed_since_they_were_read_stay_changed(
     tolerance = {"fp32": 0.0, "split16": 0.0, "split24": 2**-15}[master]  # 16 bits, rounded at random
     assert torch.allclose(value, expected, rtol=tolerance, atol=0)
     assert (
-        f"but for lm_head.weight, model.embed_tokens.weight, {name}: they were changed since" in caplog.text
+        f"except for lm_head.weight, model.embed_tokens.weight, {name}, which have changed since"
+        in caplog.text
     )

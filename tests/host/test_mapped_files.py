@@ -78,8 +78,8 @@ def test_a_disk_without_room_is_refused_beforehand(files, monkeypatch):
     with pytest.raises(DoesNotFitError) as error:
         files.check(4 * GIB, "offload.optimizer=host")
     assert str(error.value) == (
-        f"offload.optimizer=host needs 4.00 GiB more in offload.folder={files.folder}, and its disk has 3.00 GiB free. "
-        "Make room there, or set offload.folder to a folder on a larger disk."
+        f"offload.optimizer=host needs 4.00 GiB more in offload.folder={files.folder}, and its disk has 3.00 GiB "
+        "free. Free some space, or set offload.folder to a folder on a larger disk."
     )
 
 
@@ -92,7 +92,7 @@ def test_blocks_are_reserved_so_that_a_full_disk_is_an_error_and_no_signal_later
 
     monkeypatch.setattr(mapped_files.os, "posix_fallocate", reserve)
     with pytest.raises(
-        DoesNotFitError, match=r"cannot take another 1\.00 MiB: .*No space left.* Make room there"
+        DoesNotFitError, match=r"has no room for another 1\.00 MiB: .*No space left.* Free some space"
     ):
         files.allocate(MIB)
     assert reserved == [(0, MIB)]
@@ -112,12 +112,12 @@ def test_a_folder_in_ram_is_refused(tmp_path, monkeypatch):
     (tmp_path / "disk").mkdir()
     MappedFiles(tmp_path / "disk")
     MappedFiles(Path.cwd())
-    with pytest.raises(UserError, match=r"must lie on a disk, got .* on tmpfs, whose files are RAM"):
+    with pytest.raises(UserError, match=r"must be on a disk, got .* on tmpfs, which keeps its files in RAM"):
         MappedFiles(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "folder,reason", [("/no/such/folder", "that exists"), ("/proc", "that can be written to")]
+    "folder,reason", [("/no/such/folder", "that exists"), ("/proc", "must be a writable folder")]
 )
 def test_a_folder_that_cannot_be_used_is_refused(folder, reason):
     with pytest.raises(UserError, match=f"offload.folder must be a folder {reason}, got {folder}"):

@@ -258,10 +258,10 @@ def test_nothing_below_ever_sees_it(recipe_of):
         lambda: train(recipe),
         lambda: enable_checkpointing(tiny_llama(), recipe.checkpointing),
     ):
-        with pytest.raises(UserError, match=r"checkpointing.mode=auto is chosen for a budget before"):
+        with pytest.raises(UserError, match=r"checkpointing.mode=auto must be resolved for a budget before"):
             use()
 
 
 def test_several_processes_choose_beforehand(recipe_of):
     (problem,) = problems_with_processes(recipe_of("alike"), 2)
-    assert "checkpointing.mode=auto plans for one process, got 2" in problem
+    assert "checkpointing.mode=auto makes a plan for one process, got 2" in problem

@@ -389,7 +389,7 @@ def test_a_plan_is_a_recipe_that_is_not_planned_again(make_recipe, at_once, tmp_
 
 
 def test_training_refuses_what_nobody_has_planned(make_recipe):
-    with pytest.raises(RecipeError, match=r"plan\.mode=auto is settled before training"):
+    with pytest.raises(RecipeError, match=r"plan\.mode=auto must be resolved before training"):
         train(make_recipe("plan=auto"))
 
 
@@ -423,7 +423,7 @@ def test_words_and_keys_that_do_not_exist(make_recipe, at_once):
         plan(make_recipe(), budget(8), "l4", keep=["optimiser.state"])
     with pytest.raises(RecipeError, match=r"plan\.allow must be a list"):
         make_recipe("plan.allow=[lorra]")
-    with pytest.raises(RecipeError, match=r"plan\.keep names a thing once"):
+    with pytest.raises(RecipeError, match=r"plan\.keep must not repeat a name"):
         make_recipe("plan.keep=[data,data]")
 
 

@@ -89,7 +89,7 @@ def test_a_run_that_goes_on_keeps_its_plan(tiny, tmp_path, searches, monkeypatch
 def test_a_folder_in_the_way_is_told_before_the_search(tiny, tmp_path, searches):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "recipe.yaml").write_text("somebody's own")
-    with pytest.raises(UserError, match=r"recipe\.yaml, which no run"):
+    with pytest.raises(UserError, match=r"recipe\.yaml, which are not from a run"):
         with_plan(tiny())
     assert searches == []
 
@@ -115,7 +115,9 @@ def test_where_nothing_fits_it_says_what_is_missing(tiny, tmp_path, monkeypatch,
 
 def test_several_processes_are_planned_for_beforehand(tiny, monkeypatch, searches):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"plans for one process, got 2\. Plan first, with `lowmem-ft plan"):
+    with pytest.raises(
+        UserError, match=r"makes a plan for one process, got 2\. Plan first, with `lowmem-ft plan"
+    ):
         with_plan(tiny())
 
 

@@ -36,7 +36,7 @@ def test_the_command_prints_a_change_with_which_the_same_command_fits(settings, 
     (mend,) = json.loads((tmp_path / "found.json").read_text())["mends"]
     assert mend["fits"]
     lines = said.splitlines()
-    title = lines.index("With this change it fits, and trains the same numbers:")
+    title = lines.index("With this change it fits, and the results of training are the same:")
     printed = [line.strip() for line in lines[title + 1 : title + 1 + len(mend["overrides"])]]
     assert printed == mend["overrides"] != []
     assert main(["rehearse", *wanted, *printed]) == 0
@@ -83,5 +83,5 @@ def test_a_change_that_fails_when_rehearsed_is_not_offered(settings, monkeypatch
     with console.capture() as capture:
         console.print(fixes_table(tried, mending.all_together, "rtx-4090", complete=True))
     said = " ".join(capture.get().split())
-    assert "it would by the estimate, and does not when rehearsed." in said
+    assert "it fits by the estimate, but not when rehearsed." in said
     assert "With this change" not in said

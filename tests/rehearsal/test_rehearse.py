@@ -192,7 +192,7 @@ def test_a_run_goes_on_from_its_checkpoint(recipe):
     found = rehearse(longer, "rtx-4090")
     assert found.rehearsed_steps == 6
     assert found.longest.at_step == 15
-    assert [warning.partition(":")[0] for warning in found.warnings] == ["Going on with other settings"]
+    assert [warning.partition(":")[0] for warning in found.warnings] == ["Resuming with other settings"]
 
 
 def test_a_folder_in_the_way_is_told_and_left_alone(recipe, tmp_path):
@@ -228,7 +228,7 @@ def test_more_steps_than_the_run_has_are_refused(recipe):
 
 
 def test_several_processes_and_processors_are_refused(recipe):
-    with pytest.raises(UserError, match="A rehearsal is of one process"):
+    with pytest.raises(UserError, match="A rehearsal is for one process"):
         rehearse(recipe("distributed.strategy=fsdp2"), "8xrtx-4090")
     with pytest.raises(UserError, match="A rehearsal is for a GPU"):
         rehearse(recipe(), "cpu")
@@ -265,7 +265,7 @@ def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys
     assert "steps of the run" in shown
     assert "3 / 3" in shown
     assert "files of the model" in shown
-    assert "ran on a CPU and was rehearsed for a GPU" in " ".join(shown.split())
+    assert "ran on a CPU but was rehearsed for a GPU" in " ".join(shown.split())
     assert "real batches" not in shown
     assert "other settings" not in shown
     assert main(["report", str(folder), "--json"]) == 0

@@ -146,7 +146,7 @@ def test_the_host_is_shown_by_what_it_holds(estimate, as_text):
     text = " ".join(
         as_text(estimate_table(dataclasses.replace(estimate, host_by_part_at_peak=parts))).split()
     )
-    assert "resident at the peak gradients that wait 2.00 GiB, the process itself 1.00 GiB step" in text
+    assert "resident at the peak pending gradients 2.00 GiB, the process itself 1.00 GiB step" in text
 
 
 def test_what_lies_on_disk_is_told_from_what_is_resident(estimate, as_text):
@@ -206,7 +206,7 @@ def test_where_no_change_is_enough_what_is_missing_is_said(estimate, as_text):
 
 def test_where_nothing_is_left_to_change_that_is_said(as_text):
     text = as_text(changes_table(Changes(fitting=(), all_together=None), "tiny-gpu"))
-    assert text == "It does not fit on tiny-gpu, and no setting is left that would need less.\n"
+    assert text == "It does not fit on tiny-gpu, and no other setting would need less.\n"
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def test_columns_go_in_their_order_until_there_is_room(as_text):
         30: ["name", "second"],
         24: ["name"],
     }
-    assert "Left out, as 30 columns have no room: first." in " ".join(as_text(table, 30).split())
-    assert "Left out" not in as_text(table, 40)
+    assert "Not shown in 30 columns: first." in " ".join(as_text(table, 30).split())
+    assert "Not shown" not in as_text(table, 40)
 
 
 def test_where_nothing_may_go_all_but_the_names_is_folded(as_text):

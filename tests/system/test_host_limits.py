@@ -45,7 +45,7 @@ def test_without_a_container_the_machine_is_the_limit(root):
 def test_a_budget_counts_what_the_process_holds_already(root):
     limit = tightest_host_limit(10 * GIB, root({}))
     assert limit.available_bytes == 7 * GIB
-    assert limit.source == "the process holds 3.00 GiB of the 10.0 GiB that budget.host gives it"
+    assert limit.source == "the process holds 3.00 GiB of its 10.0 GiB from budget.host"
     assert tightest_host_limit(2 * GIB, root({})).available_bytes == -GIB
 
 

@@ -275,4 +275,4 @@ def test_layers_called_by_keyword_are_refused():
 def test_all_warns_of_its_cost(caplog):
     with caplog.at_level(logging.WARNING):
         enable_activation_offload(tiny_model(), OffloadConfig(activations="all"), HostMemory(CPU))
-    assert "takes longer than to compute it again: checkpointing.mode=full" in caplog.text
+    assert "takes longer than computing it again: checkpointing.mode=full" in caplog.text

@@ -38,13 +38,13 @@ def flash_attn_missing(monkeypatch):
 def test_auto_takes_torchs_flash_attention_where_it_runs():
     choice = choose("auto", packing=True)
     assert choice.implementation == "varlen_attn"
-    assert choice.reason == "auto: torch's flash kernel tells packed documents apart"
+    assert choice.reason == "auto: torch's flash kernel separates packed documents"
 
 
 def test_rows_of_one_document_need_no_kernel_of_their_own():
     choice = choose("auto", capability=TURING, dtype=torch.float16)
     assert choice.implementation == "varlen_attn"
-    assert choice.reason == "auto: rows need no mask with it"
+    assert choice.reason == "auto: rows need no mask with this kernel"
 
 
 @pytest.mark.usefixtures("flash_attn_missing")
@@ -70,7 +70,7 @@ def test_auto_leaves_to_others_what_the_kernel_does_not_have(config):
 def test_auto_takes_the_package_for_what_torchs_kernel_does_not_have():
     choice = choose("auto", config=hf.Gemma2Config(), packing=True)
     assert choice.implementation == "flash_attention_2"
-    assert choice.reason == "auto: packed rows need no mask with it"
+    assert choice.reason == "auto: packed rows need no mask with this kernel"
 
 
 def test_somebody_elses_batches_may_have_masks():
@@ -178,7 +178,7 @@ def test_auto_takes_sdpa_on_a_virtual_gpu_and_says_how_to_count_on_flash_attn():
             "auto", config=config, device=gpu.device, compute_dtype=torch.bfloat16, packing=True
         )
     assert choice.implementation == "sdpa"
-    assert "may not have; ask for it" in choice.reason
+    assert "may not have; set model.attn_implementation" in choice.reason
 
 
 def test_requests_are_checked_against_the_virtual_gpu():

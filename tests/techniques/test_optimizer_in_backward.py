@@ -382,7 +382,7 @@ def test_each_way_is_logged(caplog):
     for max_norm, memory, text in (
         (None, None, "applied and freed"),
         (1.0, None, "kept in their weights' types"),
-        (1.0, HostMemory(CPU), "wait on the host"),
+        (1.0, HostMemory(CPU), "are kept on the host"),
     ):
         model = tiny_model()
         with enable_optimizer_in_backward(
@@ -417,7 +417,7 @@ def test_several_processes_are_refused(join_group):
     join_group()
     with pytest.raises(
         UserError,
-        match=r"one process, or where .* got 2 that hold all of them: .* Set optimizer.in_backward=false",
+        match=r"one process, or if .* got 2 processes with all weights each: .* Set optimizer.in_backward=false",
     ):
         enable_optimizer_in_backward(optimizer_of(tiny_model()), device=CPU, max_grad_norm=None)
 
@@ -432,6 +432,6 @@ def test_a_model_that_is_made_data_parallel_later_is_refused_before_a_weight_cha
     enable_optimizer_in_backward(optimizer, device=CPU, max_grad_norm=max_grad_norm)
     join_group()
     parallel = nn.parallel.DistributedDataParallel(model)
-    with pytest.raises(UserError, match="got 2 that hold all of them"):
+    with pytest.raises(UserError, match="got 2 processes with all weights each"):
         backward(parallel)
     assert all(torch.equal(weight, before[name]) for name, weight in weights(model).items())

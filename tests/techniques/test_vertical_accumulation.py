@@ -226,7 +226,7 @@ def test_dropout_in_another_order_is_said_once(family, fields, dropout, caplog):
         []
         if dropout is None
         else [
-            f"Dropout ({dropout}) draws other random numbers in vertical order than in horizontal: losses of the two "
-            "differ as between two seeds."
+            f"Dropout ({dropout}) draws other random numbers in vertical order than in horizontal: their losses "
+            "differ as with two seeds."
         ]
     )

@@ -20,7 +20,13 @@ ALL_FLOAT32 = "Weights and products are float32"
             ["checkpointing.mode=none"],
             f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full): leaner",
         ),
-        ("l4", [], f"{ALL_FLOAT32}: leaner and faster on NVIDIA L4 are training.mixed_precision=bf16, or"),
+        (
+            "l4",
+            [],
+            (
+                f"{ALL_FLOAT32}: with less memory and faster on NVIDIA L4 are training.mixed_precision=bf16, or"
+            ),
+        ),
         ("l4", ["training.mixed_precision=bf16"], None),
         ("t4", [], None),
     ],

@@ -99,12 +99,12 @@ def test_one_with_the_name_of_another_step_is_passed_over_and_its_own_name_told(
 def test_a_damaged_random_state_is_named(run, going_on, content):
     file = run / "checkpoint-2" / "random-state-0.json"
     file.write_bytes(content.ljust(file.stat().st_size))
-    with pytest.raises(CheckpointError, match=r"random-state-0\.json holds no state of random generators"):
+    with pytest.raises(CheckpointError, match=r"random-state-0\.json has no state of the random generators"):
         train(going_on)
 
 
 @pytest.mark.parametrize("line", ["[1]", '{"loss": 1}', '{"step": "one"}'])
 def test_a_line_of_metrics_without_a_step_is_named(run, going_on, line):
     (run / "metrics.jsonl").write_text(f"{line}\n")
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1, is of no run of lowmem_ft"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1, is not from a run of lowmem_ft"):
         train(going_on)

@@ -58,7 +58,7 @@ def test_cublas_that_was_told_otherwise_in_this_process_is_explained(monkeypatch
         "variable before running your PyTorch application: CUBLAS_WORKSPACE_CONFIG=:4096:8 or "
         "CUBLAS_WORKSPACE_CONFIG=:16:8."
     )
-    explained = r"made with CUBLAS_WORKSPACE_CONFIG=unset\. Train in a process of its own"
+    explained = r"computed with CUBLAS_WORKSPACE_CONFIG=unset\. Train in a separate process"
     with pytest.raises(UserError, match=explained), deterministic_kernels():
         raise RuntimeError(refusal)
     with pytest.raises(RuntimeError, match="another"), deterministic_kernels():

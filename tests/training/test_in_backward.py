@@ -133,7 +133,7 @@ def test_half_a_step_ends_the_run_and_names_the_checkpoint_to_go_back_to(run, mo
 
 def test_half_a_step_without_a_checkpoint_starts_anew(run, monkeypatch):
     overflow_at(monkeypatch, 1)
-    with pytest.raises(UserError, match="no checkpoint yet, so start anew"):
+    with pytest.raises(UserError, match="no checkpoint yet, so start again"):
         run("run", *BOTH, "training.max_grad_norm=null")
 
 

@@ -203,6 +203,7 @@ def test_on_a_cpu_too_files_are_not_resident_memory(tiny):
 
 def test_a_folder_needs_something_to_wait_in_it(tiny):
     with pytest.raises(
-        RecipeError, match=r"offload\.folder=/mnt needs something that waits .* Set offload\.optimizer"
+        RecipeError,
+        match=r"offload\.folder=/mnt needs something offloaded to the host, .* Set offload\.optimizer",
     ):
         tiny("offload.folder=/mnt")

@@ -81,7 +81,9 @@ def test_one_line_says_what_a_run_needs(caplog):
 def test_several_processes_are_told_what_the_estimate_leaves_out(caplog):
     check_estimate(Recipe(), an_estimate(), num_processes=2)
     (record,) = caplog.records
-    assert record.message.startswith("The estimate is of one process by itself. Each of these 2 takes more")
+    assert record.message.startswith(
+        "The estimate is for a single process. Each of these 2 processes takes more"
+    )
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def train_to(forks, run, step, num_processes, *options):
         done = [forks.run(TRAIN, *settings)]
     said = "".join(process.stderr for process in done)
     assert [process.returncode for process in done] == [0] * num_processes, said
-    assert ("Going on from" in said) == goes_on, said
+    assert ("Resuming from" in said) == goes_on, said
 
 
 @pytest.mark.slow

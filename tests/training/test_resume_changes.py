@@ -1,4 +1,4 @@
-"""Going on with something changed: what holds from then on, what is refused, what is never lost."""
+"""Resuming with something changed: what holds from then on, what is refused, what is never lost."""
 
 from __future__ import annotations
 
@@ -42,17 +42,17 @@ def test_auto_says_in_one_sentence_that_a_finished_run_has_no_checkpoint(tiny, t
         with pytest.raises(UserError, match=r"holds a finished run \(.*overwrite_output_dir=true") as refused:
             RunFolder.open(tiny("training.max_steps=2", *settings, AUTO, output_dir=run))
         assert len(refused.value.problems) == 1
-    assert "Starting afresh" not in caplog.text
-    assert "Going on" not in caplog.text
+    assert "Starting from the beginning" not in caplog.text
+    assert "Resuming" not in caplog.text
 
 
 def test_a_run_that_would_end_before_its_checkpoint_is_not_said_to_go_on(tiny, tmp_path, caplog):
     run = tmp_path / "run"
     train(tiny(*SHORT, output_dir=run))
     caplog.clear()
-    with pytest.raises(CheckpointError, match="stands at step 6, but the recipe ends at step 3"):
+    with pytest.raises(CheckpointError, match="is at step 6, but the recipe ends at step 3"):
         RunFolder.open(tiny(*SHORT, "training.max_steps=3", AUTO, output_dir=run))
-    assert "Going on" not in caplog.text
+    assert "Resuming" not in caplog.text
 
 
 def records(run: Path) -> list[str]:
@@ -92,9 +92,7 @@ def test_another_learning_rate_holds_from_the_next_step_on(tiny, metrics, tmp_pa
 def test_fewer_steps_than_were_taken_are_refused(tiny, tmp_path):
     run = tmp_path / "run"
     train(tiny(*SHORT, output_dir=run))
-    with pytest.raises(
-        CheckpointError, match=r"checkpoint-6 stands at step 6, but the recipe ends at step 4"
-    ):
+    with pytest.raises(CheckpointError, match=r"checkpoint-6 is at step 6, but the recipe ends at step 4"):
         train(tiny(*SHORT, "training.max_steps=4", AUTO, output_dir=run))
 
 
@@ -158,7 +156,7 @@ def test_metrics_that_cannot_be_read_name_the_line(tiny, tmp_path):
     train(tiny(*SHORT, output_dir=run))
     file = run / "metrics.jsonl"
     file.write_text("not json\n" + file.read_text())
-    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is no JSON object: 'not json'"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is not a JSON object: 'not json'"):
         train(tiny(*SHORT, AUTO, output_dir=run))
     assert file.read_text().startswith("not json")
 
@@ -222,7 +220,7 @@ def test_other_data_is_noticed_by_its_size(tiny, tmp_path, recipes_folder):
     train(tiny(*SHORT, "training.max_steps=2", output_dir=run))
     lines = (recipes_folder / "tiny" / "data.jsonl").read_text().splitlines()
     other.write_text("\n".join(lines[:-8]))
-    with pytest.raises(CheckpointError, match=r"stands in training data of \d+ tokens.* now has \d+"):
+    with pytest.raises(CheckpointError, match=r"was written with training data of \d+ tokens.* now has \d+"):
         train(tiny(*SHORT, f"data={other}", AUTO, output_dir=run))
 
 

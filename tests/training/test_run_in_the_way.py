@@ -93,7 +93,7 @@ def test_what_is_advised_is_not_refused_and_nothing_else_would_work(
 
 
 def test_a_recipe_that_ends_before_its_checkpoint_is_told_before_the_imports(finished, tiny):
-    with pytest.raises(UserError, match=r"checkpoint-2 stands at step 2, but the recipe ends at step 1"):
+    with pytest.raises(UserError, match=r"checkpoint-2 is at step 2, but the recipe ends at step 1"):
         RunFolder.open(tiny(*STEPS, "training.max_steps=1", GO_ON, output_dir=finished))
 
 
@@ -104,7 +104,7 @@ def test_a_branch_that_was_stopped_before_its_first_checkpoint_begins_again(fini
     stopped_at_once(branch)
     assert RunFolder.open(branched).resume_from == finished / "checkpoint-2"
     shutil.copytree(finished / "model", branch / "model")
-    with pytest.raises(UserError, match=r"a finished run \(.*\) without a checkpoint to go on from"):
+    with pytest.raises(UserError, match=r"a finished run \(.*\) without a checkpoint to resume from"):
         RunFolder.open(branched)
 
 
@@ -113,7 +113,7 @@ def test_in_place_of_a_checkpoint_that_is_not_whole_the_newest_whole_one_is_name
     shutil.copytree(finished, run)
     (run / "checkpoint-4").mkdir()
     named = tiny(f"training.resume_from_checkpoint={run}/checkpoint-4", output_dir=run)
-    with pytest.raises(UserError, match=rf"The newest complete one beside it is {run}/checkpoint-2"):
+    with pytest.raises(UserError, match=rf"The newest complete checkpoint next to it is {run}/checkpoint-2"):
         RunFolder.open(named)
 
 
@@ -131,4 +131,4 @@ def test_a_checkpoint_that_is_passed_over_is_told_once(finished, tiny, tmp_path,
     without_model(run)
     damaged(run)
     RunFolder.open(tiny(*STEPS, GO_ON, output_dir=run))
-    assert caplog.text.count("Passing over it.") == 1
+    assert caplog.text.count("Skipping it.") == 1

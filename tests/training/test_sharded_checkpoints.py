@@ -156,7 +156,7 @@ def _take_another(file):
     "damage,problem",
     [
         (_delete, "missing"),
-        (_cut_off, "of another size"),
+        (_cut_off, "different in size"),
         (_take_another, "was written for another checkpoint"),
     ],
 )

@@ -205,7 +205,7 @@ def test_lost_updates_of_bf16_weights_are_measured(tiny, metrics, tmp_path, capl
     overrides = ("model.dtype=bfloat16", "optimizer.master=none", "training.learning_rate=1e-7")
     train(tiny(*SHORT, *overrides, "training.logging_steps=1", output_dir=tmp_path / "run"))
     assert min(metrics(tmp_path / "run", "lost_updates")) > 0.5
-    assert "rounded away in torch.bfloat16" in caplog.text
+    assert "lost to rounding in torch.bfloat16" in caplog.text
 
 
 def test_techniques_are_taken_off_the_finished_model(tiny, tmp_path):

@@ -62,8 +62,8 @@ class Agreement:
             self.overrides.append(f"{source}={as_typed(value)} for {key.setting(own)}")
         elif own not in (key.default, value):
             self.problems.append(
-                f"{key.setting(own)} is not what the trainer has, {source}={as_typed(value)}, and it is the trainer "
-                f"that trains. Set one of the two, or leave {path} out of the recipe."
+                f"{key.setting(own)} differs from the trainer's {source}={as_typed(value)}, which the trainer uses. "
+                f"Change one of them, or leave {path} out of the recipe."
             )
         self.read.append(path)
         self.set(path, value)
@@ -88,8 +88,8 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     """
     agreement = Agreement(recipe, overridden_keys(trainer.args, recipe))
     agreement.problems += [
-        f"{setting} leaves a choice to a planner, which comes before a recipe is attached. Plan first, with `lowmem-ft "
-        "plan ... --write my.yaml`, and load that."
+        f"{setting} leaves a choice to the planner, but an attached recipe must have all choices made. Plan first, "
+        "with `lowmem-ft plan ... --write my.yaml`, and load that."
         for setting in recipe.left_to_choose
     ]
     _take_arguments(agreement, trainer)
@@ -227,14 +227,14 @@ def _take_model(agreement: Agreement, model: Any) -> None:
     quantization = quantization_of(causal_lm)
     if own.quantization not in ("none", quantization):
         agreement.problems.append(
-            f"model.quantization={own.quantization} is done as weights are read, and the trainer's model has "
+            f"model.quantization={own.quantization} happens when weights are read, and the trainer's model has "
             f"{quantization}. Pass model=hf.prepare_model(name, recipe) to the trainer."
         )
     attention = causal_lm.config._attn_implementation
     if own.attn_implementation not in ("auto", attention):
         agreement.problems.append(
-            f"model.attn_implementation={own.attn_implementation} is chosen as a model is loaded, and the "
-            f"trainer's has {attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
+            f"model.attn_implementation={own.attn_implementation} is chosen when a model is loaded, and the trainer's "
+            f"model has {attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
         )
     agreement.set("model.quantization", quantization)
     if attention in recipe_keys()["model.attn_implementation"].choices:
@@ -258,7 +258,7 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
     config = configs[model.active_adapter if isinstance(model.active_adapter, str) else next(iter(configs))]
     if config.peft_type != "LORA":
         agreement.problems.append(
-            f"hf.attach() knows PEFT's LoRA, got {config.peft_type}. Train adapters of that kind without it."
+            f"hf.attach() supports PEFT's LoRA, got {config.peft_type}. Train other adapters without it."
         )
         return
     agreement.set("adapter.name", "lora")

@@ -98,10 +98,9 @@ class AttachedStep:
             return
         if self._techniques.updates_at_once:
             raise UserError(
-                f"A step was not finite (loss {loss:.4g}, gradient norm {norm:.4g}), and "
-                "without clipping optimizer.in_backward had updated part of the weights by then: go on "
-                "from the last checkpoint. Set max_grad_norm, with which such a step is skipped as a "
-                "whole, or optimizer.in_backward=false."
+                f"A step was not finite (loss {loss:.4g}, gradient norm {norm:.4g}), and without clipping "
+                "optimizer.in_backward had already updated part of the weights: resume from the last checkpoint. Set "
+                "max_grad_norm, with which such a step is skipped as a whole, or optimizer.in_backward=false."
             )
         if overflow:
             logger.info("Step skipped: the fp16 loss scale was too high and is now lower.")
@@ -111,8 +110,8 @@ class AttachedStep:
         if self._skipped_in_a_row >= self._max_skipped_steps:
             raise UserError(
                 f"The loss or gradient was not finite for {self._skipped_in_a_row} steps in a row "
-                "(training.max_skipped_steps): the weights may be ruined since the last step that was. Go on from a "
-                "checkpoint before it, with a lower learning rate."
+                "(training.max_skipped_steps): the last finite step may have ruined the weights. Resume from a "
+                "checkpoint before that step, with a lower learning rate."
             )
 
 

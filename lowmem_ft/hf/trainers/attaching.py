@@ -101,13 +101,13 @@ def attach(
     """
     if (recipe is None) == (plan is None) or (plan is None and budget is not None):
         raise UserError(
-            "hf.attach() takes a recipe, or plan='auto' and a budget, and not both. Write hf.attach(trainer, recipe) "
+            "hf.attach() takes a recipe, or plan='auto' and a budget, but not both. Write hf.attach(trainer, recipe) "
             "or hf.attach(trainer, plan='auto', budget='24GiB'); a recipe has its own budget.device."
         )
     kind = kind_of(trainer)
     if is_attached(trainer):
         raise UserError(
-            "hf.attach() takes a trainer and its model once, and a recipe is attached to one of them already. Call "
+            "hf.attach() takes a trainer and its model once, but a recipe is already attached to one of them. Call "
             "remove() on its handle first."
         )
     flags = Handle()
@@ -157,7 +157,7 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
     if agreement.overrides:
         logger.info("Overridden in the trainer's arguments: %s.", "; ".join(agreement.overrides))
     if unread := list(unread_settings(recipe, trainer.args, agreement.read)):
-        logger.info("Left to the trainer and its script, and not read: %s.", ", ".join(unread))
+        logger.info("Ignored, because the trainer and its script decide: %s.", ", ".join(unread))
     return _attach(trainer, agreement.recipe, kind, flags)
 
 

@@ -31,8 +31,8 @@ def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
     every_n_layers = options.pop("every_n_layers", 1)
     config = agreement.recipe.checkpointing
     problems = [
-        f"gradient_checkpointing_kwargs[{name!r}] is not carried by a recipe, got {value!r}. Leave it out; "
-        f"{_INSTEAD.get(name, 'checkpointing.mode=full is what the recipe has')}."
+        f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
+        f"{_INSTEAD.get(name, 'a recipe has checkpointing.mode=full')}."
         for name, value in options.items()
         if value
     ]
@@ -41,8 +41,8 @@ def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
         agreement.set("checkpointing.every_n_layers", every_n_layers)
     elif every_n_layers not in (1, config.every_n_layers):
         problems.append(
-            f"checkpointing.every_n_layers={config.every_n_layers} is not what the trainer has, "
-            f"every_n_layers={every_n_layers} in gradient_checkpointing_kwargs. Set one of the two."
+            f"checkpointing.every_n_layers={config.every_n_layers} differs from the trainer's "
+            f"every_n_layers={every_n_layers} in gradient_checkpointing_kwargs. Change one of them."
         )
     return problems
 

@@ -303,8 +303,8 @@ IN_TRAINER: Mapping[str, _InTrainer] = {
     **{
         f"distributed.{name}": _InTrainer(
             carrier="our loop",
-            instead="Leave it out: the script's launcher says how many processes there are. DDP works in a Trainer, "
-            "FSDP and DeepSpeed in `lowmem-ft train`.",
+            instead="Leave it out: the script's launcher sets the number of processes. DDP works in a Trainer, FSDP "
+            "and DeepSpeed in `lowmem-ft train`.",
         )
         for name in (
             "strategy",

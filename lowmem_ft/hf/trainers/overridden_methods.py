@@ -13,21 +13,21 @@ from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
 
 _OWN_OPTIMIZER = (
-    "makes an optimizer, and the recipe has it. Take the method out, or train without hf.attach()"
+    "creates an optimizer, but the recipe has one. Remove the method, or train without hf.attach()"
 )
 _OWN_LOOP = (
-    "is a part of the training loop that hf.attach() relies on. Take the method out; callbacks, compute_loss and "
+    "is a part of the training loop that hf.attach() relies on. Remove the method; callbacks, compute_loss and "
     "training_step are followed"
 )
 _OWN_CLIPPING = (
-    "takes the place of clipping, and the norm and clipping are the recipe's. Set max_grad_norm, or change gradients "
-    "in a callback's on_pre_optimizer_step"
+    "replaces clipping, but the recipe computes the norm and clips. Set max_grad_norm, or change gradients in a "
+    "callback's on_pre_optimizer_step"
 )
 _NO_GRADIENTS = (
-    "may change or read gradients, and optimizer.in_backward=true has spent them by then. Set it to false"
+    "may change or read gradients, which optimizer.in_backward=true has already freed. Set it to false"
 )
 _NO_LOGITS = (
-    "is not {kind}'s own, and may ask for logits, which loss.chunk_tokens={chunk_tokens} never has. Set "
+    "is not the method of {kind}, and may need logits, which loss.chunk_tokens={chunk_tokens} never has. Set "
     "loss.chunk_tokens=null"
 )
 

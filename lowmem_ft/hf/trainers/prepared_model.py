@@ -95,8 +95,8 @@ def _refuse(model: Any, recipe: Recipe) -> None:
     is_quantised = getattr(model, "is_loaded_in_4bit", False) or getattr(model, "is_loaded_in_8bit", False)
     if recipe.model.quantization != "none" and not is_quantised:
         problems.append(
-            f"model.quantization={recipe.model.quantization} is done as weights are read, and this model "
-            "has them. Pass its name to hf.prepare_model()."
+            f"model.quantization={recipe.model.quantization} happens when weights are read, and this model has its "
+            "weights already. Pass its name to hf.prepare_model()."
         )
     devices = {parameter.device.type for parameter in model.parameters()}
     on_host = key_with(recipe, "weights on host")

@@ -52,15 +52,14 @@ def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     if args.n_gpu > 1:
         yield (
-            f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy "
-            "the model to each in every step (DataParallel). Launch with torchrun, or set "
-            "CUDA_VISIBLE_DEVICES=0."
+            f"hf.attach() works with one GPU a process, and this one sees {args.n_gpu}: Trainer would copy the model "
+            "to each GPU in every step (DataParallel). Launch with torchrun, or set CUDA_VISIBLE_DEVICES=0."
         )
     if accelerator.num_processes > 1 and not args.average_tokens_across_devices:
         yield (
             "TrainingArguments.average_tokens_across_devices=False makes the loss a mean of the processes' means, in "
-            f"which a token weighs more where there are few; got {accelerator.num_processes} processes. Set it to "
-            "True."
+            f"which a token of a process with few tokens weighs more; got {accelerator.num_processes} processes. Set "
+            "it to True."
         )
     yield from problems_with_processes(recipe, accelerator.num_processes)
     if accelerator.mixed_precision not in ("no", "bf16", "fp16"):
@@ -102,7 +101,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
     model, device = trainer.model, trainer.args.device
     if trainer.model_init is not None:
         yield (
-            "hf.attach() changes the model that a trainer has, and model_init makes another as training begins. Pass "
+            "hf.attach() changes the trainer's model, and model_init creates another one when training begins. Pass "
             "model= instead."
         )
     devices, on_host = getattr(model, "hf_device_map", None) or {}, key_with(recipe, "weights on host")
@@ -116,7 +115,7 @@ def _model(trainer: Any, recipe: Recipe) -> Iterator[str]:
         away = {parameter.device.type for parameter in model.parameters()} - {of_tensors(device).type}
         if away:
             yield (
-                f"hf.attach() needs the model on {device}, where it is trained; some of it is on "
+                f"hf.attach() needs the model on {device}, where it is trained; parts of it are on "
                 f"{' and '.join(sorted(away))}. Leave device_map and place_model_on_device out."
             )
     elif any(parameter.device.type != "cpu" for parameter in model.parameters()):
@@ -130,14 +129,12 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     args, name = trainer.args, recipe.optimizer.name
     if trainer.optimizer is not None:
         yield (
-            f"The recipe has the optimizer, {name}, and the trainer has been given one: "
-            f"{type(trainer.optimizer).__name__}. "
-            "Leave optimizers= out."
+            f"The recipe has the optimizer, {name}, but the trainer was given one: "
+            f"{type(trainer.optimizer).__name__}. Leave optimizers= out."
         )
     elif trainer.lr_scheduler is not None:
         yield (
-            "The trainer has been given a schedule for another optimizer. Leave optimizers= out, and set "
-            "lr_scheduler_type."
+            "The trainer was given a schedule for another optimizer. Leave optimizers= out, and set lr_scheduler_type."
         )
     if trainer.optimizer_cls_and_kwargs is not None:
         yield f"The recipe has the optimizer, {name}. Leave optimizer_cls_and_kwargs= out."
@@ -145,7 +142,9 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     default = next(spec.default for spec in dataclasses.fields(args) if spec.name == "optim")
     if optim != getattr(default, "value", default) and BY_HF_NAME.get(optim) != name:
         ours = BY_HF_NAME.get(optim)
-        way_out = f"set optimizer.name={ours} in the recipe" if ours else "none of ours is that one"
+        way_out = (
+            f"set optimizer.name={ours} in the recipe" if ours else ("lowmem_ft does not have that optimizer")
+        )
         yield (
             f"TrainingArguments.optim={optim} is not the recipe's optimizer.name={name}. Leave optim out, or "
             f"{way_out}."
@@ -159,14 +158,14 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     ):
         if not is_read:
             yield (
-                f"TrainingArguments.{field} is for an optimizer that the trainer makes, and "
-                f"optimizer.name={name} is the recipe's; got {getattr(args, field)!r}. Leave it out, or "
-                "use the recipe's optimizer.* keys."
+                f"TrainingArguments.{field} is for an optimizer that the trainer creates, but the recipe has "
+                f"optimizer.name={name}; got {getattr(args, field)!r}. Leave it out, or use the recipe's optimizer.* "
+                "keys."
             )
     if recipe.optimizer.weight_decay and (others := _decayed_otherwise(trainer)):
         yield (
-            f"A recipe's weight_decay spares biases and norms, and get_decay_parameter_names of "
-            f"{type(trainer).__name__} chooses otherwise for {some_of(others)}. Leave it as Trainer has it, or set "
+            "A recipe's weight_decay does not apply to biases and norms, and get_decay_parameter_names of "
+            f"{type(trainer).__name__} chooses otherwise for {some_of(others)}. Remove the override, or set "
             "weight_decay=0."
         )
 
@@ -186,16 +185,19 @@ def _decayed_otherwise(trainer: Any) -> list[str]:
 def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
     """Yield problems with arguments by which the trainer changes the model, or its size, after training has begun."""
     if args.torch_compile:
-        yield "TrainingArguments.torch_compile would compile what our techniques change as they run. Set it to False."
+        yield (
+            "TrainingArguments.torch_compile would compile code that our techniques change at run time. Set it to "
+            "False."
+        )
     if args.auto_find_batch_size:
         yield (
-            "TrainingArguments.auto_find_batch_size starts training over within a step that ran out of memory, with "
-            "weights and optimizer half updated. Set it to False; `lowmem-ft plan` finds what fits."
+            "TrainingArguments.auto_find_batch_size restarts training within a step that ran out of memory, with "
+            "weights and optimizer half updated. Set it to False; `lowmem-ft plan` finds settings that fit."
         )
     if args.use_liger_kernel:
         yield (
-            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques "
-            "have changed. Set it to False: loss.chunk_tokens and tiling.mlp free what it frees."
+            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques have "
+            "changed. Set it to False: loss.chunk_tokens and tiling.mlp free the same memory."
         )
     if args.neftune_noise_alpha is not None and (on_host := key_with(recipe, "weights on host")):
         yield (
@@ -205,8 +207,8 @@ def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
     for field in ("bf16_full_eval", "fp16_full_eval"):
         if getattr(args, field):
             yield (
-                f"TrainingArguments.{field} rounds the weights for an evaluation, for good, and leaves the "
-                "optimizer's own behind. Set it to False."
+                f"TrainingArguments.{field} rounds the weights permanently for an evaluation, and leaves the "
+                "optimizer's copy unchanged. Set it to False."
             )
 
 
@@ -216,8 +218,8 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
     )
     if flattens and (whole := key_with(recipe, "whole window at once")):
         yield (
-            f"{whole.setting_in(recipe)} takes a batch a few rows at a time, and padding-free batches are one row. Set "
-            f"packing_strategy=wrapped or padding_free=False, or {whole.setting(whole.default)}."
+            f"{whole.setting_in(recipe)} processes a batch a few rows at a time, but padding-free batches are one "
+            f"row. Set packing_strategy=wrapped or padding_free=False, or {whole.setting(whole.default)}."
         )
 
 
@@ -226,14 +228,14 @@ def _loss(trainer: Any, recipe: Recipe) -> Iterator[str]:
     if trainer.label_smoother is not None:
         factor = trainer.args.label_smoothing_factor
         yield (
-            f"TrainingArguments.label_smoothing_factor={factor:g} takes the labels away from the model, so "
-            f"that {chunks} would do nothing. Set loss.label_smoothing_factor={factor:g} in the recipe and "
-            "0 here, or loss.chunk_tokens=null."
+            f"TrainingArguments.label_smoothing_factor={factor:g} removes the labels from the model's inputs, so "
+            f"{chunks} would do nothing. Set loss.label_smoothing_factor={factor:g} in the recipe and 0 here, or "
+            "loss.chunk_tokens=null."
         )
     if trainer.compute_loss_func is not None:
         yield (
-            "compute_loss_func takes the labels away from the model, and asks for all logits, which "
-            f"{chunks} never has. Leave it out, or set loss.chunk_tokens=null."
+            f"compute_loss_func removes the labels from the model's inputs, and needs all logits, which {chunks} "
+            "never has. Leave it out, or set loss.chunk_tokens=null."
         )
 
 
@@ -247,14 +249,13 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
     if chunks is not None and trainer.aux_loss_enabled and args.gradient_accumulation_steps > 1:
         yield (
-            f"loss.chunk_tokens={chunks} adds the routers' loss of each micro-batch whole, and SFTTrainer "
-            f"its share of {args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or "
-            "router_aux_loss_coef=0."
+            f"loss.chunk_tokens={chunks} adds the full routers' loss of each micro-batch, but SFTTrainer adds a share "
+            f"of {args.gradient_accumulation_steps}. Set loss.chunk_tokens=null, or router_aux_loss_coef=0."
         )
     if chunks is None and (on_host := key_with(recipe, "weights on host")):
         yield (
             f"{on_host.setting_in(recipe)} under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads "
-            "the weights of lm_head by itself, and they are on the host. Set loss.chunk_tokens=1024."
+            "the weights of lm_head itself, but they are on the host. Set loss.chunk_tokens=1024."
         )
     if args.activation_offloading and (offloading := key_with(recipe, "activations on host")):
         yield (
@@ -272,8 +273,8 @@ def already_attached(trainer: Any) -> Iterator[str]:
     model = trainer.model
     if trainer.is_in_train or trainer.model_wrapped is not model or _is_prepared(model):
         yield (
-            "hf.attach() goes between a trainer's constructor and its first train() or evaluate(): the model has been "
-            "prepared by Accelerate already. Make a new trainer."
+            "hf.attach() goes between a trainer's constructor and its first train() or evaluate(), but Accelerate has "
+            "already prepared the model. Create a new trainer."
         )
 
 

@@ -29,12 +29,13 @@ def problems_with_model(model: Any) -> Iterator[str]:
     compiled = next(_compiled_parts(model), None)
     if compiled is not None:
         yield (
-            "hf.attach() changes forward passes, and torch.compile has taken those of "
-            f"{compiled or type(model).__name__} as they were. Leave torch.compile() and .compile() out."
+            "hf.attach() changes forward passes, but torch.compile has already compiled those of "
+            f"{compiled or type(model).__name__}. Leave torch.compile() and .compile() out."
         )
     elif clause := problem_with_class(model):
         yield (
-            f"hf.attach() takes {clause}. Switch techniques on one by one there, by their enable_* functions."
+            f"hf.attach() takes {clause}. For other models, enable techniques one by one with their enable_* "
+            "functions."
         )
 
 

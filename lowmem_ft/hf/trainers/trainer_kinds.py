@@ -81,9 +81,9 @@ class Row:
         return None if self.by_default else recipe_keys()[self.key].default
 
 
-_OWN_LOSS = "it computes log-probabilities by a head of TRL's, which never has all logits at once either"
-_READS_HEAD = "TRL's head reads the weights of lm_head by itself, and they would be on the host"
-_OWN_BATCHES = "its loss goes over the rows of each micro-batch as the trainer made it"
+_OWN_LOSS = "it computes log-probabilities by TRL's own head, which never has all logits at once either"
+_READS_HEAD = "TRL's head reads the weights of lm_head itself, but they would be on the host"
+_OWN_BATCHES = "its loss is over the rows of each micro-batch as the trainer made it"
 _EVERYWHERE = (Works(),) * 4
 _NOT_WITHOUT_LOGITS = (Refused(_OWN_LOSS),) * 2
 _IN_TURN = "one batch of all rows, `gradient_accumulation_steps=1`"
@@ -155,8 +155,8 @@ def kind_of(trainer: Any) -> Kind:
         if library == "trl" and name.endswith("Trainer") and not name.startswith("_"):
             break
     raise UserError(
-        f"hf.attach() takes {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {type(trainer).__name__}. Switch techniques "
-        "on one by one there, by their enable_* functions."
+        f"hf.attach() takes {', '.join(KINDS[:-1])} or {KINDS[-1]}, got {type(trainer).__name__}. For others, enable "
+        "techniques one by one with their enable_* functions."
     )
 
 

@@ -96,14 +96,14 @@ def _only_whole_ones(load: Callable[..., None]) -> Callable[..., None]:
         if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
             whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
             newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-            way_out = f"go on from {newest}" if newest else "begin anew"
+            way_out = f"resume from {newest}" if newest else "begin anew"
             raise UserError(
-                f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, and {folder} has none: the save was "
-                f"cut short. Delete the folder, and {way_out}."
+                f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, but {folder} does not have it: the "
+                f"save was interrupted. Delete the folder, and {way_out}."
             )
         if folder.is_dir() and not (folder / OPTIMIZER_NAME).is_file():
             logger.warning(
-                "%s has weights and no optimizer state, as save_only_model leaves it: the optimizer begins anew.",
+                "%s has weights but no optimizer state, as with save_only_model: the optimizer starts from scratch.",
                 folder,
             )
         load(checkpoint, *args, **kwargs)

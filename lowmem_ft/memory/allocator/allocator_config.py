@@ -166,7 +166,7 @@ class _Parser:
         if 0 < threshold < 1:
             self._fields["garbage_collection_threshold"] = threshold
         else:
-            rule = "garbage_collection_threshold lies between 0 and 1, both excluded"
+            rule = "garbage_collection_threshold is between 0 and 1, both excluded"
             self._reject(rule, value, "garbage_collection_threshold:0.8")
 
     def _read_expandable_segments(self, value: str) -> None:

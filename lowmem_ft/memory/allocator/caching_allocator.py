@@ -150,7 +150,7 @@ class CachingAllocator:
         """Take a block back; it is cached for the next request of its stream."""
         if block.size == 0:
             return
-        assert block.is_allocated, "a block is freed once"
+        assert block.is_allocated, "a block can only be freed once"
         block.is_allocated = False
         self.allocated_bytes -= block.size
         if self._is_traced:

@@ -174,7 +174,7 @@ def _wrong_type(key: RecipeKey, value: Any) -> str:
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     hint = did_you_mean(str(value), key.choices)
     if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
-        hint = " Put it in quotes: YAML reads it as something else."
+        hint = " Put it in quotes: YAML reads it as another type."
     return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"
 
 

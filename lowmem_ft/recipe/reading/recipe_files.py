@@ -61,7 +61,9 @@ def read_recipe_files(name_or_path: str | os.PathLike[str]) -> list[RecipeFile]:
             raise RecipeError(*(f"{_base_of(files)}{problem}" for problem in error.problems)) from error
         if any(path.samefile(file.path) for file in files):
             chain = " -> ".join(str(file.path) for file in files)
-            raise RecipeError(f"A recipe cannot extend itself, got base: {chain} -> {path}. Remove one base.")
+            raise RecipeError(
+                f"A recipe cannot extend itself, got base: {chain} -> {path}. Remove one of the bases."
+            )
         file = _read(path)
         wanted, folder = _pop_base(file), path.parent
         files.insert(0, file)
@@ -79,8 +81,8 @@ def _find(name_or_path: str, folder: Path) -> Path:
         return shipped[name_or_path]
     if address_problem("recipe", name_or_path):
         raise RecipeError(
-            f"A recipe is a shipped one or a file on this machine, got the address {name_or_path}. Download it, read "
-            "it, and name the file."
+            f"A recipe is shipped or a file on this machine, got the address {name_or_path}. Download it, read it, "
+            "and name the file."
         )
     path = folder / expand_user(name_or_path)
     if path.is_file():
@@ -157,7 +159,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
 
 def _yaml_problem(path: Path, error: yaml.YAMLError) -> str:
     if "expan" in str(error):  # of the limits that OmegaConf sets
-        return f"{path} is not a recipe: its aliases (*name) repeat more than a recipe holds. Write the values out."
+        return f"{path} is not a recipe: its aliases (*name) expand to too much text. Write the values out."
     if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
         return f"{path} is not YAML: {error}."
     reason = " ".join(filter(None, (error.context, error.problem)))

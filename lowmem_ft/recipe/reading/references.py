@@ -108,7 +108,7 @@ class _Resolver:
         self.num_characters += num_characters
         if self.num_characters > MOST_CHARACTERS:
             raise TooLongError(
-                f"With its references written out, a recipe file may have {MOST_CHARACTERS:,} characters, got more at "
+                f"With its references expanded, a recipe file may have {MOST_CHARACTERS:,} characters, got more at "
                 f"{_written(path)}. Write fewer ${{...}}."
             )
 
@@ -135,8 +135,8 @@ class _Resolver:
                 value = value[name]
             except (KeyError, IndexError, TypeError):
                 raise _WrongReferenceError(
-                    f"{reference} names no key of this file.{did_you_mean(_written(target), self._names())} "
-                    f"{_RULE} {_way_out(path)}"
+                    f"{reference} is not a key of this file.{did_you_mean(_written(target), self._names())} {_RULE} "
+                    f"{_way_out(path)}"
                 ) from None
         self.under_way.append(target)
         try:
@@ -144,7 +144,7 @@ class _Resolver:
         finally:
             self.under_way.pop()
         if resolved is _UNKNOWN:
-            raise _WrongReferenceError(f"{reference} cannot be resolved either.")
+            raise _WrongReferenceError(f"{reference} cannot be resolved.")
         return resolved
 
     def _names(self) -> Iterator[str]:
@@ -176,21 +176,21 @@ class _Reference:
 
     def _why_not(self) -> str:
         if resolver := _RESOLVER.match(self.body):
-            return f"{self} asks the resolver {resolver[1]}."
+            return f"{self} calls the resolver {resolver[1]}."
         if "${" in self.body:
-            return f"{self} is put together from another reference."
+            return f"{self} contains another reference."
         return f"{self} is not the name of a key."
 
 
 _RULE = (
-    "In a recipe file, which may be somebody else's, ${...} names recipe_dir or a key of the same file alone."
+    "In a recipe file, which may come from others, ${...} can only name recipe_dir or a key of the same file."
 )
 
 
 def _way_out(path: _Path) -> str:
     """Return what to write in place of a reference."""
     or_set = "" if path == ("base",) else f", or set {recipe_key_of(_written(path))}=... on the command line"
-    return rf"Write the value{or_set}; \${{ stands for the characters themselves."
+    return rf"Write the value{or_set}; \${{ writes the characters themselves."
 
 
 def recipe_key_of(path: str) -> str:

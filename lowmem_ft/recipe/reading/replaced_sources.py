@@ -62,7 +62,7 @@ class Replaced:
 
     def __str__(self) -> str:
         dropped = ", ".join(f"{key}={value}" for key, value in self.dropped.items())
-        return f"{self.key}={self.now} replaces {self.before}, for which {dropped} were set: left out."
+        return f"{self.key}={self.now} replaces {self.before}, and the settings for that, {dropped}, are ignored."
 
 
 def replaced_by(earlier: Mapping[str, Any], layer: Mapping[str, Any]) -> list[Replaced]:

@@ -93,7 +93,7 @@ def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
     least = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
     if wanted <= least:
         return (
-            f"budget.device={budget.device} is less than the process takes on {name} before any tensor, "
+            f"budget.device={budget.device} is less than the process takes on {name} before any tensor exists, "
             f"{format_bytes(least)}. Raise it.",
         )
     return ()
@@ -130,7 +130,7 @@ def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes
         )
         return (
             f"budget.host={budget.host} is less than {who}, {format_bytes(least)} with "
-            f"{'its' if num_processes == 1 else 'their'} libraries and before any tensor. Raise it.",
+            f"{'its' if num_processes == 1 else 'their'} libraries before any tensor exists. Raise it.",
         )
     if is_here and wanted > there:
         return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
@@ -149,14 +149,13 @@ def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
         wanted = process_bytes if size is None else parse_bytes(size)
         if wanted < process_bytes:
             problems.append(
-                f"{key}={size} is less than the process holds before the model is loaded, "
-                f"{format_bytes(process_bytes)} at the very least. Raise it, or leave it out."
+                f"{key}={size} is less than the process holds before the model is loaded, at least "
+                f"{format_bytes(process_bytes)}. Raise it, or leave it out."
             )
         elif size is not None and key == "budget.device" and wanted < process_bytes + weight_bytes:
             problems.append(
-                f"{key}={size} is less than the process and the weights take, {format_bytes(process_bytes)} and "
-                f"{format_bytes(weight_bytes)} at the very least. Raise it; `lowmem-ft plan` with the same settings "
-                "finds what fits."
+                f"{key}={size} is less than the process and the weights take, at least {format_bytes(process_bytes)} "
+                f"and {format_bytes(weight_bytes)}. Raise it; `lowmem-ft plan` with the same settings finds what fits."
             )
     return problems
 

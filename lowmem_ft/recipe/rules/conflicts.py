@@ -90,8 +90,7 @@ def _extreme_numbers(recipe: Recipe) -> dict[str, str]:
                 problems[path] = f"{path} must be finite, got {number}."
             elif isinstance(number, int) and abs(number) > LARGEST_WHOLE_NUMBER:
                 problems[path] = (
-                    f"{path} must be a whole number that a run can count to, at most {LARGEST_WHOLE_NUMBER}, got "
-                    f"{number}."
+                    f"{path} must be a whole number of at most {LARGEST_WHOLE_NUMBER}, got {number}."
                 )
     return problems
 

@@ -86,12 +86,13 @@ def cpu_offload_is_of_a_gpu(recipe: Recipe) -> Iterator[str]:
         return
     if recipe.training.use_cpu and not recipe.distributed.has_engine:
         yield (
-            "distributed.cpu_offload=true is for weights that a GPU computes with, got training.use_cpu=true. Set "
+            "distributed.cpu_offload=true is for weights on a GPU, got training.use_cpu=true. Set "
             "distributed.cpu_offload=false."
         )
     for key in map(recipe_keys().__getitem__, _OF_WEIGHTS_ON_THE_DEVICE):
         if key.effect_of(key.value_in(recipe)).traits:
             yield (
-                f"{key.setting_in(recipe)} is for weights on the device, got distributed.cpu_offload=true, which keeps "
-                f"them with gradients and state on the host. Set {key.setting(key.default)}, or leave that out."
+                f"{key.setting_in(recipe)} is for weights on the device, got distributed.cpu_offload=true, which "
+                f"keeps them, gradients and state on the host. Set {key.setting(key.default)}, or leave "
+                "distributed.cpu_offload out."
             )

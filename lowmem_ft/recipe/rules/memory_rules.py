@@ -38,8 +38,8 @@ def quantization_needs_an_adapter(recipe: Recipe) -> str | None:
     if quantization == "none" or recipe.adapter.name != "none":
         return None
     return (
-        f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train beside them, got "
-        "none. Set adapter.name=lora or model.quantization=none."
+        f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train, got none. Set "
+        "adapter.name=lora or model.quantization=none."
     )
 
 
@@ -50,8 +50,9 @@ def quantization_needs_safetensors(recipe: Recipe) -> str | None:
     if quantization == "none" or not recipe.model.is_gguf:
         return None
     return (
-        f"model.quantization={quantization} quantises safetensors, got the GGUF file {recipe.model.gguf_file or name}. "
-        "Set model.name_or_path to the model it was made from, or model.quantization=none."
+        f"model.quantization={quantization} quantises safetensors, got the GGUF file "
+        f"{recipe.model.gguf_file or name}. Set model.name_or_path to the model that it was made from, or "
+        "model.quantization=none."
     )
 
 
@@ -90,8 +91,8 @@ def loss_scaling_needs_two_phases(recipe: Recipe) -> str | None:
     training = recipe.training
     if recipe.optimizer.in_backward and training.mixed_precision == "fp16" and training.max_grad_norm is None:
         return (
-            "optimizer.in_backward with training.mixed_precision=fp16 needs training.max_grad_norm, so that weights "
-            "wait until the loss scale is known to fit; got null. Set training.max_grad_norm=1.0."
+            "optimizer.in_backward with training.mixed_precision=fp16 needs training.max_grad_norm, so that updates "
+            "wait until the loss scale is known to be right; got null. Set training.max_grad_norm=1.0."
         )
     return None
 
@@ -160,7 +161,7 @@ def streamed_weights_need_their_updates(recipe: Recipe) -> str | None:
         return None
     return (
         f"offload.parameters=stream of trained weights needs {' and '.join(setting for setting, _ in missing)}, got "
-        f"{' and '.join(value for _, value in missing)}. Set that, adapter.name=lora or offload.parameters=device."
+        f"{' and '.join(value for _, value in missing)}. Set these, adapter.name=lora or offload.parameters=device."
     )
 
 
@@ -197,8 +198,8 @@ def what_is_to_be_chosen_is_not_kept(recipe: Recipe) -> str | None:
     if recipe.checkpointing.mode != "auto" or not kept:
         return None
     return (
-        f"plan.keep={kept[0]} keeps what the recipe says, and checkpointing.mode=auto leaves it open. Leave "
-        f"{kept[0]} out of plan.keep, or set checkpointing.mode=full."
+        f"plan.keep={kept[0]} keeps the recipe's choice, but checkpointing.mode=auto leaves it open. Leave {kept[0]} "
+        "out of plan.keep, or set checkpointing.mode=full."
     )
 
 
@@ -231,7 +232,7 @@ def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> str | None:
     if recipe.tiling.mlp == 1 or recipe.model.quantization != "int8":
         return None
     return (
-        f"tiling.mlp={recipe.tiling.mlp} needs MLPs that treat each token by itself, got model.quantization=int8, "
+        f"tiling.mlp={recipe.tiling.mlp} needs MLPs that process each token separately, got model.quantization=int8, "
         "which looks for outliers over all tokens. Set tiling.mlp=1 or model.quantization=nf4."
     )
 

@@ -40,7 +40,7 @@ def refuse_output_folder(recipe: Recipe) -> None:
     problem = None if holds_a_run(folder) else _problem(Path(os.path.realpath(folder)), recipe)
     if problem is not None:
         raise UserError(
-            f"training.output_dir is a folder for a run alone, got {folder}, {problem} Name another one, such as "
+            f"training.output_dir must be a folder only for a run, got {folder}, {problem} Name another one, such as "
             f"{Path('runs', recipe.name)}."
         )
 
@@ -58,7 +58,7 @@ def _problem(folder: Path, recipe: Recipe) -> str | None:
     read = [(setting, path) for setting, value in inputs_of(recipe).items() for path in _named(value)]
     for setting, path in read:
         if folder == (path if path.is_dir() else path.parent):
-            return f"where {setting}={inputs_of(recipe)[setting]} is."
+            return f"which contains {setting}={inputs_of(recipe)[setting]}."
         if setting.startswith("data.") and path.is_dir() and path in folder.parents:
             return (
                 f"inside of {setting}={inputs_of(recipe)[setting]}, which would read the run's files as data."

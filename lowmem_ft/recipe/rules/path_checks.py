@@ -152,13 +152,13 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
     """
     settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} is there already, and not empty. Name a new folder for the merged model.")
+        raise UserError(f"{target} exists already, and is not empty. Name a new folder for the merged model.")
     require_writable(target, "OUT_DIR")
     if not base:
         _refuse_random_base(adapter)
     name = base or settings.get("base_model_name_or_path")
     if not name:
-        raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Name it with --base.")
+        raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Pass it with --base.")
     config = ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
     check_model_path(config)
     refuse_unfit(config)
@@ -182,9 +182,9 @@ def _refuse_random_base(adapter: Path) -> None:
     recipe = recipe_beside(adapter)
     if recipe is not None and recipe.model.weights == "random":
         raise UserError(
-            f"An adapter is merged into the weights that it was trained beside. Those of {adapter} were random "
-            f"(model.weights=random in {adapter.resolve().parent / RECIPE_FILE}), and no run keeps them. Train it with "
-            "model.weights=pretrained, or train all weights with adapter.name=none."
+            f"An adapter is merged into the base weights that it was trained on. Those of {adapter} were random "
+            f"(model.weights=random in {adapter.resolve().parent / RECIPE_FILE}), and no run keeps them. Train it "
+            "with model.weights=pretrained, or train all weights with adapter.name=none."
         )
 
 
@@ -202,7 +202,7 @@ def require_writable(folder: Path, setting: str) -> None:
     while not nearest.exists() and not nearest.is_symlink():
         nearest = nearest.parent
     if not nearest.is_dir():
-        what = "is a file" if nearest == folder.absolute() else f"lies below {nearest}, which is a file"
+        what = "is a file" if nearest == folder.absolute() else f"is below {nearest}, which is a file"
         raise UserError(f"{setting}={folder} {what}. Name a folder.")
     try:
         with tempfile.TemporaryFile(dir=nearest) as probe:
@@ -210,8 +210,8 @@ def require_writable(folder: Path, setting: str) -> None:
             probe.flush()
     except OSError as error:
         raise UserError(
-            f"{setting}={folder} cannot be written: {error.strerror} in {nearest}. Name a folder where you may write "
-            "and that has room."
+            f"{setting}={folder} cannot be written: {error.strerror} in {nearest}. Name a writable folder on a disk "
+            "with free space."
         ) from error
 
 
@@ -258,8 +258,8 @@ def _check_files(config: DataConfig, path: str, setting: str) -> None:
     for key, split in splits.items():
         if re.fullmatch(r"\w+", split) and split != "train":
             raise DataError(
-                f"{key}={split} is not in {path}: a local file holds the split train alone. Should be one of "
-                "['train'], or a slice of it such as train[:10%]; data.eval_size=0.1 holds out a part of it."
+                f"{key}={split} is not in {path}: a local file has only the split train. Use it, or a slice of it "
+                "such as train[:10%]; data.eval_size=0.1 holds out a part of it."
             )
     columns = columns_of(files[0], setting)
     if columns is not None and len(files) == 1:
@@ -285,14 +285,14 @@ def _require_checkpoint(folder: Path) -> None:
     """Require the folder; its completeness is checked later, with its content."""
     if not folder.is_dir():
         raise UserError(
-            f"training.resume_from_checkpoint={folder} is no folder. Name a checkpoint-N of a run, or "
-            "auto for the newest of training.output_dir."
+            f"training.resume_from_checkpoint={folder} is not a folder. Name a checkpoint-N of a run, or auto for the "
+            "newest in training.output_dir."
         )
 
 
 def _require_folder(folder: Path) -> None:
     if not folder.is_dir():
         raise UserError(
-            f"offload.folder must be a folder that exists, got {folder}. Make it, on a fast local disk."
+            f"offload.folder must be an existing folder, got {folder}. Create it, on a fast local disk."
         )
     require_writable(folder, "offload.folder")

@@ -30,7 +30,10 @@ def name_is_that_of_a_folder(recipe: Recipe) -> str | None:
     """A run writes to ``runs/NAME`` unless ``training.output_dir`` is set: ``..`` would be the current folder."""
     parts = recipe.name.split("/")
     if recipe.training.output_dir is None and {"", ".", ".."} & set(parts):
-        return f"name is that of a folder in runs/, got {recipe.name!r}. Write a word, or set training.output_dir."
+        return (
+            f"name becomes the name of a folder in runs/, got {recipe.name!r}. Write a word, or set "
+            "training.output_dir."
+        )
     return None
 
 
@@ -60,8 +63,8 @@ def streaming_needs_max_steps(recipe: Recipe) -> str | None:
     """A stream has no length, and a schedule needs the number of steps."""
     if recipe.data.streaming and recipe.training.max_steps == -1:
         return (
-            "data.streaming=true needs training.max_steps, as the length of a stream is unknown; got -1. "
-            "Set training.max_steps or data.streaming=false."
+            "data.streaming=true needs training.max_steps, because the length of a stream is unknown; got -1. Set "
+            "training.max_steps or data.streaming=false."
         )
     return None
 
@@ -133,8 +136,8 @@ def resume_needs_the_old_run(recipe: Recipe) -> str | None:
     training = recipe.training
     if training.resume_from_checkpoint == "auto" and training.overwrite_output_dir:
         return (
-            "training.resume_from_checkpoint=auto continues the run that training.overwrite_output_dir=true "
-            "deletes. Unset one of the two."
+            "training.resume_from_checkpoint=auto continues the run that training.overwrite_output_dir=true deletes. "
+            "Unset one of them."
         )
     return None
 

@@ -57,7 +57,7 @@ def schedule_problems(name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
     takes, needs = ARGUMENTS[name], ONE_OF.get(name, ())
     where = f"training.lr_scheduler_kwargs of training.lr_scheduler_type={name}"
     for unknown in arguments.keys() - set(takes):
-        listed = f"it takes {', '.join(takes)}" if takes else "it takes none"
+        listed = f"it takes {', '.join(takes)}" if takes else "it takes no arguments"
         yield f"{where} has no `{unknown}`: {listed}.{did_you_mean(str(unknown), takes)}"
     given = [argument for argument in needs if arguments.get(argument) is not None]
     if needs and len(given) != 1:

@@ -45,7 +45,7 @@ def html_plot(estimate: MemoryEstimate, samples: Sequence[MemorySample]) -> str:
         title=escape(f"{short_name(estimate.model.name)} {verdict(estimate)}"),
         summary=escape(_summary(estimate, frame)),
         alternative=escape(
-            f"Stacked memory over the run; {peak_words(estimate)}. The table below says the same."
+            f"Stacked memory over the run; {peak_words(estimate)}. The table below has the same numbers."
         ),
         size=f"0 0 {WIDTH} {HEIGHT}",
         drawing="\n".join(drawing.elements(estimate, samples, shown)),
@@ -131,7 +131,7 @@ def _summary(estimate: MemoryEstimate, frame: PlotFrame) -> str:
         f"process {format_bytes(estimate.process_peak_bytes)}"
     )
     limit = f"; {frame.limit_words}" if estimate.gpu.memory_bytes else ""
-    return f"{sizes}{limit}. The plot shows what tensors hold, in the order of allocations and frees."
+    return f"{sizes}{limit}. The plot shows the memory of tensors, in the order of allocations and frees."
 
 
 def _legend(shown: Sequence[Category]) -> Iterator[str]:

@@ -60,8 +60,8 @@ class ResponsiveTable:
         yield table
         if left_out:
             yield Prose(
-                f"\nLeft out, as {options.max_width} columns have no room: {', '.join(left_out)}. A wider terminal "
-                "shows them, and --json has them."
+                f"\nNot shown in {options.max_width} columns: {', '.join(left_out)}. A wider terminal shows them, and "
+                "--json has them."
             )
 
     def _choice(self, width: int) -> tuple[Sequence[str], int]:

@@ -25,11 +25,11 @@ def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
         UserError: if the folder lacks a file of an adapter, or the adapter is of another kind.
     """
     if not adapter.is_dir():
-        what = "is a file" if adapter.is_file() else "is not there"
+        what = "is a file" if adapter.is_file() else "does not exist"
         neighbours = adapter.parent.iterdir() if adapter.parent.is_dir() else ()
         raise UserError(
             f"An adapter is a folder, and {adapter} {what}.{did_you_mean(adapter.name, (n.name for n in neighbours))} "
-            f"A run with adapter.name=lora leaves one in its {model_folder}/."
+            f"A run with adapter.name=lora writes one to its {model_folder}/."
         )
     missing = [name for name in (CONFIG_FILE, WEIGHTS_FILE) if not (adapter / name).is_file()]
     if missing:
@@ -42,10 +42,10 @@ def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
     try:
         settings = json.loads((adapter / CONFIG_FILE).read_text("utf-8"))
     except ValueError as error:
-        raise UserError(f"{adapter / CONFIG_FILE} is no JSON: {error}. Save the adapter again.") from error
+        raise UserError(f"{adapter / CONFIG_FILE} is not JSON: {error}. Save the adapter again.") from error
     if not isinstance(settings, dict):
         raise UserError(
-            f"{adapter / CONFIG_FILE} holds no JSON object, got {settings!r}. Save the adapter again."
+            f"{adapter / CONFIG_FILE} must hold a JSON object, got {settings!r}. Save the adapter again."
         )
     if settings.get("peft_type") != "LORA":
         raise UserError(

@@ -171,9 +171,9 @@ def enable_lora(
         except ValueError as error:
             Handle(*undo, partial(_take_layers_off, model)).remove()
             raise UserError(
-                f"PEFT has no such adapter for a layer of {type(model).__name__}: {error} Set "
-                "adapter.use_dora=false and adapter.lora_dropout=0, or name in adapter.target_modules linear layers "
-                "that are no experts, as [q_proj, k_proj, v_proj, o_proj]."
+                f"PEFT does not support such an adapter for a layer of {type(model).__name__}: {error} Set "
+                "adapter.use_dora=false and adapter.lora_dropout=0, or name linear layers other than experts in "
+                "adapter.target_modules, such as [q_proj, k_proj, v_proj, o_proj]."
             ) from error
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
@@ -255,9 +255,9 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
     problems = [
-        f"adapter.target_modules names linear layers, and {type(model).__name__} has none called {target!r}."
-        f"{did_you_mean(target, [*short_names, ALL_LINEAR])} It has {', '.join(short_names)}; or write [all-linear] "
-        "alone."
+        f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
+        f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} It has {', '.join(short_names)}; or write "
+        "[all-linear] alone."
         for target in config.target_modules
         if not any(name == target or name.endswith(f".{target}") for name in linear)
     ]
@@ -270,7 +270,7 @@ def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -
     """Reject DoRA here: PEFT (0.21.2) replaces such a weight by a copy without its scales whenever it reads one."""
     if config.use_dora and getattr(model, "is_loaded_in_8bit", False) and model.device.type == "cpu":
         raise UserError(
-            "adapter.use_dora=true with model.quantization=int8 runs on a GPU alone, got device cpu. Set "
+            "adapter.use_dora=true with model.quantization=int8 needs a GPU, got device cpu. Set "
             "model.quantization=nf4 or adapter.use_dora=false."
         )
 
@@ -362,7 +362,7 @@ def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> 
     names = sorted({name.rpartition(".")[2] for name in layers})
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
-        "Adapter: %s of rank %d beside %d linear layers (%s), %s parameters in float32.",
+        "Adapter: %s of rank %d on %d linear layers (%s), %s parameters in float32.",
         " and ".join(kinds) or "LoRA",
         config.r,
         len(layers),

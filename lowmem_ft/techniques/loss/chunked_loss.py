@@ -87,7 +87,7 @@ class ChunkedLoss(Technique):
     def limit_chunk(self, max_tokens: int | None) -> None:
         """Limit the tokens whose logits exist at once; None: the recipe's ``chunk_tokens`` is the limit."""
         chosen = self._loss.config.chunk_tokens
-        assert chosen is not None, "or there would be no such technique"
+        assert chosen is not None, "this technique needs chunk_tokens"
         self._loss.chunk_tokens = chosen if max_tokens is None else min(chosen, max_tokens)
 
     def take_head_from(self, tiles: HeadTiles | None) -> None:
@@ -152,7 +152,8 @@ def enable_chunked_loss(
             technique.remove()
             raise
     log.info(
-        "Loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients made in forward.",
+        "Loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients computed in the forward "
+        "pass.",
         config.chunk_tokens,
         tiling.head,
     )
@@ -248,7 +249,7 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
             hidden_NH = hidden_BTH.flatten(0, -2)
             if len(hidden_NH) != len(targets_N):
                 raise ValueError(
-                    f"{len(targets_N)} labels do not fit {len(hidden_NH)} positions that reach the head."
+                    f"{len(targets_N)} labels do not match the {len(hidden_NH)} positions that reach the head."
                 )
             labels_N = targets_N.to(hidden_BTH.device)
             rows_L = _label_rows(labels_N, num_label_tokens)
@@ -298,8 +299,8 @@ def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
     coefficients = [getattr(causal_lm, name) for name in _AUX_COEFFICIENTS if hasattr(causal_lm, name)]
     if not coefficients:
         raise ModelError(
-            f"loss.chunk_tokens cannot tell how {type(causal_lm).__name__} weighs the load-balancing loss of its "
-            f"routers. Set output_router_logits=false in its config, or loss.chunk_tokens=null."
+            f"loss.chunk_tokens does not know how {type(causal_lm).__name__} weighs the load-balancing loss of its "
+            "routers. Set output_router_logits=false in its config, or loss.chunk_tokens=null."
         )
     return coefficients[0] * loss
 

@@ -146,7 +146,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
     def backward(ctx: Any, d_loss: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if ctx.gradients is None:
             raise RuntimeError(
-                "The chunked loss handed its gradients over in the first backward; run forward again."
+                "The chunked loss passed on its gradients in the first backward pass; run the forward pass again."
             )
         if ctx.is_weight_gradient_gone:
             torch._assert_async(

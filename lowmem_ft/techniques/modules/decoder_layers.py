@@ -26,8 +26,8 @@ def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -
     )
     if not stacks:
         raise ModelError(
-            f"Layer-wise techniques need a model whose decoder layers are transformers GradientCheckpointingLayer "
-            f"modules in one ModuleList; {type(model).__name__} has none. Use an architecture that has them, or "
+            "Layer-wise techniques need a model whose decoder layers are transformers GradientCheckpointingLayer "
+            f"modules in one ModuleList; {type(model).__name__} does not have them. Use an architecture that does, or "
             f"set {way_out}."
         )
     if len(stacks) > 1:

@@ -86,7 +86,7 @@ class StreamedHead(Handle):
         if self._held_VH is not None:
             self._engine.to_host(d_weight_WH, self._held_VH[rows])
         else:
-            assert self._take is not None, "train_with() goes before"
+            assert self._take is not None, "train_with() comes first"
             self._take(self.parameter, d_weight_WH, rows.start * d_weight_WH.shape[1])
 
     def _following(self, rows: slice) -> slice | None:

@@ -224,7 +224,7 @@ class LayerStream:
 
         They are issued after that layer: the host may have to wait for files, and the device has work meanwhile.
         """
-        assert self.updates is not None, "somebody has updates that wait"
+        assert self.updates is not None, "the pending updates have an owner"
         slot, slab = self._load(index), self.slabs[index]
         with self.updates.beside():
             self._engine.wait(slot.filled)

@@ -119,7 +119,7 @@ def enable_parameter_streaming(
         loss=loss,
     )
     log.info(
-        "Parameter streaming: %s wait in %s; %d of %d layers visit the device in turn, in slots of %s",
+        "Parameter streaming: %s in %s; %d of %d layers are copied to the device in turn, in slots of %s",
         format_bytes(streaming.host_bytes),
         host.place_of("parameter"),
         num_streamed,

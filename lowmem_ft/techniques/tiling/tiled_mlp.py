@@ -86,8 +86,9 @@ def _mlps_of(layer: nn.Module) -> list[nn.Module]:
 def _refuse_routers_whose_logits_are_collected(model: Any) -> None:
     if getattr(model.config.get_text_config(), "output_router_logits", False):
         raise ModelError(
-            f"tiling.mlp cannot pass on the routers' logits that {type(model).__name__} makes its load-balancing loss "
-            "of, got output_router_logits=true in its config. Set tiling.mlp=1, or output_router_logits to false."
+            f"tiling.mlp cannot pass on the routers' logits from which {type(model).__name__} computes its "
+            "load-balancing loss, got output_router_logits=true in its config. Set tiling.mlp=1, or "
+            "output_router_logits to false."
         )
 
 
@@ -112,8 +113,8 @@ def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
     if len(required) == 1 and _equals_in_tiles(mlp, hidden_BTH):
         return
     raise ModelError(
-        f"tiling.mlp needs MLPs that take one tensor and treat each token by itself; {type(mlp).__name__} takes more, "
-        "or gives something else for a part of the tokens. Set tiling.mlp=1."
+        f"tiling.mlp needs MLPs that take one tensor and process each token separately; {type(mlp).__name__} takes "
+        "more, or gives different results for a part of the tokens. Set tiling.mlp=1."
     )
 
 

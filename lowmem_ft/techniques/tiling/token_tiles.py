@@ -234,7 +234,7 @@ class _ParameterGradients:
         """Return the finished gradient of a parameter, in its type, and release its sum."""
         by_autograd = self._by_autograd.pop(parameter, None)
         if parameter not in self._handed_over:
-            assert by_autograd is not None, "its sum is there from the beginning"
+            assert by_autograd is not None, "its sum exists from the beginning"
             return by_autograd.to(parameter.dtype)
         handed_over = self._handed_over.pop(parameter).finish()
         return handed_over if by_autograd is None else by_autograd.add_(handed_over).to(parameter.dtype)

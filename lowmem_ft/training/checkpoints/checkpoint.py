@@ -156,7 +156,7 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
             runtime.load_random_state(json.loads(random_state.read_text()))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder} is damaged: {random_state.name} holds no state of random generators. Resume from another "
+                f"{folder} is damaged: {random_state.name} has no state of the random generators. Resume from another "
                 "checkpoint."
             ) from error
     else:
@@ -206,6 +206,6 @@ def _write_error(folder: Path, cause: Exception) -> CheckpointError:
     existing = next(path for path in folder.absolute().parents if path.exists())
     free = format_bytes(shutil.disk_usage(existing).free)
     return CheckpointError(
-        f"{folder} cannot be written: {cause} ({free} free on that disk). Earlier checkpoints are untouched; make "
-        "room, then go on with training.resume_from_checkpoint=auto."
+        f"{folder} cannot be written: {cause} ({free} free on that disk). Earlier checkpoints are untouched; free "
+        "some space, then resume with training.resume_from_checkpoint=auto."
     )

@@ -78,7 +78,7 @@ def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | No
         try:
             read_manifest(folder)
         except CheckpointError as error:
-            logger.warning("%s Passing over it.", error)
+            logger.warning("%s Skipping it.", error)
         else:
             return folder
     return None
@@ -97,7 +97,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         files = dict(manifest["files"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
-            f"{folder} is no complete checkpoint: it has no readable {MANIFEST}, which is written last."
+            f"{folder} is not a complete checkpoint: it has no readable {MANIFEST}, which is written last."
         ) from error
     if known_format not in (FORMAT, FORMAT_OF_SHARDS):
         raise CheckpointError(
@@ -107,15 +107,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     wrong = [name for name, size in files.items() if _size(folder / name) != size]
     if wrong:
         raise CheckpointError(
-            f"{folder} is damaged: {', '.join(wrong)} missing or of another size than was written."
+            f"{folder} is damaged: {', '.join(wrong)} missing, or different in size from what was written."
         )
     try:
         step = _step_in(manifest)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{folder} is damaged: {MANIFEST} lacks what a run goes on from.") from error
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} lacks the state to resume from.") from error
     if _NAME.fullmatch(folder.name) and _step_of(folder) != step:
         raise CheckpointError(
-            f"{folder} is the checkpoint of step {step}. Name it checkpoint-{step}, or what is no checkpoint-N."
+            f"{folder} is the checkpoint of step {step}. Name it checkpoint-{step}, or something other than "
+            "checkpoint-N."
         )
     for file in sorted(folder.glob("*.safetensors")):
         if problem := damage(file):
@@ -150,8 +151,8 @@ def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> No
     """
     if num_steps < taken:
         raise CheckpointError(
-            f"{checkpoint} stands at step {taken}, but the recipe ends at step {num_steps}. Set "
-            "training.max_steps or training.num_train_epochs higher, or resume from an earlier checkpoint."
+            f"{checkpoint} is at step {taken}, but the recipe ends at step {num_steps}. Set training.max_steps or "
+            "training.num_train_epochs higher, or resume from an earlier checkpoint."
         )
 
 
@@ -188,7 +189,7 @@ def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
             delete_saved(aside)  # left by an earlier attempt at the same step
             folder.rename(aside)
             logger.warning(
-                "%s is now called %s, and training.resume_from_checkpoint=auto passes over it.",
+                "%s is now called %s, and training.resume_from_checkpoint=auto ignores it.",
                 *(folder, aside.name),
             )
 

@@ -53,7 +53,7 @@ def delete_saved(target: Path) -> None:
         for file in saved:
             file.unlink()
         _remove_emptied(saved, target)
-        logger.warning("%s stays where it is: no run wrote %s in it.", target, _some(_own_files(target)))
+        logger.warning("%s is kept, because no run wrote %s in it.", target, _some(_own_files(target)))
 
 
 def move_saved(source: Path, target: Path) -> None:

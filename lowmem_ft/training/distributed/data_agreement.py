@@ -44,7 +44,7 @@ def _facts_of(data: PreparedData) -> dict[str, str]:
             facts[f"number of {which} tokens"] = f"{summary.num_tokens:,}"
             facts[f"number of {which} label tokens"] = f"{summary.num_label_tokens:,}"
     if data.train.num_rows is not None:
-        facts["tokens of the training examples"] = f"those of digest {_digest(data)}"
+        facts["tokens of the training examples"] = f"digest {_digest(data)}"
     return facts
 
 

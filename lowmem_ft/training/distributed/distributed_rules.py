@@ -23,9 +23,9 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> list[str]:
         return problems
     ways_out = {
         "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",
-        "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings says what it chooses: set that.",
+        "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings shows its choice: set that.",
     }
     return [
-        f"{setting} plans for one process, got {num_processes}. {ways_out[setting]}"
+        f"{setting} makes a plan for one process, got {num_processes}. {ways_out[setting]}"
         for setting in recipe.left_to_choose
     ] + problems

@@ -32,9 +32,9 @@ finds another gone may write a little later."""
 _runs = itertools.count()  # counts the same in every process
 
 GONE = (
-    "Another process is gone without a word: it was killed (SIGKILL, or the kernel for want of host memory; the "
-    "launcher says the signal), or its machine or the network went down. Go on from the last whole checkpoint with "
-    "training.resume_from_checkpoint=auto."
+    "Another process has disappeared without a message: it was killed (SIGKILL, or by the kernel for lack of host "
+    "memory; the launcher shows the signal), or its machine or the network went down. Resume from the last complete "
+    "checkpoint with training.resume_from_checkpoint=auto."
 )
 
 
@@ -95,7 +95,7 @@ def _reason(store: Any, key: str) -> str:
 
 def _words_of(error: BaseException) -> str:
     what = " ".join(error.problems) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-    return f"Process {torch.distributed.get_rank()} has failed, and the others end with it. {what}"
+    return f"Process {torch.distributed.get_rank()} has failed, so the others end too. {what}"
 
 
 def _tell(store: Any, key: str, words: str) -> None:

@@ -101,27 +101,33 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) 
 def _refused_of_fsdp(environment: Mapping[str, str]) -> Iterator[str]:
     version = environment.get("FSDP_VERSION", "1")
     if version != "2":
-        yield f"The launch asks for FSDP {version}, and FSDP 2 is supported. Set fsdp_version: 2 in its configuration."
+        yield (
+            f"The launch asks for FSDP {version}, but only FSDP 2 is supported. Set fsdp_version: 2 in its "
+            "configuration."
+        )
     if _is_true(environment, "FSDP_ACTIVATION_CHECKPOINTING"):
         yield (
-            "The launch asks for fsdp_activation_checkpointing, and the recipe decides that. Take it out of the "
+            "The launch asks for fsdp_activation_checkpointing, but the recipe decides that. Remove it from the "
             "configuration, and set checkpointing.mode=full."
         )
     policy = environment.get("FSDP_AUTO_WRAP_POLICY", "TRANSFORMER_BASED_WRAP")
     if policy != "TRANSFORMER_BASED_WRAP":
         yield (
-            f"The launch asks for fsdp_auto_wrap_policy: {policy}; decoder layers are what is gathered together. Set "
-            "it to TRANSFORMER_BASED_WRAP."
+            f"The launch asks for fsdp_auto_wrap_policy: {policy}; parameters are gathered by decoder layers. Set it "
+            "to TRANSFORMER_BASED_WRAP."
         )
     if ignored := environment.get("FSDP_IGNORED_MODULES"):
-        yield f"The launch asks for fsdp_ignored_modules: {ignored}; all are cut. Take it out of the configuration."
+        yield (
+            f"The launch asks for fsdp_ignored_modules: {ignored}; all modules are sharded. Remove it from the "
+            "configuration."
+        )
 
 
 def _refused_of_deepspeed(environment: Mapping[str, str], stage: str) -> Iterator[str]:
     if file := environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE"):
         yield (
-            f"The launch asks for deepspeed_config_file: {file}; the engine's configuration is made of the recipe. "
-            "Take it out, and set zero_stage: 2 or 3 in its place."
+            f"The launch asks for deepspeed_config_file: {file}; the engine's configuration comes from the recipe. "
+            "Remove it, and set zero_stage: 2 or 3 instead."
         )
         return
     if stage not in ("2", "3"):
@@ -129,7 +135,7 @@ def _refused_of_deepspeed(environment: Mapping[str, str], stage: str) -> Iterato
     for variable, (name, harmless, way_out) in _DEEPSPEED_SETTINGS.items():
         value = environment.get(variable, harmless)
         if value != harmless:
-            yield f"The launch asks for {name}: {value}. {way_out} Take it out of the configuration."
+            yield f"The launch asks for {name}: {value}. {way_out} Remove it from the configuration."
 
 
 _DEEPSPEED_SETTINGS = {
@@ -191,9 +197,9 @@ def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:
     strategy, processes = config.strategy, launch.num_processes
     if config.num_processes not in (None, processes):
         yield (
-            f"distributed.num_processes={config.num_processes}, but {processes} "
-            f"{'was' if processes == 1 else 'were'} started. Start as many: `accelerate launch --num_processes "
-            f"{config.num_processes} ...` or `torchrun --nproc_per_node={config.num_processes} ...`; or leave it out."
+            f"distributed.num_processes={config.num_processes}, but {processes} {'was' if processes == 1 else 'were'} "
+            f"started. Start that number: `accelerate launch --num_processes {config.num_processes} ...` or `torchrun "
+            f"--nproc_per_node={config.num_processes} ...`; or leave it out."
         )
     elif strategy not in (None, "none") and processes == 1:
         yield (
@@ -213,8 +219,8 @@ def _disagreements(config: DistributedConfig, launch: Launch) -> Iterator[str]:
         )
     if launch.strategy is not None and strategy not in (None, launch.strategy):
         yield (
-            f"distributed.strategy={strategy}, but the launch asks for {launch.strategy}. Leave one of the two out: "
-            "the setting, or that part of the configuration given to `accelerate launch --config_file`."
+            f"distributed.strategy={strategy}, but the launch asks for {launch.strategy}. Leave one of them out: the "
+            "setting, or that part of the configuration given to `accelerate launch --config_file`."
         )
     for name, value in launch.settings.items():
         own = getattr(config, name)
@@ -231,8 +237,8 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
         return int(value)
     except ValueError:
         raise UserError(
-            f"A launcher sets {name} to a whole number, got {value!r}. Unset it, or start with `accelerate launch` or "
-            "torchrun."
+            f"The launcher must set {name} to a whole number, got {value!r}. Unset it, or start with `accelerate "
+            "launch` or torchrun."
         ) from None
 
 
@@ -245,8 +251,8 @@ def _refuse_process_beyond(environment: Mapping[str, str], num_processes: int) -
         rank = _number(environment, name, 0)
         if not -1 <= rank < of_all[size]:
             raise UserError(
-                f"Processes of a launch are numbered from 0 to {size} less one, got {name}={rank} with "
-                f"{size}={of_all[size]}. Start with `accelerate launch` or torchrun, which set all of them."
+                f"Processes of a launch are numbered from 0 to {size} - 1, got {name}={rank} with "
+                f"{size}={of_all[size]}. Start with `accelerate launch` or torchrun, which set all these variables."
             )
 
 

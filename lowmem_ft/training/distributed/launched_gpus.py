@@ -33,8 +33,8 @@ def own_gpu(launch: Launch, *, use_cpu: bool, environment: Mapping[str, str] | N
         here = processes_here(launch.num_processes, environment)
         raise UserError(
             f"Each of the {here} processes on this machine needs a GPU of its own, and torch sees none: "
-            f"{why_no_gpu(environment)}. Set training.use_cpu=true to train on the processor, which takes several "
-            "processes, too."
+            f"{why_no_gpu(environment)}. Set training.use_cpu=true to train on the processor, with several processes "
+            "too."
         )
     index = int(environment.get("LOCAL_RANK") or 0) % torch.cuda.device_count()  # as Accelerate counts
     properties = torch.cuda.get_device_properties(index)
@@ -48,7 +48,7 @@ def why_no_gpu(environment: Mapping[str, str]) -> str:
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return f"CUDA_VISIBLE_DEVICES={visible!r}"
-    return "`nvidia-smi` tells whether the driver does"
+    return "`nvidia-smi` shows whether the driver does"
 
 
 def expected_gpu(environment: Mapping[str, str] | None = None) -> str | None:

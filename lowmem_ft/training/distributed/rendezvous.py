@@ -69,7 +69,7 @@ def rendezvous(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None
             have the same GPU.
     """
     facts = {**_versions(), **{path: as_typed(key.value_in(recipe)) for path, key in recipe_keys().items()}}
-    facts["the checkpoint to go on from"] = checkpoint or "none"
+    facts["the checkpoint to resume from"] = checkpoint or "none"
     _exchange(RankInfo(socket.gethostname(), (), facts, gpu))
 
 
@@ -120,9 +120,9 @@ def _arrivals(store: Any, own: RankInfo, rank: int, num_processes: int) -> list[
             host, gpu, digest_there = json.loads(store.get(_key("digest", other)))
         except dist.DistStoreError as error:
             raise UserError(
-                f"All {num_processes} processes of a launch have to start, and process {other} has not within "
-                f"{PATIENCE.seconds // 60} minutes. Look at its own output: it was not started, has another "
-                "MASTER_ADDR or MASTER_PORT, or ended with an error."
+                f"All {num_processes} processes of a launch have to start, but process {other} did not within "
+                f"{PATIENCE.seconds // 60} minutes. Check its own output: it was not started, has another MASTER_ADDR "
+                "or MASTER_PORT, or ended with an error."
             ) from error
         is_same = digest_there == digest
         problems, facts = own[1:3] if is_same else json.loads(store.get(_key("said", other)))
@@ -151,11 +151,12 @@ def refusals(arrivals: Sequence[RankInfo]) -> Iterator[str]:
         else:
             others = f" and {len(ranks) - 1} more" if len(ranks) > 1 else ""
             where = f"process {ranks[0]} of {len(arrivals)}, on {arrivals[ranks[0]].host}"
-            yield f"{problem} (Said by {where}{others}.)"
+            yield f"{problem} (Reported by {where}{others}.)"
 
 
 def differences(
-    arrivals: Sequence[RankInfo], way_out: str = "Start all with the same settings, files and packages."
+    arrivals: Sequence[RankInfo],
+    way_out: str = ("Start all processes with the same settings, files and packages."),
 ) -> Iterator[str]:
     """Yield a message for each fact that differs between processes, with the first process in which it differs."""
     first = arrivals[0]
@@ -173,7 +174,7 @@ def differences(
             f"{other.facts.get(name)} in process {others[0]} (on {other.host}){more}. {way_out}"
         )
     if len(differing) > MOST_NAMED:
-        yield f"{len(differing) - MOST_NAMED} more settings differ: these are different recipes. {way_out}"
+        yield f"{len(differing) - MOST_NAMED} more settings differ: the recipes are different. {way_out}"
 
 
 def shared_gpus(arrivals: Sequence[RankInfo]) -> Iterator[str]:
@@ -185,9 +186,9 @@ def shared_gpus(arrivals: Sequence[RankInfo]) -> Iterator[str]:
             there = len({arrival.gpu for arrival in arrivals if arrival.host == host})
             yield (
                 f"Each process of a launch needs a GPU of its own, got processes {' and '.join(map(str, ranks))} of "
-                f"{len(arrivals)} on one ({gpu}, on {host}). Start as many there as the {there} that they see: "
-                f"`accelerate launch --num_processes {there}`, `torchrun --nproc_per_node={there}`; or see to "
-                "CUDA_VISIBLE_DEVICES."
+                f"{len(arrivals)} on the same one ({gpu}, on {host}). Start at most {there} there, the number of GPUs "
+                f"that they see: `accelerate launch --num_processes {there}`, `torchrun --nproc_per_node={there}`; or "
+                "check CUDA_VISIBLE_DEVICES."
             )
 
 
@@ -217,7 +218,7 @@ def explained_joining() -> Iterator[None]:
         if "environment variable" not in str(error):
             raise
         raise UserError(
-            "A launcher tells each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Start with `accelerate "
+            "A launcher sets for each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Start with `accelerate "
             f"launch` or torchrun. torch says: {error}"
         ) from error
 
@@ -234,17 +235,17 @@ def not_joined(message: str, environment: Mapping[str, str]) -> str:
     said = message.splitlines()[0] if message else "no more"
     if "EADDRINUSE" in message:
         return (
-            f"The processes meet at a port that nobody else uses, but that of {place} is in use, by another run for "
-            "one. Name another: `accelerate launch --main_process_port 29501 ...`, `torchrun --master_port=29501 "
-            f"...`, or `torchrun --standalone ...` on one machine. torch says: {said}"
+            f"The processes need a free port for their rendezvous, but that of {place} is in use, for example by "
+            "another run. Name another: `accelerate launch --main_process_port 29501 ...`, `torchrun "
+            f"--master_port=29501 ...`, or `torchrun --standalone ...` on one machine. torch says: {said}"
         )
     if "imed out" in message or "timed out" in message:
         return (
-            f"All processes meet at {place}, and some did not come within {PATIENCE.seconds // 60} minutes. See to it "
-            "that every machine was started with the same address, port and number of machines, that its firewall lets "
-            f"the port through, and that no process ended before. torch says: {said}"
+            f"All processes meet at {place}, but some did not arrive within {PATIENCE.seconds // 60} minutes. Check "
+            "that every machine was started with the same address, port and number of machines, that its firewall "
+            f"allows the port, and that no process ended early. torch says: {said}"
         )
     return (
-        f"The processes could not meet at {place}. See to it that the address is that of the first machine as the "
-        f"others reach it (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network interface). torch says: {said}"
+        f"The processes could not meet at {place}. Check that the address is the one by which the other machines "
+        f"reach the first (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name a network interface). torch says: {said}"
     )

@@ -60,10 +60,11 @@ def log_finished_model(target: Path, recipe: Recipe) -> None:
     if recipe.adapter.name == "none":
         logger.info("The model is in %s; from_pretrained loads it.", target)
     elif recipe.model.weights == "random":
-        logger.info("The adapter is in %s; its base had random weights, which are not kept.", target)
+        logger.info("The adapter is in %s; its base model had random weights, which are not kept.", target)
     else:
         logger.info(
-            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base, `%s` adds it to the base.",
+            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base model, `%s` merges it into "
+            "the base model.",
             target,
             shlex.join(["lowmem-ft", "merge", str(target), "OUT_DIR"]),
         )

@@ -23,15 +23,15 @@ def check_upload() -> None:
     """
     if not hub_is_reachable():
         raise UserError(
-            "training.push_to_hub=true needs the hub, which is out of reach. Set it to false, and upload the finished "
-            "folder later with `hf upload NAME FOLDER`."
+            "training.push_to_hub=true needs the hub, which cannot be reached. Set it to false, and upload the "
+            "finished folder later with `hf upload NAME FOLDER`."
         )
     try:
         HfApi().whoami()
     except (HfHubHTTPError, LocalTokenNotFoundError) as error:
         raise UserError(
-            "training.push_to_hub=true needs a login that the hub accepts. Run `hf auth login` with a token that may "
-            "write, or set it to false."
+            "training.push_to_hub=true needs a login that the hub accepts. Run `hf auth login` with a token that has "
+            "write access, or set it to false."
         ) from error
 
 

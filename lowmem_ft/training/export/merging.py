@@ -74,7 +74,7 @@ def _warn_of_rounded_base(adapter: Path) -> None:
     quantization = "none" if recipe is None else recipe.model.quantization
     if quantization != "none":
         logger.warning(
-            "The adapter was trained beside weights rounded by model.quantization=%s, and is merged into the weights "
-            "before that rounding: the merged model differs a little from the one that was evaluated.",
+            "The adapter was trained on weights rounded by model.quantization=%s, and is merged into the weights "
+            "before that rounding: the merged model differs slightly from the one that was evaluated.",
             quantization,
         )

@@ -115,7 +115,7 @@ def model_card(
 
 ## Settings
 
-Where nothing is said, lowmem_ft's defaults:
+All other settings have lowmem_ft's defaults:
 
 ```yaml
 {yaml.safe_dump(escape_references(_chosen_settings(recipe)), sort_keys=False, allow_unicode=True).strip()}
@@ -126,7 +126,7 @@ Where nothing is said, lowmem_ft's defaults:
 def _measured(row: Row) -> str:
     if row.error is None:
         return row.text(row.measured)
-    return f"{row.text(row.measured)} (estimated before: {row.text(row.estimated)}, {row.error:+.1%})"
+    return f"{row.text(row.measured)} (estimated before the run: {row.text(row.estimated)}, {row.error:+.1%})"
 
 
 def merged_model_card(name: str, adapter: Path, base: str) -> str:

@@ -90,8 +90,8 @@ def apply_budget(
     for words, limit_bytes in _limits_of_host(budget, device, num_processes_here).items():
         if now_bytes > limit_bytes and budget.enforce:
             raise DoesNotFitError(
-                f"{words} is less than this process holds before the model is loaded, "
-                f"{format_bytes(now_bytes)}: the libraries alone. Raise it, or leave it out."
+                f"{words} is less than this process holds before the model is loaded, {format_bytes(now_bytes)} for "
+                "the libraries alone. Raise it, or leave it out."
             )
     if budget.device is None or device.type != "cuda":
         return
@@ -110,13 +110,13 @@ def apply_budget(
     parts = ", ".join(f"{part} {format_bytes(size)}" for part, size in overhead.items())
     if cap <= 0:
         raise DoesNotFitError(
-            f"budget.device={budget.device} leaves nothing for tensors: a process takes {parts} of this device "
-            "beside them. Raise it."
+            f"budget.device={budget.device} leaves nothing for tensors: a process takes {parts} of this device in "
+            "addition to them. Raise it."
         )
     torch.cuda.empty_cache()  # memory cached before would be handed out in addition to the budget
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total), device)
     logger.info(
-        "The allocator is capped at %s: budget.device=%s less %s.", format_bytes(cap), budget.device, parts
+        "The allocator is capped at %s: budget.device=%s minus %s.", format_bytes(cap), budget.device, parts
     )
 
 
@@ -125,8 +125,8 @@ def _warn_of_others(wanted: str, device: torch.device, total: int) -> None:
     available = this_machines_gpu(device).available_bytes
     if available < min(parse_bytes(wanted), total):
         logger.warning(
-            "Others hold %s of this device's %s: no more than %s of budget.device=%s can be had. End other processes "
-            "on it (nvidia-smi lists them), or lower the budget to what is free.",
+            "Other processes hold %s of this device's %s: only %s of budget.device=%s are available. End them "
+            "(nvidia-smi lists them), or lower the budget to what is free.",
             format_bytes(total - available),
             format_bytes(total),
             format_bytes(available),
@@ -181,8 +181,8 @@ class BudgetWatch:
                 continue
             if self._is_first and self._budget.enforce and words.startswith("budget.device"):
                 raise DoesNotFitError(
-                    f"{words} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; "
-                    "or set budget.enforce=false to go on and only be told."
+                    f"{words} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; or "
+                    "set budget.enforce=false to continue with only a warning."
                 )
             logger.warning("Host memory has grown to %s, above %s.", format_bytes(peak_bytes), words)
             del self._limits[words]
@@ -219,8 +219,8 @@ class BudgetWatch:
             return
         self._has_warned_of_machine = True
         logger.warning(
-            "Host memory is nearly used up: %s. The system may kill this process; its last checkpoint stays. End other "
-            "programs, or use offload.folder.",
+            "Host memory is nearly used up: %s. The system may kill this process, but its last checkpoint is safe. "
+            "End other programs, or use offload.folder.",
             limit.source,
         )
 

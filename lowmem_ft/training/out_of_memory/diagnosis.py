@@ -50,7 +50,7 @@ def report_of(
         sentences.append(_with_allocator_state(folder / allocator_file(process_index), device))
     if checkpoint is not None:
         sentences.append(
-            f"The run goes on from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
+            f"Resume the run from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
         )
     return sentences
 
@@ -99,7 +99,7 @@ def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
         return tensor.untyped_storage().nbytes(), id(tensor) in names  # among equals, those with a name
 
     for tensor in sorted(by_storage.values(), key=rank, reverse=True)[:_NUM_TENSORS]:
-        yield names.get(id(tensor), "computed on the way"), tensor
+        yield names.get(id(tensor), "intermediate result"), tensor
 
 
 def _living_tensors() -> Iterator[Tensor]:
@@ -132,5 +132,5 @@ def _with_allocator_state(file: Path, device: torch.device) -> str:
     try:
         write_whole_file(file, json.dumps(state))
     except OSError as error:
-        return f"What the allocator held could not be written to {file}: {error}."
-    return f"All that the allocator held is in {file}."
+        return f"The allocator's snapshot could not be written to {file}: {error}."
+    return f"A snapshot of the allocator is in {file}."

@@ -25,7 +25,7 @@ class NotRetried(RuntimeError):
         self.reason = reason
 
 
-INSIDE_AN_UPDATE = "It ran out inside an update of the weights, which cannot be taken back."
+INSIDE_AN_UPDATE = "It ran out inside an update of the weights, which cannot be undone."
 
 
 @contextlib.contextmanager
@@ -80,10 +80,10 @@ def does_not_fit(
     others = ""
     if held_by_others_bytes:
         others = (
-            f", beside {format_bytes(held_by_others_bytes)} that other processes hold (nvidia-smi lists them)"
+            f", plus {format_bytes(held_by_others_bytes)} that other processes hold (nvidia-smi lists them)"
         )
     return DoesNotFitError(
         f"The device memory ran out {when}{budget}, after a peak of {format_bytes(memory.peak_bytes)} in "
-        f"tensors{others}. {''.join(f'{sentence} ' for sentence in report)}What would need less, cheapest first: "
-        f"{'; '.join(remedies)}. `lowmem-ft plan` with the same settings looks for the fastest that fits."
+        f"tensors{others}. {''.join(f'{sentence} ' for sentence in report)}Changes that need less, cheapest first: "
+        f"{'; '.join(remedies)}. `lowmem-ft plan` with the same settings searches for the fastest that fit."
     )

@@ -29,7 +29,7 @@ class MicroBatchLimit:
         """Return the limits in words."""
         parts = []
         if self.max_tokens is not None:
-            parts.append(f"at most {self.max_tokens:,} tokens of micro-batches")
+            parts.append(f"micro-batches of at most {self.max_tokens:,} tokens")
         if self.max_loss_tokens is not None:
             parts.append(f"the logits of at most {self.max_loss_tokens:,}")
         return " and ".join(parts)

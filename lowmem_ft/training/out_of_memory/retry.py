@@ -130,8 +130,9 @@ class Retries:
         self.apply(smaller)
         logger.warning(
             "Device memory ran out before any weight of this step had changed (%s). Nothing is lost: the step starts "
-            "over from the same state with %s at a time, and so does the run from here on, resumed or not. It learns "
-            "the same, but its sums are made in another order: its numbers are those of a run that has this cut.",
+            "over from the same state with %s at a time, and so does the run from here on, resumed or not. The "
+            "mathematics is the same, but sums are computed in another order: from here on results match a run "
+            "started with this limit.",
             message,
             smaller,
         )
@@ -161,23 +162,23 @@ class Retries:
             if (why := self._why_not_inside_the_layers()) and len(_running(attempt)[0].input_ids_BT) > 1:
                 raise self._not_inside_the_layers(why)
             raise NotRetried(
-                "It could not start over in smaller pieces: what was running is a single row or document, or nothing "
-                "that goes by the rows."
+                "It could not start over with smaller micro-batches: the failing part works on a single row or "
+                "document, or does not depend on rows."
             )
         return smaller
 
     def _refuse_what_cannot_start_over(self) -> None:
         session = self.session
         if not self._recipe.budget.retry:
-            raise NotRetried("budget.retry=false: it did not start over in smaller pieces.")
+            raise NotRetried("budget.retry=false: it did not start over with smaller micro-batches.")
         if session.runtime.num_processes > 1:
-            raise NotRetried("Several processes do not start a step over.")
+            raise NotRetried("With several processes a step does not start over.")
         if session.techniques.is_updating:
             raise NotRetried(INSIDE_AN_UPDATE)
         if session.techniques.updates_at_once:
             raise NotRetried(
-                "optimizer.in_backward without clipping changes weights while backward runs, so that the step could "
-                "not start over; with training.max_grad_norm=1.0 it can."
+                "optimizer.in_backward without clipping changes weights during backward, so the step could not start "
+                "over; with training.max_grad_norm=1.0 it can."
             )
 
     def _with_fewer_tokens(self, attempt: WindowPass) -> MicroBatchLimit | None:
@@ -224,15 +225,15 @@ class Retries:
         except RowsCannotBeCutError as error:
             return error.why
         except ModelError:
-            return "this model has no single stack of them"
+            return "this model does not have a single stack of layers"
         # A layer without a checkpoint keeps its activations of all rows: a split would free next to nothing.
         is_cuttable = all(layer.gradient_checkpointing for layer in decoder_layers(model))
         return None if is_cuttable else "not all of them are checkpointed (checkpointing.mode=full)"
 
     def _not_inside_the_layers(self, why: str) -> NotRetried:
         return NotRetried(
-            "It could not start over in smaller pieces: with optimizer.in_backward=true these are made inside the "
-            f"layers, but {why}. Set training.per_device_train_batch_size lower."
+            "It could not start over with smaller micro-batches: with optimizer.in_backward=true these are formed "
+            f"inside the layers, but {why}. Set training.per_device_train_batch_size lower."
         )
 
     def _go_over_to_vertical_order(self) -> None:
@@ -265,9 +266,9 @@ class Retries:
         free_bytes = free_device_bytes(self.session.runtime.device)
         if sum_bytes > free_bytes:
             raise NotRetried(
-                f"It could not start over with its micro-batch cut in two: the gradients of both would be summed in "
-                f"float32 (accumulation.dtype), which takes {format_bytes(sum_bytes)} where {format_bytes(free_bytes)} "
-                "are free without any."
+                "It could not start over with its micro-batch cut in two: the gradients of both would be summed in "
+                f"float32 (accumulation.dtype), which takes {format_bytes(sum_bytes)} but only "
+                f"{format_bytes(free_bytes)} are free."
             )
 
     def _float32_sum_bytes(self) -> int:
@@ -294,9 +295,9 @@ def why_rows_couple(model: nn.Module) -> str | None:
     """Return the reason why rows have to pass through a model together; None: they are independent."""
     config = getattr(model, "config", None)
     if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
-        return "the routers' load-balancing loss goes over all its rows (output_router_logits)"
+        return "the routers' load-balancing loss is computed over all its rows (output_router_logits)"
     if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
-        return "batch norm goes over all its rows"
+        return "batch norm is computed over all its rows"
     return None
 
 

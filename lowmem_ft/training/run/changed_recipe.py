@@ -49,15 +49,15 @@ def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
     changed = _differences(recipe, run)
     if changed.refused:
         raise CheckpointError(
-            f"{run} holds a run of another recipe ({'; '.join(changed.refused)}), which this one cannot continue. "
-            "Set these back, or choose another training.output_dir."
+            f"{run} contains a run of another recipe ({'; '.join(changed.refused)}), which this recipe cannot resume. "
+            "Change these settings back, or choose another training.output_dir."
         )
 
 
 def log_changes(recipe: Recipe, run: Path) -> None:
     """Log the settings that differ from those of the resumed run, once nothing prevents resuming it."""
     if changed := _differences(recipe, run).accepted:
-        logger.warning("Going on with other settings: %s.", "; ".join(changed))
+        logger.warning("Resuming with other settings: %s.", "; ".join(changed))
 
 
 def may_continue(recipe: Recipe, run: Path) -> bool:

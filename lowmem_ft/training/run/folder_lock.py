@@ -33,7 +33,7 @@ class FolderLock:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(
-                f"training.output_dir={self._folder} is the folder of a run that is still going on. Wait for its end, "
+                f"training.output_dir={self._folder} is the folder of a run that is still active. Wait for its end, "
                 "stop it, or choose another folder."
             ) from error
         except OSError as error:

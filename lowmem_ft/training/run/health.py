@@ -74,7 +74,9 @@ class RunHealth:
             raise self._half_a_step(result, sample_ids)
         progress.skipped_steps += 1
         if result.overflow:
-            logger.info("Step %d skipped: the fp16 loss scale was too high and is now halved.", progress.step)
+            logger.info(
+                ("Step %d skipped: the fp16 loss scale was too high and has been halved."), progress.step
+            )
             return
         progress.skipped_in_a_row += 1
         logger.warning(
@@ -116,12 +118,13 @@ class RunHealth:
                 f" since step {self._updated_step}{self._at_learning_rate()}" if self._updated_step else ""
             )
             problems.append(
-                f"The last {which} not finite and changed no weight{since}. Lower "
-                "training.learning_rate, or look at the examples named above."
+                f"The last {which} not finite and changed no weight{since}. Lower training.learning_rate, or check "
+                "the examples named above."
             )
         if 0 < self._progress.step == self._progress.skipped_steps and not problems:
             logger.warning(
-                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is what it was. Take more.",
+                "Each of the %d steps was skipped to lower the fp16 loss scale: the model is unchanged. Train for "
+                "more steps.",
                 self._progress.step,
             )
         return problems
@@ -141,7 +144,7 @@ class RunHealth:
             return
         is_good = evaluation is not None and math.isfinite(evaluation.loss)
         raise (UserError if is_good else SuspectWeightsError)(
-            f"The run has ended, but do not use {self._model_folder} as it is. {' '.join(problems)} {self.way_back()}"
+            f"The run has ended, but do not use {self._model_folder}. {' '.join(problems)} {self.way_back()}"
         )
 
     def set_aside_checkpoints(self) -> None:
@@ -160,42 +163,44 @@ class RunHealth:
         if whole is None and self._resume_from is not None and self._resume_from.parent != self._output_dir:
             whole = self._resume_from
         if whole is None:
-            return "There is no checkpoint from before that: start anew."
-        return f"The last checkpoint that is whole is {whole}."
+            return "There is no earlier checkpoint: start again."
+        return f"The last checkpoint with finite weights is {whole}."
 
     def _too_many_skipped(self) -> SuspectWeightsError:
         """Return the error of a run whose last steps were all not finite, although its weights are finite."""
         suspect = (
-            "They changed no weight, and no step before them did."
+            "They did not change the weights, and no earlier step did."
             if self._updated_step == 0
-            else f"They changed no weight, but step {self._updated_step}, the last that did"
-            f"{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
+            else f"They did not change the weights, but step {self._updated_step}, the last that "
+            f"did{self._at_learning_rate()}, may have ruined them all: nothing finite has come out of them since."
         )
         return SuspectWeightsError(
             f"The loss or gradient was not finite for {self._max_skipped_steps} steps in a row "
             f"(training.max_skipped_steps), the last at step {self._progress.step}. {suspect} {self.way_back()} Lower "
-            "training.learning_rate, look at the examples named above, or compute in float32."
+            "training.learning_rate, check the examples named above, or compute in float32."
         )
 
     def _half_a_step(self, result: StepResult, sample_ids: Sequence[int]) -> UserError:
         """Return the error for weights that were updated before their step turned out not to be finite."""
         checkpoint = find_checkpoint(self._output_dir)
         way_back = (
-            "there is no checkpoint yet, so start anew" if checkpoint is None else f"go on from {checkpoint}"
+            "there is no checkpoint yet, so start again"
+            if checkpoint is None
+            else f"resume from {checkpoint}"
         )
         return UserError(
             f"Step {self._progress.step} was not finite (loss {result.loss:.4g}, gradient norm "
-            f"{result.grad_norm:.4g}; examples {sorted(sample_ids)}), and without clipping "
-            f"optimizer.in_backward had updated part of the weights by then: {way_back}. Set training.max_grad_norm, "
-            "with which such a step is skipped as a whole, or optimizer.in_backward=false."
+            f"{result.grad_norm:.4g}; examples {sorted(sample_ids)}), and without clipping optimizer.in_backward had "
+            f"already updated part of the weights: {way_back}. Set training.max_grad_norm, with which such a step is "
+            "skipped as a whole, or optimizer.in_backward=false."
         )
 
     def _ruined(self, names: Sequence[str]) -> str:
         if self._learning_rate is None and self._resume_from is None:
             return (
-                f"Weights are not finite though those of the checkpoint are: {some_of(list(names))}. The values are "
-                f"beyond the largest of model.dtype={self._dtype}: set model.dtype=float32, or bfloat16 on a GPU that "
-                "computes with it."
+                f"Weights are not finite, although those of the checkpoint are: {some_of(list(names))}. The values "
+                f"are beyond the largest of model.dtype={self._dtype}: set model.dtype=float32, or bfloat16 on a GPU "
+                "that computes with it."
             )
         return (
             f"Weights are not finite since step {self._updated_step}{self._at_learning_rate()}: "

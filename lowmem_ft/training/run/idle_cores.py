@@ -23,7 +23,7 @@ def warn_of_idle_cores(num_processes: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ or threads >= cores:
         return
     logger.warning(
-        "Computing on %d of %d cores, as OMP_NUM_THREADS=%s. To use all, %s.",
+        "Using %d of %d cores, because OMP_NUM_THREADS=%s. To use all, %s.",
         threads,
         cores,
         os.environ["OMP_NUM_THREADS"],

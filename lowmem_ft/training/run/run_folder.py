@@ -80,7 +80,7 @@ class RunFolder:
         elif config.resume_from_checkpoint is not None:
             if not config.overwrite_output_dir:
                 log_changes(recipe, path)
-            logger.info("Starting afresh: %s holds no complete checkpoint.", path)
+            logger.info("Starting from the beginning: %s has no complete checkpoint.", path)
         return folder
 
     @staticmethod
@@ -125,7 +125,7 @@ class RunFolder:
         if succeeded:
             delete_replaced_runs(self.path)
         elif aside := replaced_runs(self.path):
-            logger.warning("What %s held before is in %s, for you to take back.", self.path, aside[-1])
+            logger.warning("The previous contents of %s are in %s, for you to restore.", self.path, aside[-1])
         self._lock.release()
 
     def write_metrics(self, record: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class RunFolder:
                 lines.write(json.dumps(record) + "\n")
         except OSError as error:
             raise CheckpointError(
-                f"{file} cannot be written: {error}. The checkpoints are untouched; make room, then go on with "
+                f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
                 "training.resume_from_checkpoint=auto."
             ) from error
 
@@ -161,7 +161,9 @@ class RunFolder:
                 operator.index(record["step"])
             except (ValueError, TypeError, KeyError) as error:
                 what = (
-                    " is no JSON object" if isinstance(error, ValueError) else ", is of no run of lowmem_ft"
+                    " is not a JSON object"
+                    if isinstance(error, ValueError)
+                    else (", is not from a run of lowmem_ft")
                 )
                 raise CheckpointError(
                     f"{file}, line {number}{what}: {line.strip()[:80]!r}. Correct or delete that line."
@@ -180,8 +182,8 @@ class RunFolder:
         foreign = in_the_way(self.path)
         if foreign:
             raise UserError(
-                f"training.output_dir={self.path} holds {', '.join(file.name for file in foreign[:3])}, which "
-                "no run of lowmem_ft wrote and this one would. Choose another folder, or move that away."
+                f"training.output_dir={self.path} holds {', '.join(file.name for file in foreign[:3])}, which are not "
+                "from a run of lowmem_ft, and this run would overwrite them. Choose another folder, or move them away."
             )
         if self.overwrite:
             refuse_to_replace_inputs(run_files(self.path), _inputs(recipe))
@@ -193,7 +195,8 @@ class RunFolder:
             return
         aside = move_aside(self.path, files)
         logger.info(
-            "What training.overwrite_output_dir replaces is in %s until this run has succeeded, and is deleted then.",
+            "The run that training.overwrite_output_dir replaces is in %s until this run has succeeded; then it is "
+            "deleted.",
             aside,
         )
 
@@ -219,7 +222,7 @@ def _another(named: Path) -> str:
     if inside := find_checkpoint(named):
         return f"Did you mean {inside}?"
     if beside := find_checkpoint(named.parent):
-        return f"The newest complete one beside it is {beside}."
+        return f"The newest complete checkpoint next to it is {beside}."
     return "Name another one."
 
 
@@ -237,8 +240,8 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         later = checkpoints_after(path, read_progress(resume_from).step)
         if later:
             raise UserError(
-                f"training.resume_from_checkpoint={resume_from} is not the newest of its run, {later[0].name} is. "
-                "Choose another training.output_dir to branch off, or drop what came later with "
+                f"training.resume_from_checkpoint={resume_from} is not the newest of its run, which is "
+                f"{later[0].name}. Choose another training.output_dir to branch off, or drop the later ones with "
                 "training.overwrite_output_dir=true."
             )
         return
@@ -256,10 +259,10 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
     was_to_go_on = recipe.training.resume_from_checkpoint is not None
     if was_to_go_on and checkpoint is None and not is_finished and may_continue(recipe, path):
         return  # a run that was stopped before its first checkpoint starts over in its folder
-    aside = "".join(f" (What it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
+    aside = "".join(f" (The run that it replaced is in {folder}.)" for folder in replaced_runs(path)[-1:])
     what = "another run"
     if checkpoint is None and is_finished and was_to_go_on:
-        what = f"a finished run (its model is {path / MODEL_FOLDER}) without a checkpoint to go on from"
+        what = f"a finished run (its model is {path / MODEL_FOLDER}) without a checkpoint to resume from"
     elif checkpoint is None:
         what += ", finished and without a checkpoint" if is_finished else ", without a checkpoint"
     raise UserError(f"training.output_dir={path} holds {what}.{aside} {_ways_on(path, recipe, checkpoint)}")
@@ -269,9 +272,9 @@ def _ways_on(path: Path, recipe: Recipe, checkpoint: Path | None) -> str:
     """Return the ways out for a folder that holds a run: only those that would not be refused in turn."""
     ways = ["choose another folder"]
     if checkpoint is not None and _can_go_on(recipe, checkpoint):
-        ways.append(f"go on from {checkpoint.name} with training.resume_from_checkpoint=auto")
+        ways.append(f"resume from {checkpoint.name} with training.resume_from_checkpoint=auto")
     elif checkpoint is None and not (path / MODEL_FOLDER).exists() and may_continue(recipe, path):
-        ways.append("begin it again with training.resume_from_checkpoint=auto")
+        ways.append("restart it with training.resume_from_checkpoint=auto")
     with contextlib.suppress(UserError):
         refuse_to_replace_inputs(run_files(path), _inputs(recipe))
         ways.append("replace it with training.overwrite_output_dir=true")

@@ -92,7 +92,7 @@ class RunMemory:
         """Log estimate and measurement, a line per quantity, if there is an estimate."""
         if self.estimate is None or self._of_earlier() is not None:
             return
-        logger.info("Memory, estimated and measured:")
+        logger.info("Estimated and measured memory:")
         for row in self.rows():
             if row.measured is not None:
                 logger.info("  %s", row)

@@ -45,7 +45,7 @@ def read_data(
                     seed=recipe.training.seed,
                     attn_implementation=plan.attention.implementation,
                 )
-    assert data is not None, "each process had its turn"
+    assert data is not None, "each process has run"
     refuse_other_data(data, runtime)
     return data
 
@@ -78,8 +78,8 @@ def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> 
     # A position means nothing in other data; paths may change, because a run may move to another machine.
     if progress.data_tokens != data_tokens:
         raise CheckpointError(
-            f"{checkpoint} stands in training data of {progress.data_tokens or 'streamed'} tokens, and the recipe's "
-            f"data now has {data_tokens or 'streamed'}. Give back the data it was, or choose another "
+            f"{checkpoint} was written with training data of {progress.data_tokens or 'streamed'} tokens, but the "
+            f"recipe's data now has {data_tokens or 'streamed'}. Restore the data, or choose another "
             "training.output_dir."
         )
     return progress
@@ -98,7 +98,7 @@ def num_training_steps(
     if config.max_steps > 0:
         num_steps = config.max_steps
     else:
-        assert stream.steps_per_epoch is not None, "check_recipe wants max_steps with a stream"
+        assert stream.steps_per_epoch is not None, "check_recipe requires max_steps with a stream"
         in_all = math.ceil(config.num_train_epochs * stream.steps_per_epoch)
         num_steps = taken + in_all - stream.steps_done
     if config.warmup_steps > num_steps:
@@ -119,13 +119,14 @@ def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps
         warn_of_idle_cores(runtime.num_processes)
         if not config.use_cpu and (reason := expected_gpu()) is not None:
             logger.warning(
-                "Training on the processor, as torch sees no GPU: %s. training.use_cpu=true says that it is meant.",
+                "Training on the processor, because torch sees no GPU: %s. Set training.use_cpu=true if this is "
+                "intended.",
                 reason,
             )
     if recipe.adapter.name != "none" and recipe.model.weights == "random":
         logger.warning(
-            "Adapters are for the weights that they were trained beside, and random ones (model.weights=random) are "
-            "not kept: what comes of this run cannot be merged or used."
+            "Adapters belong to the base weights that they were trained on, and random ones (model.weights=random) "
+            "are not kept: the adapters of this run cannot be merged or used."
         )
     examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
     left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"

@@ -14,7 +14,8 @@ def refuse_unplanned(recipe: Recipe) -> None:
     """
     if recipe.plan.mode == "auto":
         raise RecipeError(
-            "plan.mode=auto is settled before training, got a recipe that nobody has planned. Train "
-            "lowmem_ft.plan(recipe).recipe, what `lowmem-ft plan ... --write FILE.yaml` writes, or set plan.mode=none."
+            "plan.mode=auto must be resolved before training, got a recipe that still has it. Train "
+            "lowmem_ft.plan(recipe).recipe, which `lowmem-ft plan ... --write FILE.yaml` writes, or set "
+            "plan.mode=none."
         )
     recipe.checkpointing.refuse_unchosen()

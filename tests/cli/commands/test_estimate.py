@@ -167,7 +167,7 @@ def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, 
     )
     assert estimate("model=some/model", "checkpointing.mode=auto", "--gpu", "big", "--changes") == 2
     said = capsys.readouterr().err
-    assert "checkpointing.mode=auto is chosen for a recipe" in said
+    assert "checkpointing.mode=auto needs a recipe" in said
     assert "--changes needs a recipe" in said
 
 
@@ -284,7 +284,7 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
     monkeypatch.setattr("lowmem_ft.estimator.fitting_recipe.shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
-    assert "A shipped recipe fits on small, with rows and steps of its own" in " ".join(out.split())
+    assert "A shipped recipe fits on small, with its own rows and steps" in " ".join(out.split())
     assert "and trains adapters alone:" in " ".join(out.split())
     shipped, _, changes = out.partition("\n  lowmem-ft train recipe=1b-fp16-t4 'model=my models/x'\n")
     assert "Cheapest changes" in changes
@@ -351,7 +351,7 @@ def test_ctrl_c_ends_the_search_and_keeps_the_verdict_and_what_was_found(estimat
     changes = json.loads(seen.out)["changes"]
     assert (len(changes["fitting"]), changes["complete"]) == (kept, False)
     assert "does not fit on small" in seen.err
-    assert "The search was ended" in seen.err
+    assert "The search was stopped" in seen.err
     assert "No change makes it fit" not in seen.err
 
 

@@ -121,7 +121,7 @@ def test_nothing_is_overwritten(folders, capsys):
     _, base, adapter, _ = folders
     before = sorted(base.iterdir())
     assert main(["merge", str(adapter), str(base)]) == 2
-    assert "is there already, and not empty" in capsys.readouterr().err
+    assert "exists already, and is not empty" in capsys.readouterr().err
     assert sorted(base.iterdir()) == before
 
 
@@ -147,7 +147,7 @@ def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
         "model: {name_or_path: any, quantization: nf4}\nadapter: {name: lora}\n"
     )
     assert main(["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")]) == 0
-    assert "trained beside weights rounded by model.quantization=nf4" in caplog.text
+    assert "trained on weights rounded by model.quantization=nf4" in caplog.text
 
 
 @pytest.mark.filterwarnings("error")

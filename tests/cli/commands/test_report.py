@@ -55,7 +55,7 @@ def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, mo
     assert "killed[lr=1]" in shown
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert "with a model" in lines["ended"]
-    assert "before its end" in lines["ended"]
+    assert "unfinished" in lines["ended"]
     assert "9.00 GiB / 10.0 GiB" in lines["peak of tensors"]
     assert "10.0 GiB / -" in lines["peak of tensors"]
     assert "-10.0%" in shown
@@ -84,21 +84,24 @@ def test_json_has_no_numbers_that_json_lacks(run, capsys):
 
 def test_a_run_that_took_no_step_has_a_report(run, capsys):
     assert main(["report", run("none", model=False)]) == 0
-    assert "before its end" in capsys.readouterr().out
+    assert "unfinished" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     "line,words",
     [
-        ('{"a": 1}', "line 1, is of no run"),
-        ("[1]", "line 1, is of no run"),
-        ('{"step": 1, "loss": 2}', "line 1, is of no run"),
-        ("nothing", "line 1 is no JSON object"),
-        ("\udcff\udcfe", "line 1 is no JSON object"),
-        ('{"step": 1, "loss": "low", "tokens": 1, "tokens_per_second": 1}', "line 1, is of no run"),
-        ('{"step": 1, "eval_loss": null}', "line 1, is of no run"),
-        (json.dumps({"step": 1, "measured": {**PEAKS, "peak_bytes": "10 GiB"}}), "'10 GiB' is no number"),
-        ('{"step": 1, "measured": {"peak": 1}}', "peaks that this version does not know"),
+        ('{"a": 1}', "line 1, is not a record of a run"),
+        ("[1]", "line 1, is not a record of a run"),
+        ('{"step": 1, "loss": 2}', "line 1, is not a record of a run"),
+        ("nothing", "line 1 is not a JSON object"),
+        ("\udcff\udcfe", "line 1 is not a JSON object"),
+        (
+            '{"step": 1, "loss": "low", "tokens": 1, "tokens_per_second": 1}',
+            ("line 1, is not a record of a run"),
+        ),
+        ('{"step": 1, "eval_loss": null}', "line 1, is not a record of a run"),
+        (json.dumps({"step": 1, "measured": {**PEAKS, "peak_bytes": "10 GiB"}}), "'10 GiB' is not a number"),
+        ('{"step": 1, "measured": {"peak": 1}}', "peaks that this version cannot read"),
     ],
 )
 def test_other_peoples_files_are_refused(run, capsys, line, words):
@@ -138,10 +141,10 @@ def test_what_was_rehearsed_stands_beside_what_was_measured(finished, capsys, mo
     assert "3 / 2" in lines["steps of the run"]
     assert "900 / 1,000" in lines["tokens of the run"]
     assert "8.00 GiB / 10.0 GiB" in lines["peak of tensors, real batches"]
-    assert "has other settings than the run" in shown
+    assert "had different settings from the run" in shown
 
 
 def test_a_file_that_is_of_no_rehearsal_is_refused(finished, capfd):
     (Path(finished) / "rehearsal.json").write_text("[]")
     assert main(["report", finished]) == 2
-    assert "rehearsal.json is of no rehearsal" in capfd.readouterr().err
+    assert "rehearsal.json is not the result of a rehearsal" in capfd.readouterr().err

@@ -80,5 +80,5 @@ def test_a_signal_to_the_command_ends_both_processes_tidily(number, reaches_both
     (os.killpg if reaches_both else os.kill)(process.pid, number)
     _, errors = process.communicate()
     assert process.returncode == 128 + number
-    assert errors == f"Stopped by {number.name} before it was done: nothing is written.\n"
+    assert errors == f"Stopped by {number.name} before it was finished: nothing was written.\n"
     assert tidied.exists()

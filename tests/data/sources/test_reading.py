@@ -115,7 +115,7 @@ def test_malformed_json_documents_and_bytes_are_named(tmp_path):
     file.write_text('[\n {"text": "a"},\n {"text": }\n]\n')
     assert "line 3 is not valid JSON" in malformed_json(str(file))
     file.write_text('{"text": "a"}\n"only a string"\n')
-    assert "line 2 holds no JSON object: '\"only a string\"'" in malformed_json(str(file))
+    assert "line 2 is not a JSON object: '\"only a string\"'" in malformed_json(str(file))
     file.write_bytes(b'{"text": "caf\xe9"}\n')
     assert "not UTF-8" in malformed_json(str(file))
     file.write_text('{"text": "a"}\n')

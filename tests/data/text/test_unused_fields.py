@@ -152,7 +152,7 @@ REFUSED = {
     "a turn before": (
         [{"messages": chat(weight=0) + chat(weight=1)}],
         {},
-        r"Message 2 has weight: 0.*data\.loss_on=completion to learn the last turn",
+        r"Message 2 has weight: 0.*data\.loss_on=completion to learn only the last turn",
     ),
     "ms-swift's loss": ([{"messages": chat(loss=False)}], {}, "Message 2 has loss: false"),
     "axolotl's train": ([{"messages": chat(train=False)}], {}, "Message 2 has train: false"),

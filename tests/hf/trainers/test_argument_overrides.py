@@ -52,13 +52,13 @@ def test_a_value_that_changed_after_the_arguments_were_made_was_not_said(tmp_pat
     recipe = recipe_of("training.learning_rate=1e-4", *CPU)
     trainer = trainer_with(recipe, tmp_path, learning_rate=1e-3)
     trainer.args.learning_rate = 1e-2
-    with pytest.raises(UserError, match=r"learning_rate=0\.0001 is not what the trainer has"):
+    with pytest.raises(UserError, match=r"learning_rate=0\.0001 differs from the trainer's"):
         hf.attach(trainer, recipe)
 
 
 def test_a_recipe_that_says_something_else_than_that_of_the_arguments_was_not_overridden(tmp_path):
     trainer = trainer_with(recipe_of("training.learning_rate=1e-4", *CPU), tmp_path, learning_rate=1e-3)
-    with pytest.raises(UserError, match=r"learning_rate=2e-06 is not what the trainer has"):
+    with pytest.raises(UserError, match=r"learning_rate=2e-06 differs from the trainer's"):
         hf.attach(trainer, recipe_of("training.learning_rate=2e-6", *CPU))
 
 
@@ -69,14 +69,14 @@ def test_one_override_says_nothing_of_other_fields(tmp_path):
     with pytest.raises(UserError) as caught:
         hf.attach(trainer, recipe)
     (problem,) = caught.value.problems
-    assert problem.startswith("training.seed=7 is not what the trainer has")
+    assert problem.startswith("training.seed=7 differs from the trainer's")
 
 
 def test_arguments_made_anew_from_others_have_said_nothing(tmp_path):
     recipe = recipe_of("training.learning_rate=1e-4", *CPU)
     args = hf.training_arguments(recipe, output_dir=str(tmp_path), learning_rate=1e-3)
     trainer = Trainer(model=tiny_llama(), args=dataclasses.replace(args, max_steps=1), train_dataset=rows())
-    with pytest.raises(UserError, match=r"learning_rate=0\.0001 is not what the trainer has"):
+    with pytest.raises(UserError, match=r"learning_rate=0\.0001 differs from the trainer's"):
         hf.attach(trainer, recipe)
 
 

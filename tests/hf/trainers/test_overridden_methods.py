@@ -79,7 +79,7 @@ def test_an_optimizer_or_a_loop_of_ones_own_is_refused(name, tmp_path):
 def test_gradients_that_are_spent_in_backward_are_nobodys_to_change(name, tmp_path):
     trainer, _ = trainer_of(tmp_path, kind=subclass(name), fields=IN_FIELDS)
     (problem,) = problems_of(trainer, *IN_BACKWARD)
-    assert problem.startswith(f"Theirs.{name} may change or read gradients, and optimizer.in_backward=true")
+    assert problem.startswith(f"Theirs.{name} may change or read gradients, which optimizer.in_backward=true")
     alone, _ = trainer_of(tmp_path, fields=IN_FIELDS)
     setattr(alone, name, getattr(alone, name))  # put on the object, which many do
     assert f"Trainer.{name} may change" in problems_of(alone, *IN_BACKWARD)[0]

@@ -83,7 +83,7 @@ def test_what_torch_compile_has_taken_is_not_changed_behind_it(compiled, words, 
     with pytest.raises(UserError) as caught:
         hf.attach(trainer, recipe_of())
     (problem,) = caught.value.problems
-    assert "torch.compile has taken" in problem
+    assert "torch.compile has already compiled" in problem
     assert words in problem
     assert "Leave torch.compile() and .compile() out." in problem
 

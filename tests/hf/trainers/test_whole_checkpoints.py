@@ -82,7 +82,7 @@ def test_a_checkpoint_that_was_cut_short_without_us_is_named_with_the_one_before
     (tmp_path / "checkpoint-3" / "trainer_state.json").unlink()
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-3"), "transformers takes it"
     trainer, _, _ = attached_trainer(tmp_path, fields=EVERY_STEP)
-    with pytest.raises(UserError, match=r"writes trainer_state.json last .* go on from .*checkpoint-2\."):
+    with pytest.raises(UserError, match=r"writes trainer_state.json last .* resume from .*checkpoint-2\."):
         trainer.train(resume_from_checkpoint=True)
 
 
@@ -92,4 +92,4 @@ def test_weights_without_the_optimizers_state_are_gone_on_from_with_a_warning(tm
     trainer, _, _ = attached_trainer(tmp_path, fields=fields)
     with caplog.at_level(logging.WARNING, "lowmem_ft"):
         trainer.train(resume_from_checkpoint=True)
-    assert "checkpoint-1 has weights and no optimizer state" in caplog.text
+    assert "checkpoint-1 has weights but no optimizer state" in caplog.text

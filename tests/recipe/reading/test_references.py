@@ -60,9 +60,9 @@ def test_a_file_asks_no_resolver(write, written):
 def test_what_is_refused_is_named_with_its_key_and_the_ways_out(write):
     path = write(f"training: {{run_name: '${{oc.env:TOKEN}}'}}\n{MODEL}")
     assert problems_of(path) == (
-        f"{path}: training.run_name: ${{oc.env:TOKEN}} asks the resolver oc.env. In a recipe file, which may be "
-        "somebody else's, ${...} names recipe_dir or a key of the same file alone. Write the value, or set "
-        r"training.run_name=... on the command line; \${ stands for the characters themselves.",
+        f"{path}: training.run_name: ${{oc.env:TOKEN}} calls the resolver oc.env. In a recipe file, which may come "
+        "from others, ${...} can only name recipe_dir or a key of the same file. Write the value, or set "
+        r"training.run_name=... on the command line; \${ writes the characters themselves.",
     )
     assert load_recipe(path, ["training.run_name=mine"]).training.run_name == "mine"
 
@@ -95,7 +95,7 @@ def test_a_key_of_a_mapping_is_text_and_no_reference(write):
 @pytest.mark.parametrize("base", ["${oc.env:TOKEN}", "${recipe_dir}/${oc.env:TOKEN}.yaml"])
 def test_a_base_is_named_without_the_environment_too(write, base):
     (problem,) = problems_of(write(f"base: {base}\n"))
-    assert "base: ${oc.env:TOKEN} asks the resolver oc.env" in problem
+    assert "base: ${oc.env:TOKEN} calls the resolver oc.env" in problem
 
 
 def test_a_base_is_held_to_the_same_rule_unless_the_file_sets_the_key(write):
@@ -124,11 +124,11 @@ def test_keys_of_the_same_file_are_read_whole_in_text_in_lists_and_from_their_ow
 @pytest.mark.parametrize(
     "written,words",
     [
-        ("${training.run_nam}", "names no key of this file. Did you mean `training.run_name`"),
+        ("${training.run_nam}", "is not a key of this file. Did you mean `training.run_name`"),
         ("${training.run_name}", "refers to itself"),
         ("${training}", "refers to itself"),
         ("a ${optimizer.betas}", "only text and numbers can be part of a text"),
-        ("${training.seed.x}", "names no key of this file"),
+        ("${training.seed.x}", "is not a key of this file"),
         ("${optimizer.betas[x]}", "is not the name of a key"),
         ("${a b}", "cannot be read as a recipe"),
     ],
@@ -165,7 +165,7 @@ def test_a_few_lines_cannot_fill_the_memory_by_references(write, first):
 def test_a_few_lines_cannot_fill_the_memory_by_aliases(write):
     lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(9))]
     (problem,) = problems_of(write("\n".join(lines)))
-    assert "its aliases (*name) repeat more than a recipe holds" in problem
+    assert "its aliases (*name) expand to too much text" in problem
 
 
 @pytest.mark.parametrize(

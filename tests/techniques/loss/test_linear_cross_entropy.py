@@ -153,7 +153,7 @@ def test_second_backward_is_refused():
     hidden, weight, _, labels = problem()
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="run forward again"):
+    with pytest.raises(RuntimeError, match="run the forward pass again"):
         loss.backward()
 
 
@@ -288,7 +288,7 @@ def test_a_frozen_or_untrained_weight_from_elsewhere_is_only_read():
 def test_a_factor_behind_a_served_weights_gradient_is_refused():
     hidden, weight, _, labels = problem()
     loss = linear_cross_entropy_sum(hidden, weight, labels, chunk_tokens=8, head_tiles=Served(weight))
-    with pytest.raises(RuntimeError, match="a loss that nothing multiplies"):
+    with pytest.raises(RuntimeError, match="an unscaled loss"):
         (2 * loss).backward()
 
 

@@ -95,7 +95,7 @@ def assert_goes_on(forks, run, whole, metrics):
     settings = (*SETTINGS, "training.resume_from_checkpoint=auto", f"training.output_dir={run}")
     done = forks.run_two(TRAIN, *settings)
     assert [process.returncode for process in done] == [0, 0], said(done)
-    assert "Going on from" in said(done)
+    assert "Resuming from" in said(done)
     assert metrics(run) == metrics(whole)
     first, second = (load_file(folder / "model" / "model.safetensors") for folder in (run, whole))
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -107,7 +107,7 @@ def test_the_other_says_that_a_process_was_killed(forks, whole, metrics, tmp_pat
     left, killed = meet_with(forks, "killed", where, run)
     assert killed.returncode == -signal.SIGKILL
     assert left.returncode == 1, left.stderr
-    assert "error: Another process is gone without a word" in left.stderr
+    assert "error: Another process has disappeared without a message" in left.stderr
     assert "Traceback" not in left.stderr
     assert (run / "checkpoint-2").exists()
     assert (run / "checkpoint-4").exists() == (where == "step")
@@ -118,14 +118,14 @@ def test_the_other_ends_where_the_main_process_was_killed(forks, tmp_path):
     """And with it the store that they met in."""
     killed, left = meet_with(forks, "killed", "main", tmp_path / "run")
     assert [killed.returncode, left.returncode] == [-signal.SIGKILL, 1], left.stderr
-    assert "error: Another process is gone without a word" in left.stderr
+    assert "error: Another process has disappeared without a message" in left.stderr
 
 
 def test_an_error_that_is_no_users_is_said_by_the_others(forks, tmp_path):
     left, failed = meet_with(forks, "broken", "step", tmp_path / "run")
     assert [left.returncode, failed.returncode] == [1, 1]
     assert "RuntimeError: something of rank 1 broke" in failed.stderr
-    assert "error: Process 1 has failed, and the others end with it. RuntimeError: something" in left.stderr
+    assert "error: Process 1 has failed, so the others end too. RuntimeError: something" in left.stderr
 
 
 def test_a_process_that_does_not_notice_is_ended(forks, tmp_path):

@@ -102,7 +102,7 @@ def test_what_a_launcher_says_is_read_from_its_variables(told, launch):
 @pytest.mark.parametrize(
     "told,refused",
     [
-        ({**FSDP, "FSDP_VERSION": "1"}, "FSDP 1, and FSDP 2 is supported. Set fsdp_version: 2"),
+        ({**FSDP, "FSDP_VERSION": "1"}, "FSDP 1, but only FSDP 2 is supported. Set fsdp_version: 2"),
         ({**FSDP, "FSDP_ACTIVATION_CHECKPOINTING": "true"}, "set checkpointing.mode=full"),
         ({**FSDP, "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP"}, "Set it to TRANSFORMER_BASED_WRAP"),
         ({**FSDP, "FSDP_IGNORED_MODULES": "lm_head"}, "fsdp_ignored_modules: lm_head"),

@@ -50,13 +50,15 @@ def test_a_process_that_misses_its_gpu_is_named_by_all(forks, tmp_path):
 def test_more_processes_than_gpus(forks, tmp_path):
     error = said_by_two(forks, tmp_path, "GPU-a", "GPU-a")
     assert "got processes 0 and 1 of 2 on one (NVIDIA L4, UUID GPU-a, on " in error
-    assert "Start as many there as the 1 that they see: `accelerate launch --num_processes 1`" in error
+    assert (
+        "Start at most 1 there, the number of GPUs that they see: `accelerate launch --num_processes 1`"
+    ) in error
 
 
 def test_gpus_are_told_apart_on_each_machine():
     seen = [("one", "A"), ("one", "B"), ("one", "A"), ("two", "C"), ("two", "D")]
     [problem] = shared_gpus([RankInfo(host, gpu=gpu) for host, gpu in seen])
-    assert "processes 0 and 2 of 5 on one (A, on one). Start as many there as the 2" in problem
+    assert "processes 0 and 2 of 5 on the same one (A, on one). Start at most 2 there" in problem
     assert list(shared_gpus([RankInfo("one")] * 3)) == []
 
 
@@ -107,7 +109,7 @@ def test_one_process_that_does_not_find_the_gpu_it_was_meant_for_says_so(forks, 
     settings = ("recipe=tiny", "training.max_steps=1", "training.eval_steps=null", "budget.preflight=false")
     done = forks.run(f"{hidden}sys.exit(main())", *settings, f"training.output_dir={tmp_path / 'run'}")
     assert done.returncode == 0, done.stderr
-    assert "Training on the processor, as torch sees no GPU: " in done.stderr
+    assert "Training on the processor, because torch sees no GPU: " in done.stderr
 
 
 def test_a_machine_without_a_gpu_is_no_surprise(monkeypatch):

@@ -126,7 +126,7 @@ RunFolder.open = staticmethod(with_checkpoint)
 """
     processes = run_two(only_there)
     assert_both_end_with(
-        processes, "the checkpoint to go on from, got none in process 0", "checkpoint-7 in process 1"
+        processes, "the checkpoint to resume from, got none in process 0", "checkpoint-7 in process 1"
     )
 
 
@@ -208,7 +208,7 @@ sys.exit(main())
     )
     assert first.returncode == 2
     assert (
-        "is in use, by another run for one. Name another: `accelerate launch --main_process_port"
+        "is in use, for example by another run. Name another: `accelerate launch --main_process_port"
         in first.stderr
     )
     assert "Traceback" not in first.stderr
@@ -233,7 +233,7 @@ def test_different_recipes_altogether_are_not_listed_to_the_last_key():
     "message,way_out",
     [
         ("The server socket has failed to listen. code: -98, name: EADDRINUSE", "--main_process_port 29501"),
-        ("The client socket has timed out after 600000ms", "its firewall lets the port through"),
+        ("The client socket has timed out after 600000ms", "its firewall allows the port"),
         ("Connection reset by peer", "NCCL_SOCKET_IFNAME"),
     ],
 )

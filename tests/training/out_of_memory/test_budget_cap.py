@@ -102,8 +102,8 @@ def test_a_budget_that_others_leave_no_room_for_is_said(cuda_driver, caplog):
     assert caplog.messages == []
     apply_budget(Budget(device="60GiB"), device)
     assert len(caplog.messages) == 1
-    assert "of this device's 80.0 GiB: no more than " in caplog.text
-    assert "of budget.device=60GiB can be had." in caplog.text
+    assert "of this device's 80.0 GiB: only " in caplog.text
+    assert "of budget.device=60GiB are available." in caplog.text
 
 
 def test_a_budget_of_the_size_a_card_is_sold_with_says_nothing(cuda_driver, caplog):

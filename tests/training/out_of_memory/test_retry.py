@@ -345,9 +345,9 @@ def with_two_processes(retries):
 @pytest.mark.parametrize(
     "settings,change,lengths,reason",
     [
-        ((), with_routers_loss, (24, 9), "load-balancing loss goes over all its rows"),
+        ((), with_routers_loss, (24, 9), "load-balancing loss is computed over all its rows"),
         ((), with_batch_norm, (24, 9), "batch norm"),
-        ((), with_two_processes, (24, 9), "Several processes"),
+        ((), with_two_processes, (24, 9), "With several processes"),
         ((), None, (24,), "a single row or document"),
         (("budget.retry=false",), None, (24, 9), "budget.retry=false"),
         ((*IN_BACKWARD, *ONE_MICRO_BATCH, "training.max_grad_norm=null"), None, (24, 9), "without clipping"),
@@ -391,7 +391,7 @@ def test_layers_that_turn_out_to_return_something_else_are_told_likewise(retries
     layer.forward = lambda h, **kwargs: {"h": forward(h, **kwargs)} if len(h) == 1 else forward(h, **kwargs)
     with OutOfMemoryAt() as tracker:
         tracker.refuse(40)
-        with pytest.raises(NotRetried, match="return no tensors but dict"):
+        with pytest.raises(NotRetried, match="return something other than tensors: dict"):
             retries.train_step([batch_of((24, 9), torch.Generator().manual_seed(0))])
 
 

@@ -248,7 +248,7 @@ def test_an_evaluation_cuts_its_own_batches(tiny, tmp_path, monkeypatch, caplog)
     assert cut.evaluation.num_label_tokens == whole.evaluation.num_label_tokens
     assert cut.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
     assert cut.loss == whole.loss
-    assert "evaluation, which goes on with at most" in caplog.text
+    assert "evaluation, which continues with at most" in caplog.text
     assert "max_micro_batch_tokens" not in (tmp_path / "cut" / "metrics.jsonl").read_text()
 
 
@@ -309,7 +309,7 @@ def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driv
     driver.hold(allocated=7, reserved=9)
     driver.segments = [{"address": 1, "blocks": []}]
     said = diagnosis._with_allocator_state(file, CUDA)
-    assert said == f"All that the allocator held is in {file}."
+    assert said == f"A snapshot of the allocator is in {file}."
     written = json.loads(file.read_text())
     assert written["stats"]["allocated_bytes.all.peak"] == 7
     assert written["segments"] == driver.segments
@@ -318,7 +318,7 @@ def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driv
 def test_a_full_disk_does_not_hide_that_memory_ran_out(tmp_path, cuda_driver):
     cuda_driver()
     said = diagnosis._with_allocator_state(tmp_path / "no folder" / allocator_file(0), CUDA)
-    assert said.startswith("What the allocator held could not be written to")
+    assert said.startswith("The allocator's snapshot could not be written to")
 
 
 def test_a_run_for_the_cpu_is_not_told_of_the_gpu(tiny, cuda_driver):

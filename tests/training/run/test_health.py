@@ -103,7 +103,7 @@ def test_a_learning_rate_that_ruins_the_weights_is_named_with_the_step_and_the_l
         train(tiny(*longer, *steps, *RUINOUS, output_dir=run))
     message = str(raised.value)
     assert "step 3, the last that did (learning rate 1e+30), may have ruined them all" in message
-    assert f"The last checkpoint that is whole is {run / 'checkpoint-2'}." in message
+    assert f"The last checkpoint with finite weights is {run / 'checkpoint-2'}." in message
     assert (run / "checkpoint-2").is_dir()  # though save_total_limit=2 and later ones have been written
     aside = {folder.name for folder in run.glob("*.suspect")}
     assert aside == {"checkpoint-3.suspect", "checkpoint-4.suspect"}
@@ -171,7 +171,7 @@ def test_a_run_that_ends_with_skipped_steps_fails_and_keeps_its_model(tiny, tmp_
 def test_a_held_out_loss_that_is_not_finite_fails_the_run(tiny, tmp_path, monkeypatch):
     after_each_step(monkeypatch, lambda session: session.unwrapped_model.model.norm.weight.fill_(3e38))
     with pytest.raises(
-        UserError, match=r"do not use .*The held-out loss is (nan|inf)\. There is no checkpoint"
+        UserError, match=r"do not use .*The held-out loss is (nan|inf)\. There is no earlier checkpoint"
     ):
         train(tiny("training.max_steps=1", output_dir=tmp_path / "run"))
 

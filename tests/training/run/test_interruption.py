@@ -55,10 +55,10 @@ def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkey
 
     monkeypatch.setattr(loop.Retries, "train_step", impatient)
     settings = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
-    with pytest.raises(KeyboardInterrupt, match=r"at step 3\. Saved before: .*checkpoint-2; go on with "):
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3\. Saved before: .*checkpoint-2; resume with "):
         train(tiny(*settings, output_dir=tmp_path / "run"))
     taken.clear()
-    with pytest.raises(KeyboardInterrupt, match=r"at step 3: no checkpoint is saved\."):
+    with pytest.raises(KeyboardInterrupt, match=r"at step 3: no checkpoint was saved\."):
         train(tiny(*settings, "training.save_steps=null", output_dir=tmp_path / "other"))
 
 
@@ -137,7 +137,7 @@ def test_a_loop_over_runs_that_goes_on_after_an_error_does_not_go_on_after_ctrl_
     assert "SIGINT" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
     assert "runs/a/checkpoint-3" in str(Interrupted(signal.SIGINT, checkpoint=Path("runs/a/checkpoint-3")))
     spaced = str(Interrupted(signal.SIGINT, checkpoint=Path("my runs/checkpoint-3")))
-    assert "go on with 'training.resume_from_checkpoint=my runs/checkpoint-3'." in spaced
+    assert "resume with 'training.resume_from_checkpoint=my runs/checkpoint-3'." in spaced
 
 
 def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):

@@ -88,7 +88,7 @@ def test_own_files_in_an_old_checkpoint_and_in_what_was_moved_aside_stay_too(
     train(tiny(*ONE_STEP, *again, output_dir=run))
     assert set(IN_THE_RUN) <= names(run)
     assert [file.name for file in (run / "checkpoint-1").iterdir()] == ["notes.txt"]
-    assert "checkpoint-1 stays where it is: no run wrote notes.txt in it." in caplog.text
+    assert "checkpoint-1 is kept, because no run wrote notes.txt in it." in caplog.text
     (run / "checkpoint-1" / "notes.txt").unlink()
     (run / "checkpoint-1").rmdir()
     aside = run / "replaced-10"
@@ -116,7 +116,9 @@ def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, ca
     aside = run / "replaced-10"
     assert names(aside) == before
     assert f"What {run} held before is in {aside}, for you to take back." in caplog.text
-    with pytest.raises(UserError, match=rf"holds another run.*\. \(What it replaced is in {aside}\.\)"):
+    with pytest.raises(
+        UserError, match=rf"holds another run.*\. \(The run that it replaced is in {aside}\.\)"
+    ):
         RunFolder.open(tiny(*ONE_STEP, output_dir=run))
     train(tiny(*ONE_STEP, REPLACE, output_dir=run))  # whatever failed in between goes too
     assert set(FOREIGN) <= names(run)
@@ -128,7 +130,9 @@ def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, ca
 def test_what_no_run_wrote_is_not_written_over(tiny, tmp_path, name, overwrite):
     (tmp_path / "run" / name).parent.mkdir(parents=True)
     (tmp_path / "run" / name).write_text("mine")
-    with pytest.raises(UserError, match=rf"holds {name.split('/')[0]}, which no run of lowmem_ft wrote"):
+    with pytest.raises(
+        UserError, match=rf"holds {name.split('/')[0]}, which are not from a run of lowmem_ft"
+    ):
         RunFolder.open(tiny(f"training.overwrite_output_dir={overwrite}", output_dir=tmp_path / "run"))
 
 
@@ -138,7 +142,7 @@ def test_a_run_does_not_replace_the_model_that_it_starts_from(tiny, run):
 
 
 def test_two_runs_do_not_share_a_folder(tiny, run):
-    with FileLock(run / ".lock"), pytest.raises(UserError, match="of a run that is still going on"):
+    with FileLock(run / ".lock"), pytest.raises(UserError, match="of a run that is still active"):
         RunFolder.open(tiny(REPLACE, output_dir=run))
     RunFolder.open(tiny(REPLACE, output_dir=run))
 
@@ -147,7 +151,7 @@ def test_a_run_holds_its_folder_until_it_ends(tiny, tmp_path, monkeypatch):
     recipe, step = tiny(*ONE_STEP, output_dir=tmp_path / "run"), loop.Retries.train_step
 
     def second_run(retries, window):
-        with pytest.raises(UserError, match="of a run that is still going on"):
+        with pytest.raises(UserError, match="of a run that is still active"):
             RunFolder.open(tiny(*ONE_STEP, REPLACE, output_dir=tmp_path / "run"))
         return step(retries, window)
 

@@ -65,7 +65,7 @@ def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert str(rows["peak of the process"]) in caplog.text
     assert "| peak of the process | " in card
-    assert "estimated before: " in card
+    assert "estimated before the run: " in card
     assert "while loading" not in card
 
 

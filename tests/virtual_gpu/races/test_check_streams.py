@@ -335,7 +335,10 @@ def test_a_race_is_told_with_both_lines_and_what_the_memory_is():
 def test_the_block_ends_with_an_error_and_the_report_has_them_all():
     gpu = VirtualGPU("t4", check_streams=True)
     with (
-        pytest.raises(RaceError, match=r"Streams must be put in order .* \(1 race\)\. Let the one wait"),
+        pytest.raises(
+            RaceError,
+            match=r"Streams that use the same memory must be synchronized, .* \(1 race\)\. Let the one wait",
+        ),
         gpu,
     ):
         a_copy_that_computing_uses(False)
