@@ -58,7 +58,7 @@ def test_segments_that_grow_serve_all_lengths_with_what_the_longest_needs(rehear
 def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearsed):
     found, longest = rehearsed(LENGTHS, "expandable_segments:False")
     held = format_bytes(found.estimate.reserved_peak_bytes)
-    assert f" of tensors, {held} held for them, " in printed(found)
+    assert f" in tensors, {held} reserved for them, " in printed(found)
     assert "empty its cache" not in printed(found)
     needs = found.estimate.process_peak_bytes
     spare = (found.estimate.reserved_peak_bytes - longest.reserved_peak_bytes) // 2

@@ -143,7 +143,7 @@ def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     if half == "bf16" and recipe.adapter.name == "none" and _can_spare_master_bytes(recipe, to=2):
         yield Remediation(
             settings=_bfloat16_with_master(recipe, "split16"),
-            why="float32 weights in two halves: gradients and products take one, master keeps the other",
+            why="float32 weights in two halves: gradients and products use one, master keeps the other",
         )
 
 
@@ -181,7 +181,10 @@ def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     if not optimizer.in_backward and may_step:
         yield Remediation(
             settings=_in_backward(recipe),
-            why="gradients are spent as backward finishes them; with max_grad_norm they wait in the weights' type",
+            why=(
+                "gradients are applied as backward finishes them; with max_grad_norm they are kept in the weights' "
+                "type"
+            ),
         )
     smallest_bytes = _stand_in(recipe).state_bytes("8bit")
     if _can(recipe, "takes_state_formats") and smallest_bytes < optimizer.state_bytes:
@@ -192,7 +195,7 @@ def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     if half == "bf16" and _can_spare_master_bytes(recipe, to=1):
         yield Remediation(
             settings=_bfloat16_with_master(recipe, "split24"),
-            why="1 of the 2 bytes beside a bfloat16 weight; 24 of 32 bits stay, without bias",
+            why="1 of the 2 additional bytes of a bfloat16 weight; 24 of 32 bits remain, without bias",
         )
 
 
@@ -202,7 +205,7 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     if offload.activations == "none":
         yield Remediation(
             settings={**_every_layer(recipe), "offload.activations": "inputs"},
-            why="the inputs of checkpointed layers wait on the host",
+            why="the inputs of checkpointed layers are kept on the host",
         )
     if trained and offload.optimizer == "device" and _can(recipe, "moves_state_by_chunks"):
         yield Remediation(
@@ -214,12 +217,12 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
         unscaled = trained and half == "fp16"
         yield Remediation(
             settings={**(_streamed(recipe, half) if trained else {}), "offload.parameters": "stream"},
-            why="all weights but two layers, which visit the device in turn"
-            + ("; in float32, as the loss scale comes too late for them" if unscaled else ""),
+            why="all weights except for two layers, which are copied to the device in turn"
+            + ("; in float32, because the loss scale comes too late for them" if unscaled else ""),
         )
     elif offload.resident_layers > 0:
         yield Remediation(
-            settings={"offload.resident_layers": 0}, why="every layer's weights visit the device"
+            settings={"offload.resident_layers": 0}, why="every layer's weights are copied to the device"
         )
 
 
@@ -235,19 +238,19 @@ def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[Remediation]
         }
         yield Remediation(
             settings=frozen,
-            why="gradients and state of all but low-rank adapters; wants a higher learning rate",
+            why="gradients and state of everything except low-rank adapters; needs a higher learning rate",
         )
     if recipe.model.quantization == "none" and not recipe.model.is_gguf:
         yield Remediation(
             settings={**frozen, "model.quantization": "nf4"},
-            why="1.5 of 2 bytes a frozen weight, which is rounded and unpacked anew for each use",
+            why="1.5 of 2 bytes a frozen weight, which is rounded, and unpacked for each use",
         )
     length = recipe.data.max_length
     if length is None or length > SHORTEST_LENGTH:
         shorter = SHORTEST_LENGTH if length is None else max(SHORTEST_LENGTH, length // 2)
         yield Remediation(
             settings={"data.max_length": shorter},
-            why="activations grow with the length of rows; cuts examples",
+            why="activations grow with the length of rows; truncates examples",
         )
 
 

@@ -290,7 +290,7 @@ def test_an_error_inside_an_update_ends_the_run_with_all_that_is_known(tiny, tmp
     assert re.search(
         r"(gradient of |exp_avg of |; |^)model\.[\w.]+ \(float32 \[[\d, ]+\], [\d.]+ KiB", shown
     ), shown
-    assert f"goes on from {tmp_path / 'run' / 'checkpoint-2'}" in message
+    assert f"Resume the run from {tmp_path / 'run' / 'checkpoint-2'}" in message
     assert "cheapest first: " in message
 
 
@@ -301,7 +301,7 @@ def test_an_error_while_saving_is_told_apart(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(loop, "save_checkpoint", full)
     with pytest.raises(DoesNotFitError, match="while the checkpoint of step 2 was saved") as raised:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
-    assert "goes on from" not in str(raised.value)
+    assert "Resume the run from" not in str(raised.value)
 
 
 def test_what_cudas_allocator_held_is_written_beside_the_run(tmp_path, cuda_driver):
