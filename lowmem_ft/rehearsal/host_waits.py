@@ -42,4 +42,4 @@ class HostWaits:
             if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
                 self._counts[f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"] += times
                 return
-        self._counts["a line without source code code"] += times
+        self._counts["a line without source code"] += times

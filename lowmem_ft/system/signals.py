@@ -31,7 +31,7 @@ SIGNALLED = 128
 ONE_REQUEST_SECONDS = 1.0
 """Signals closer than this are one request: a terminal sends Ctrl-C to every process, and torchrun passes it on."""
 
-NOTHING_DONE = "before it was done: nothing is written."
+NOTHING_DONE = "before it was finished: nothing was written."
 NOTHING_TRAINED = "before the first step: nothing was trained, and nothing was written."
 
 _RETRY_SECONDS = 0.02

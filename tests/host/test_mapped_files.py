@@ -117,10 +117,10 @@ def test_a_folder_in_ram_is_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "folder,reason", [("/no/such/folder", "that exists"), ("/proc", "must be a writable folder")]
+    "folder,kind", [("/no/such/folder", "an existing folder"), ("/proc", "a writable folder")]
 )
-def test_a_folder_that_cannot_be_used_is_refused(folder, reason):
-    with pytest.raises(UserError, match=f"offload.folder must be a folder {reason}, got {folder}"):
+def test_a_folder_that_cannot_be_used_is_refused(folder, kind):
+    with pytest.raises(UserError, match=f"offload.folder must be {kind}, got {folder}"):
         MappedFiles(Path(folder))
 
 

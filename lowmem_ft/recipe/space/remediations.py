@@ -210,7 +210,7 @@ def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
     if trained and offload.optimizer == "device" and _can(recipe, "moves_state_by_chunks"):
         yield Remediation(
             settings={**_with(recipe, "moves_state_by_chunks"), "offload.optimizer": "host"},
-            why="state and master wait on the host, and cross PCIe twice a step",
+            why="state and master are kept on the host, and cross PCIe twice a step",
         )
     may_stream = _can(recipe, *_FOR_STREAMING) and _may_step_in_backward(recipe, half)
     if offload.parameters == "device" and (not trained or may_stream):

@@ -216,7 +216,7 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
         (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
         (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
         (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, got many"),
-        (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, got many"),  # its old name
+        (["model=X", "--max-cards", "many"], "--max-gpus is a number of GPUs, got many"),  # its old name
         (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
     ],
 )

@@ -54,8 +54,7 @@ def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, mo
     assert max(map(len, shown.splitlines())) <= 80
     assert "killed[lr=1]" in shown
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
-    assert "with a model" in lines["ended"]
-    assert "unfinished" in lines["ended"]
+    assert lines["status"].split()[1:] == ["finished", "unfinished"]
     assert "9.00 GiB / 10.0 GiB" in lines["peak of tensors"]
     assert "10.0 GiB / -" in lines["peak of tensors"]
     assert "-10.0%" in shown
@@ -97,7 +96,7 @@ def test_a_run_that_took_no_step_has_a_report(run, capsys):
         ("\udcff\udcfe", "line 1 is not a JSON object"),
         (
             '{"step": 1, "loss": "low", "tokens": 1, "tokens_per_second": 1}',
-            ("line 1, is not a record of a run"),
+            "line 1, is not a record of a run",
         ),
         ('{"step": 1, "eval_loss": null}', "line 1, is not a record of a run"),
         (json.dumps({"step": 1, "measured": {**PEAKS, "peak_bytes": "10 GiB"}}), "'10 GiB' is not a number"),

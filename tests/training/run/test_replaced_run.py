@@ -115,7 +115,7 @@ def test_a_replaced_run_is_whole_if_the_new_one_fails(tiny, run, monkeypatch, ca
             train(tiny(*ONE_STEP, REPLACE, output_dir=run))
     aside = run / "replaced-10"
     assert names(aside) == before
-    assert f"What {run} held before is in {aside}, for you to take back." in caplog.text
+    assert f"The previous contents of {run} are in {aside}, for you to restore." in caplog.text
     with pytest.raises(
         UserError, match=rf"holds another run.*\. \(The run that it replaced is in {aside}\.\)"
     ):

@@ -337,7 +337,7 @@ def test_the_block_ends_with_an_error_and_the_report_has_them_all():
     with (
         pytest.raises(
             RaceError,
-            match=r"Streams that use the same memory must be synchronized, .* \(1 race\)\. Let the one wait",
+            match=r"Streams that use the same memory must be synchronized, .* \(1 race\)\. Let one wait",
         ),
         gpu,
     ):
