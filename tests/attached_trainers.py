@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import tiny_llama
+from tiny_models import TINY, tiny_llama
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
 from lowmem_ft import hf, load_recipe
@@ -17,7 +17,6 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 TOKENS = 16
-TINY = Path(__file__).parents[1] / "recipes" / "tiny"
 
 
 def recipe_of(*settings: str, dtype: torch.dtype = torch.float32):

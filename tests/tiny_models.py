@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel
+
+TINY = Path(__file__).parents[1] / "recipes" / "tiny"
+"""The config and the tokenizer of the recipe `tiny`."""
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -33,7 +37,8 @@ def tiny_llama(dtype: torch.dtype = torch.float32, **config: Any) -> PreTrainedM
     return model_of(LlamaConfig(**{**SIZES, **config}), dtype=dtype)
 
 
-def model_of(config: PretrainedConfig, **arguments: Any) -> PreTrainedModel:
-    """A model of this config for training; ``arguments`` as ``from_config`` takes them."""
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **arguments).train()
+def model_of(config: PretrainedConfig | Path = TINY, *, seed: int = 0, **arguments: Any) -> PreTrainedModel:
+    """A model of this config, or this folder's, for training; ``arguments`` as ``from_config`` takes them."""
+    config = AutoConfig.from_pretrained(config) if isinstance(config, Path) else copy.deepcopy(config)
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config, **arguments).train()

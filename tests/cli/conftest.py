@@ -16,8 +16,9 @@ import pandas as pd
 import pytest
 import safetensors.torch
 import torch
+import transformers
+from tiny_models import TINY, model_of
 
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 CALL = {"name": "weather", "arguments": "{}"}
 GOOD_LINE = json.dumps({"messages": CHAT})
@@ -269,12 +270,9 @@ def _write_recipes(folder: Path) -> None:
 
 def _write_models(folder: Path) -> None:
     """Model folders, each lacking or damaging one thing; ``good`` has weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     good = folder / "good_model"
     shutil.copytree(TINY, good, ignore=shutil.ignore_patterns("data.jsonl"))
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(good)
+    model_of().save_pretrained(good)
 
     def variant(name: str, change: Callable[[Path], None]) -> None:
         shutil.copytree(good, folder / name)
@@ -325,7 +323,9 @@ def _write_models(folder: Path) -> None:
     for name, kind in {"bert": "bert", "t5": "t5", "vision": "vit", "whisper": "whisper"}.items():
         variant(
             name,
-            lambda model, kind=kind: AutoConfig.for_model(kind).to_json_file(model / "config.json", False),
+            lambda model, kind=kind: transformers.AutoConfig.for_model(kind).to_json_file(
+                model / "config.json", False
+            ),
         )
     (folder / "empty_model").mkdir()
     _write_adapters(folder)

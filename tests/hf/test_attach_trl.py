@@ -10,7 +10,8 @@ from ladder_rungs import RUNGS, settings_of
 from peft import LoraConfig
 from roundings import LOSS
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PrinterCallback
+from tiny_models import model_of
+from transformers import AutoTokenizer, PrinterCallback
 from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTConfig, SFTTrainer
 
 from lowmem_ft import hf
@@ -33,11 +34,6 @@ SAME_LOSSES = 8 * LOSS
 """Of losses below 8."""
 SAME_NORMS = 32 * LOSS
 """As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
-
-
-def model_of():
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY))
 
 
 def preferences():

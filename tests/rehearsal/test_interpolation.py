@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import random
 import shutil
-from pathlib import Path
 
 import pytest
+from tiny_models import TINY
 from transformers import LlamaConfig
 
 from lowmem_ft.rehearsal import rehearse, runtime, window_shapes
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
-
-TINY = Path(__file__).parents[2] / "recipes" / "tiny"
 
 
 def test_seconds_are_read_on_the_line_through_the_traced_shapes():

@@ -3,10 +3,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tiny_models import TINY, model_of
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 REPOSITORY = Path(__file__).parents[2]
-TINY = REPOSITORY / "recipes" / "tiny"
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def demo(monkeypatch, tmp_path):
 def tiny_model(tmp_path):
     """The one with a tokenizer: the demo asks it questions."""
     folder = tmp_path / "tiny"
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY)).save_pretrained(folder)
+    model_of().save_pretrained(folder)
     AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
     return folder
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from ladder_rungs import RUNGS, settings_of
-from transformers import AutoConfig, AutoModelForCausalLM
+from tiny_models import model_of
 
 from lowmem_ft.training.loop import TrainingRun
 
@@ -14,10 +14,9 @@ LOST = {"fp32": 0.0, "split16": 0.0, "split24": 2.0**-15}
 
 
 @pytest.fixture
-def checkpoint(tmp_path, recipes_folder):
+def checkpoint(tmp_path):
     """A folder with float32 weights."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(recipes_folder / "tiny"))
+    model = model_of()
     model.save_pretrained(tmp_path / "model")
     return tmp_path / "model", dict(model.named_parameters())
 

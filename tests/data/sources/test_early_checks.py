@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import datasets
 import pytest
+from tiny_models import TINY
 from transformers import AutoTokenizer
 
 from lowmem_ft.data import load_data
@@ -13,8 +12,6 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.sources import early_checks
 from lowmem_ft.data.sources.early_checks import check_small_local_data
 from lowmem_ft.foundation.errors import DataError
-
-TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 
 
 @pytest.fixture

@@ -7,8 +7,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-TINY = Path(__file__).parents[3] / "recipes" / "tiny"
+from tiny_models import TINY
 
 
 @pytest.fixture(scope="session")

@@ -8,6 +8,7 @@ import copy
 import pytest
 import torch
 from ground_truth.families import FAMILIES
+from tiny_models import model_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError, UserError
@@ -33,8 +34,7 @@ def tiny_model(family="llama", seed=0, **fields):
     depth = {"n_layer": LAYERS} if family == "gpt2" else {"num_hidden_layers": LAYERS, "layer_types": None}
     fields = {"model_type": family, **FAMILIES[family], **depth, **fields}
     config = AutoConfig.for_model(**{key: value for key, value in fields.items() if value is not None})
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config).train()
+    model = model_of(config, seed=seed)
     enable_checkpointing(model, CheckpointingConfig(mode="full"))
     return model
 

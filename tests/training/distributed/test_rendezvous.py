@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import shutil
 import signal
-from pathlib import Path
 
 import pytest
+from tiny_models import TINY
 
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences, not_joined, refusals
-
-TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 
 DIFFERENT_IN_PROCESS_1 = """
 import os, sys

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from tiny_models import TINY
 
 from lowmem_ft.data import Batch
 from lowmem_ft.optimizers import export_optimizer_state
@@ -23,7 +23,6 @@ from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.random_state import export_random_state, import_random_state
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[3] / "recipes" / "tiny"
 BF16 = ("model.dtype=bfloat16", "optimizer.master=split16")
 IN_BACKWARD = (*BF16, "checkpointing.mode=full", "optimizer.in_backward=true")
 VERTICAL = ("checkpointing.mode=full", "accumulation.order=vertical")
