@@ -41,7 +41,7 @@ _WAYS_OUT = {
 }
 
 
-def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
+def with_plan(recipe: Recipe, folder: RunFolder | None = None) -> tuple[Recipe, MemoryEstimate | None]:
     """Return the recipe with the memory settings, or only the checkpointed layers, that were chosen for its budget.
 
     A resumed run keeps the plan that it began with. The search runs in a separate process, because a virtual GPU would
@@ -49,6 +49,7 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
 
     Args:
         recipe: a recipe with ``plan.mode=auto`` or ``checkpointing.mode=auto``.
+        folder: the folder that the run writes to, and the checkpoint that it resumes from; None: as the recipe says.
 
     Returns:
         The recipe, and its estimate on this machine, which the plan ended with; None for a resumed run.
@@ -61,11 +62,12 @@ def with_plan(recipe: Recipe) -> tuple[Recipe, MemoryEstimate | None]:
         recipe, read_launch(use_cpu=recipe.training.use_cpu).num_processes
     ):
         raise UserError(*problems)
-    saved = _saved_recipe(recipe)
+    saved = _saved_recipe(recipe, folder)
     if saved is not None:
         logger.info("Resuming with the memory settings that the run was planned with.")
         return _as_planned(recipe, saved), None
-    RunFolder.open(recipe)  # reports what is in the way before the search
+    if folder is None:
+        RunFolder.open(recipe)  # reports what is in the way before the search
     found = planned_for_this_machine(recipe)
     # The memory that was free on this machine while the plan was made is not a limit of the recipe.
     own_limits = limits(None if found.estimate.is_of_cpu else this_machines_gpu(), recipe.budget)
@@ -128,16 +130,16 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
         raise UserError(f"Choosing the {what} failed: {error}. {_WAYS_OUT[what]}") from error
 
 
-def _saved_recipe(recipe: Recipe) -> Recipe | None:
+def _saved_recipe(recipe: Recipe, folder: RunFolder | None) -> Recipe | None:
     """Return the recipe of the run that is resumed; None if no run is."""
-    if recipe.training.resume_from_checkpoint is None:
-        return None
-    checkpoint = RunFolder.checkpoint_of(recipe)
-    run = run_folder_of(recipe) if checkpoint is None else checkpoint.parent
-    if checkpoint is None and not run_files(
-        run
-    ):  # not even a run that was stopped before its first checkpoint
-        return None
+    if folder is not None:
+        run, checkpoint = folder.path, folder.resume_from
+    else:
+        run, checkpoint = run_folder_of(recipe), RunFolder.checkpoint_of(recipe)
+    if checkpoint is not None:
+        run = checkpoint.parent
+    elif recipe.training.resume_from_checkpoint is None or not run_files(run):
+        return None  # no run, not even one that was stopped before its first checkpoint
     file = run / RECIPE_FILE
     return load_recipe(str(file)) if file.is_file() else None
 

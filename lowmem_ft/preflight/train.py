@@ -36,7 +36,7 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
     use_growing_segments()
     estimate = None
     if recipe.left_to_choose:
-        (recipe, estimate), folder = with_plan(recipe), None
+        recipe, estimate = with_plan(recipe, folder)
     planned_for_one = None if estimate is None else (as_launched(recipe, Launch()), estimate)
     preflight = EstimateBeside(known=planned_for_one)
     try:

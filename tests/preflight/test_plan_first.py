@@ -16,6 +16,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.preflight.plan_first import with_plan
+from lowmem_ft.training.run.run_folder import RunFolder
 
 CHOSEN = {"optimizer.state": "8bit", "checkpointing.mode": "none"}
 SHORT = (
@@ -84,6 +85,18 @@ def test_a_run_that_goes_on_keeps_its_plan(tiny, tmp_path, searches, monkeypatch
     saved = load_recipe(str(tmp_path / "run" / "recipe.yaml"))
     assert (saved.optimizer.state, saved.checkpointing.mode) == ("8bit", "none")
     assert saved.tiling.mlp == 2, "plan.keep says so"
+
+
+def test_a_planned_run_is_written_to_the_folder_that_it_is_given_and_resumed_from_there(
+    tiny, tmp_path, searches
+):
+    folder = RunFolder(tmp_path / "elsewhere", resume_from=None, overwrite=False)
+    result = lowmem_ft.train(tiny(), folder)
+    assert result.output_dir == folder.path
+    assert not (tmp_path / "run").exists()
+    resumed = RunFolder(folder.path, resume_from=folder.path / "checkpoint-4", overwrite=False)
+    assert lowmem_ft.train(tiny("training.max_steps=5"), resumed).steps == 5
+    assert len(searches) == 1, "a resumed run keeps its plan"
 
 
 def test_a_folder_in_the_way_is_told_before_the_search(tiny, tmp_path, searches):

@@ -99,9 +99,8 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
         from lowmem_ft.training.export.hub_upload import check_upload
 
         check_upload()
-    # Before the imports below, which take seconds. A run still to be planned finds its checkpoint later.
-    is_planned = not recipe.left_to_choose
-    may_open = is_planned or recipe.training.resume_from_checkpoint is None
+    # Before the imports below, which take seconds. A resumed run takes its plan from its folder before that is opened.
+    may_open = not recipe.left_to_choose or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
 
     # It imports datasets, which takes a second or two, but neither torch nor transformers.
@@ -113,7 +112,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.preflight import train
 
     take_over_library_logs()  # of what this imported
-    train(recipe, folder if is_planned else None)
+    train(recipe, folder)
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
