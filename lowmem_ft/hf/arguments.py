@@ -9,8 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.hf.trainers.argument_overrides import keep_overrides, plain
-from lowmem_ft.hf.trainers.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.shared_settings import (
+    SHARED_SETTINGS,
+    keep_overrides,
+    plain,
+    settings_for_our_loop,
+)
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 
@@ -28,7 +32,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
     """Return a recipe's ``transformers.TrainingArguments``: all of it that they can express.
 
     ``hf.attach`` carries techniques and optimizer, ``hf.prepare_model`` the model, and the script its own data;
-    ``hf/trainers/key_table.py`` lists each key. HF's own checkpointing flag stays off, as ``attach`` brings the
+    ``hf/trainers/shared_settings.py`` lists each field. HF's own checkpointing flag stays off, as ``attach`` brings the
     recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:
@@ -131,7 +135,7 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
         problems = list(_launcher_problems(recipe, args.mixed_precision))
     if problems:
         raise UserError(*problems)
-    keep_overrides(args, recipe, overrides)
+    keep_overrides(args, overrides)
     return args
 
 
@@ -149,8 +153,8 @@ def _leaving_the_model_on_the_host(arguments_class: Any) -> Any:
 def _fields(recipe: Recipe, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Return the recipe's fields, updated with the overrides."""
     fields: dict[str, Any] = {}
-    for place in IN_TRAINER.values():
-        fields.update(place.fields(recipe))
+    for row in SHARED_SETTINGS:
+        fields.update(row.fields(recipe))
     if overrides.keys() & {"bf16", "fp16"}:  # an override of one replaces both of the recipe's
         del fields["bf16"], fields["fp16"]
     for moment in ("eval", "save"):
@@ -173,11 +177,8 @@ def _refused(recipe: Recipe) -> Iterator[str]:
             f"{setting} leaves a choice open, and a trainer's recipe must have all choices made. Run `lowmem-ft plan "
             "--write FILE.yaml`, or hf.attach(trainer, plan='auto', budget='24GiB')."
         )
-    for path, place in IN_TRAINER.items():
-        key = recipe_keys()[path]
-        if place.carrier == "our loop" and key.value_in(recipe) != key.default:
-            setting = key.setting(key.value_in(recipe))
-            yield f"{setting} is for `lowmem-ft train`, and trainers do not do it. {place.instead}"
+    for setting, instead in settings_for_our_loop(recipe).items():
+        yield f"{setting} is for `lowmem-ft train`, and trainers do not do it. {instead}"
 
 
 _FOLLOWS_ITS_DEFAULT = (
@@ -188,16 +189,16 @@ _FOLLOWS_ITS_DEFAULT = (
 
 
 def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[str]:
-    for path, place in IN_TRAINER.items():
-        key = recipe_keys()[path]
+    for row in SHARED_SETTINGS:
+        key = recipe_keys()[row.key]
         own = key.value_in(recipe)
-        if place.carrier != "attach" or (path in _FOLLOWS_ITS_DEFAULT and own == key.default):
+        if row.decides != "technique" or (row.key in _FOLLOWS_ITS_DEFAULT and own == key.default):
             continue
-        for name, value in place.fields(recipe).items():
+        for name, value in row.fields(recipe).items():
             if name in overrides and plain(overrides[name]) != plain(value):
                 yield (
                     f"{name}={overrides[name]} contradicts the recipe's {key.setting(own)}, which hf.attach applies: "
-                    f"the field would be ignored or done twice. Leave {name} out, or set {path} in the recipe."
+                    f"the field would be ignored or done twice. Leave {name} out, or set {row.key} in the recipe."
                 )
     if overrides.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
         yield (

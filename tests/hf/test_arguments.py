@@ -9,7 +9,7 @@ from transformers import TrainingArguments
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.trainers.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.shared_settings import SHARED_SETTINGS
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
 
@@ -23,8 +23,9 @@ def tiny(tmp_path):
     return load
 
 
-def test_every_key_of_a_recipe_has_its_place():
-    assert IN_TRAINER.keys() == recipe_keys().keys()
+def test_each_row_of_the_table_is_of_a_key():
+    assert {row.key for row in SHARED_SETTINGS} <= recipe_keys().keys()
+    assert len({row.key for row in SHARED_SETTINGS}) == len(SHARED_SETTINGS)
 
 
 def test_fields_of_the_table_are_fields_upstream(tiny):
@@ -39,7 +40,7 @@ def test_fields_of_the_table_are_fields_upstream(tiny):
     )
     classes = (TrainingArguments, trl.SFTConfig, trl.DPOConfig, trl.GRPOConfig)
     known = {field.name for one in classes for field in dataclasses.fields(one)}
-    said = {name for place in IN_TRAINER.values() for name in place.fields(recipe)}
+    said = {name for row in SHARED_SETTINGS for name in row.fields(recipe)}
     assert len(said) > 30
     assert said - known == set()
 

@@ -268,13 +268,14 @@ def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog)
     with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
         handle = hf.attach(trainer, recipe_of(*own))
     lines = [record.message for record in caplog.records if record.name.startswith("lowmem_ft.hf")]
-    assert lines[0] == (
-        "Ignored, because the trainer and its script decide: data.path=mine.jsonl, training.num_train_epochs=5.0."
-    )
-    assert lines[1].startswith(
+    assert lines[0].splitlines()[1:] == [
+        "  training.num_train_epochs: the trainer's num_train_epochs=3.0, not the recipe's 5.0"
+    ]
+    assert lines[1] == "Neither the trainer nor hf.attach acts on: data.path=mine.jsonl."
+    assert lines[2].startswith(
         "Attached to Trainer: loss.chunk_tokens=1024; tiling.mlp=2; optimizer.name=adamw"
     )
-    assert len(lines) == 2
+    assert len(lines) == 3
     assert handle.recipe.training.learning_rate == 1e-2
 
 

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from lowmem_ft import hf
 from lowmem_ft.hf.trainers import attaching
-from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
+from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME
 from lowmem_ft.optimizers import OPTIMIZERS
 
 TAKEN = [name.value for name in OptimizerNames if name.value in BY_HF_NAME]
@@ -106,12 +106,13 @@ def test_any_other_is_refused(name, tmp_path):
     assert f"TrainingArguments.optim={name} is not the recipe's optimizer.name=adamw" in sentence_of(trainer)
 
 
-def test_a_recipes_own_momentum_is_a_word_against_the_trainers(tmp_path):
+def test_a_recipes_own_momentum_is_used_and_listed(tmp_path):
     trainer, _ = stock(tmp_path, "sgd", {})
-    assert (
-        "optimizer.momentum=0.5 differs from the trainer's momentum in TrainingArguments.optim_args=0.0"
-        in (sentence_of(trainer, "optimizer.name=sgd", "optimizer.momentum=0.5"))
-    )
+    handle = hf.attach(trainer, recipe_of("optimizer.name=sgd", "optimizer.momentum=0.5"))
+    assert [str(one) for one in handle.differences] == [
+        "optimizer.momentum: the recipe's 0.5, not the trainer's 0.0"
+    ]
+    assert handle.recipe.optimizer.momentum == 0.5
     made = hf.training_arguments(
         recipe_of("optimizer.name=sgd", "optimizer.momentum=0.5", "training.use_cpu=true")
     )

@@ -10,7 +10,7 @@ from transformers import Trainer
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.script.untranslated import Reading, script_estimate
-from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
+from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME, optim_args
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 
@@ -84,14 +84,3 @@ def _name_of(optimizer: torch.optim.Optimizer) -> OptimizerName | None:
         "transformers.optimization.Adafactor": "adafactor",
     }
     return by_class.get(f"{type(optimizer).__module__}.{type(optimizer).__qualname__}")
-
-
-def optim_args(args: Any) -> dict[str, str]:
-    """Parse what HF takes as text, for some optimizers: ``momentum=0.9,nesterov=true``."""
-    pairs = (pair.partition("=") for pair in (args.optim_args or "").replace(" ", "").split(",") if pair)
-    return {name: value for name, _, value in pairs}
-
-
-def names_optimizer(args: Any, name: OptimizerName) -> bool:
-    """Return whether ``TrainingArguments.optim`` is this one of ours, which Trainer would make from its own fields."""
-    return BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim))) == name

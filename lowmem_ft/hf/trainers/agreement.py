@@ -1,33 +1,63 @@
-"""Values that both a recipe and a trainer set: the trainer's is used, or an error is raised.
+"""A recipe and a trainer brought together: whose value of each shared setting a run uses, with the differences listed.
 
-The trainer has batches, precision, learning rate and seed, and it has the model. A recipe that leaves one of these at
-its default follows the trainer; one that sets another value is refused with both names.
+``shared_settings.py`` says who decides. A recipe sets what is not at its default; where it sets nothing, the trainer's
+value is used. The model is there already, so a recipe that sets another type, quantization, attention or adapter is
+refused.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.hf.script.script_model import numbers_by_type, quantization_of
-from lowmem_ft.hf.script.script_optimizer import names_optimizer, optim_args
-from lowmem_ft.hf.trainers.argument_overrides import overridden_keys, plain
 from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
-from lowmem_ft.hf.trainers.key_table import IN_TRAINER
+from lowmem_ft.hf.trainers.shared_settings import (
+    HYPERPARAMETERS,
+    SHARED_SETTINGS,
+    Fields,
+    SharedSetting,
+    names_optimizer,
+    overridden,
+    plain,
+)
 from lowmem_ft.hf.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
+from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.modules.base_model import base_model
 
-_BY_TRAINER = ("data", "training", "plan")
-"""Groups of a recipe that a trainer has instead, except for the keys that :func:`agree` reads."""
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A setting for which recipe and trainer have different values.
+
+    Args:
+        key: the recipe's key.
+        recipes: the recipe's value, as a user types it.
+        trainers: the trainer's, in the recipe's terms or as arguments.
+        used: whose value the run uses.
+        is_override: whether a user gave the trainer's by name as the arguments were made from a recipe.
+    """
+
+    key: str
+    recipes: str
+    trainers: str
+    used: Literal["recipe", "trainer"]
+    is_override: bool = False
+
+    def __str__(self) -> str:
+        """Return the line of the listing."""
+        both = [f"the recipe's {self.recipes}", f"the trainer's {self.trainers}"]
+        used, unused = both if self.used == "recipe" else reversed(both)
+        return f"{self.key}: {used}, not {unused}"
 
 
 @dataclass
@@ -35,44 +65,55 @@ class Agreement:
     """The recipe that a trainer is to train with.
 
     Attributes:
-        recipe: the recipe, with the trainer's values where it has them.
-        overridden: the keys on which a user overrode the recipe in the trainer's arguments.
-        problems: values on which the two disagree, and what cannot work.
-        read: the keys that both set.
-        overrides: the keys of ``overridden`` that were taken, with both values, in words.
+        recipe: the recipe, with the trainer's values where the trainer decides or the recipe sets nothing.
+        overridden: arguments that a user gave by name, over a recipe's.
+        differences: the settings for which both have a value, and not the same.
+        unread: settings of the recipe that neither the trainer nor ``hf.attach`` acts on, as a user types them.
+        problems: what cannot work.
     """
 
     recipe: Recipe
     overridden: Collection[str] = ()
+    differences: list[Difference] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-    read: list[str] = field(default_factory=list)
-    overrides: list[str] = field(default_factory=list)
-
-    def take(self, path: str, source: str, value: Any) -> None:
-        """Train with a trainer's value; add a problem if the recipe has another that was not overridden.
-
-        Args:
-            path: the path of the recipe's key.
-            source: the trainer's name for it, such as ``TrainingArguments.learning_rate``.
-            value: the trainer's value.
-        """
-        key = recipe_keys()[path]
-        own = key.value_in(self.recipe)
-        if own != value and path in self.overridden:
-            self.overrides.append(f"{source}={as_typed(value)} for {key.setting(own)}")
-        elif own not in (key.default, value):
-            self.problems.append(
-                f"{key.setting(own)} differs from the trainer's {source}={as_typed(value)}, which the trainer uses. "
-                f"Change one of them, or leave {path} out of the recipe."
-            )
-        self.read.append(path)
-        self.set(path, value)
 
     def set(self, path: str, value: Any) -> None:
         """Change the recipe."""
         group, _, name = path.rpartition(".")
         part = dataclasses.replace(getattr(self.recipe, group), **{name: value})
         self.recipe = dataclasses.replace(self.recipe, **{group: part})
+
+    def take(self, row: SharedSetting, value: Any) -> None:
+        """Take a trainer's value, unless the recipe sets another and decides; list the difference."""
+        key = recipe_keys()[row.key]
+        own = key.value_in(self.recipe)
+        if own == key.default or (own != value and self.differ(row, as_typed(value)).used == "trainer"):
+            self.set(row.key, value)
+
+    def differ(self, row: SharedSetting, trainers: str) -> Difference:
+        """List a setting for which the trainer has another value than the recipe sets."""
+        is_override = not row.fields(self.recipe).keys().isdisjoint(self.overridden)
+        difference = Difference(
+            key=row.key,
+            recipes=as_typed(recipe_keys()[row.key].value_in(self.recipe)),
+            trainers=trainers,
+            used="trainer" if row.decides == "trainer" or is_override else "recipe",
+            is_override=is_override,
+        )
+        self.differences.append(difference)
+        return difference
+
+    def follow_model(self, path: str, value: Any) -> None:
+        """Take a value that the trainer's model was made with; add a problem if the recipe sets another."""
+        key = recipe_keys()[path]
+        own = key.value_in(self.recipe)
+        if own not in (key.default, value):
+            self.problems.append(
+                f"{key.setting(own)} is decided as a model is made, and the trainer's has {as_typed(value)}. Pass "
+                f"model=hf.prepare_model(name, recipe) to the trainer, or leave {path} out of the recipe."
+            )
+        self.set(path, value)
 
 
 def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
@@ -84,34 +125,26 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
         kind: the kind of the trainer.
 
     Returns:
-        The recipe to switch on, and all problems with it.
+        The recipe to switch on, the differences, and all problems with it.
     """
-    agreement = Agreement(recipe, overridden_keys(trainer.args, recipe))
+    agreement = Agreement(recipe, overridden(trainer.args))
     agreement.problems += [
         f"{setting} leaves a choice to the planner, but an attached recipe must have all choices made. Plan first, "
         "with `lowmem-ft plan ... --write my.yaml`, and load that."
         for setting in recipe.left_to_choose
     ]
-    _take_arguments(agreement, trainer)
-    _take_optimizer_arguments(agreement, trainer.args)
-    _take_batch(agreement, trainer.args)
+    _take_settings(agreement, trainer)
     _take_model(agreement, trainer.model)
     problems = asked_by_flag(agreement, trainer.args)
     of_kind = list(problems_of_kind(agreement.recipe, kind))
     for row in refused_defaults(agreement.recipe, kind):
         agreement.set(row.key, row.off)
-    taken = agreement.recipe
-    training = {
-        key: getattr(taken.training, key.rpartition(".")[2]) for key in agreement.read if "training." in key
-    }
+    training = agreement.recipe.training
     agreement.recipe = dataclasses.replace(
-        taken,
+        agreement.recipe,
         data=DataConfig(),
         plan=PlanConfig(),
-        training=TrainingConfig(
-            **{path.rpartition(".")[2]: value for path, value in training.items()},
-            max_skipped_steps=taken.training.max_skipped_steps,
-        ),
+        training=TrainingConfig(**{name: getattr(training, name) for name in _TRAINED_WITH}),
     )
     agreement.problems += [*problems, *of_kind]
     # Refusals of a trainer have been reported; the rules would repeat them in other words.
@@ -119,126 +152,103 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     return agreement
 
 
-def unread_settings(recipe: Recipe, args: Any, read: list[str]) -> Iterator[str]:
-    """Yield settings of a recipe that are left to a trainer and its script, except those that its arguments share."""
-    for path, key in recipe_keys().items():
-        value, fields = key.value_in(recipe), IN_TRAINER[path].fields(recipe)
-        is_read = path in read or path == "training.max_skipped_steps"
-        says_the_same = fields and all(
-            plain(getattr(args, name, None)) == plain(fields[name]) for name in fields
-        )
-        if path.partition(".")[0] in _BY_TRAINER and not (is_read or says_the_same) and value != key.default:
-            yield key.setting(value)
+_TRAINED_WITH = (
+    "max_skipped_steps",
+    *(row.key.removeprefix("training.") for row in SHARED_SETTINGS if row.value and "training." in row.key),
+)
+"""Keys of ``training`` that an attached step depends on."""
+
+_ROWS, _STEPS = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+
+_NOT_ATTACHED = ("data.", "training.", "plan.", "distributed.", "budget.retry")
+"""Keys that ``hf.attach`` does not act on by itself: a trainer's arguments carry them, or nothing does."""
 
 
-def _take_arguments(agreement: Agreement, trainer: Any) -> None:
-    args = trainer.args
-    for path, name, value in (
-        ("training.learning_rate", "learning_rate", args.learning_rate),
-        ("training.max_grad_norm", "max_grad_norm", args.max_grad_norm or None),
-        ("training.seed", "seed", args.seed),
-        ("training.full_determinism", "full_determinism", args.full_determinism),
-        ("training.use_cpu", "use_cpu", args.device.type == "cpu"),
-    ):
-        agreement.take(path, f"TrainingArguments.{name}", value)
-    precision = trainer.accelerator.mixed_precision
-    if precision != (
-        "bf16" if args.bf16 else "fp16" if args.fp16 else "no"
-    ):  # the launcher's configuration has it
-        agreement.overridden = set(agreement.overridden) - {"training.mixed_precision"}
-    agreement.take("training.mixed_precision", "trainer.accelerator.mixed_precision", precision)
+def _take_settings(agreement: Agreement, trainer: Any) -> None:
+    """Take the trainer's values or the recipe's, as the table says, and note what no argument carries."""
+    recipe, args = agreement.recipe, trainer.args
+    is_vertical = recipe.accumulation.order == "vertical"
+    carried = {"training.max_skipped_steps"}
+    for row in SHARED_SETTINGS:
+        fields = {name: value for name, value in row.fields(recipe).items() if hasattr(args, name)}
+        if fields:
+            carried.add(row.key)
+        if row.decides == "technique" or (is_vertical and row.key == _ROWS):
+            continue
+        if is_vertical and row.key == _STEPS:
+            _take_micro_batches(agreement, row, args)
+        elif row.key in HYPERPARAMETERS:
+            _take_hyperparameter(agreement, row, trainer)
+        elif row.value is not None:
+            agreement.take(row, row.value(trainer))
+        else:
+            _compare_arguments(agreement, row, fields, args)
+    agreement.unread += [
+        key.setting(key.value_in(recipe))
+        for path, key in recipe_keys().items()
+        if path.startswith(_NOT_ATTACHED) and path not in carried and key.value_in(recipe) != key.default
+    ]
 
 
-def _take_optimizer_arguments(agreement: Agreement, args: Any) -> None:
-    """Take hyperparameters by HF's names; those that the optimizer lacks must be at their defaults."""
-    agreement.take("optimizer.weight_decay", "TrainingArguments.weight_decay", args.weight_decay)
+def _compare_arguments(agreement: Agreement, row: SharedSetting, fields: Fields, args: Any) -> None:
+    """List a difference in a setting that no step depends on; the trainer acts on its own value."""
+    key = recipe_keys()[row.key]
+    theirs = {name: plain(getattr(args, name)) for name in fields}
+    other = [f"{name}={as_typed(value)}" for name, value in theirs.items() if value != plain(fields[name])]
+    if other and key.value_in(agreement.recipe) != key.default:
+        agreement.differ(row, ", ".join(other))
+
+
+def _take_hyperparameter(agreement: Agreement, row: SharedSetting, trainer: Any) -> None:
+    """Take a hyperparameter that is meant for the recipe's optimizer: those of Adam have defaults of their own."""
+    args, optimizer = trainer.args, agreement.recipe.optimizer
     defaults = {spec.name: spec.default for spec in dataclasses.fields(args)}
-    own = agreement.recipe.optimizer.row.hyperparameters
-    is_named = names_optimizer(args, agreement.recipe.optimizer.name)
-    if is_named and "momentum" in own:
-        momentum = float(optim_args(args).get("momentum", 0))
-        agreement.take("optimizer.momentum", "momentum in TrainingArguments.optim_args", momentum)
-    for name, fields in {"betas": ("adam_beta1", "adam_beta2"), "eps": ("adam_epsilon",)}.items():
-        values = tuple(getattr(args, one) for one in fields)
-        is_default = values == tuple(defaults[one] for one in fields)
-        source = " and ".join(f"TrainingArguments.{one}" for one in fields)
-        is_said = is_named or own.get(name) == _one(values) or not is_default or _set(agreement, name)
-        if name in own and is_said:
-            agreement.take(f"optimizer.{name}", source, _one(values))
-        elif name not in own and not is_default:
-            agreement.problems.append(
-                f"{source} is set to {as_typed(_one(values))}, and "
-                f"optimizer.name={agreement.recipe.optimizer.name} has no {name}. Leave it out, or set "
-                "optimizer.name=adamw."
-            )
+    values = {name: getattr(args, name) for name in HYPERPARAMETERS[row.key]}
+    is_default = all(value == defaults[name] for name, value in values.items())
+    if row.key.removeprefix("optimizer.") in optimizer.row.hyperparameters:
+        if row.value is not None and (names_optimizer(args, optimizer.name) or not is_default):
+            agreement.take(row, row.value(trainer))
+    elif not is_default and row.key != "optimizer.momentum":  # refusals.py has optim_args
+        given = ", ".join(f"TrainingArguments.{name}={value}" for name, value in values.items())
+        agreement.problems.append(
+            f"{given} is for another optimizer: optimizer.name={optimizer.name} has no "
+            f"{row.key.removeprefix('optimizer.')}. Leave it out, or set optimizer.name=adamw."
+        )
 
 
-def _set(agreement: Agreement, name: str) -> bool:
-    return getattr(agreement.recipe.optimizer, name) is not None
-
-
-def _one(values: Sequence[Any]) -> Any:
-    return tuple(values) if len(values) > 1 else values[0]
-
-
-def _take_batch(agreement: Agreement, args: Any) -> None:
-    """Take rows and micro-batches; in vertical order the trainer's batch is all of them, the recipe sets the rows."""
+def _take_micro_batches(agreement: Agreement, row: SharedSetting, args: Any) -> None:
+    """Cut the trainer's batch, which in vertical order has all rows of a step, into micro-batches of the recipe's."""
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
-    if agreement.recipe.accumulation.order == "horizontal":
-        agreement.take(
-            "training.per_device_train_batch_size", "TrainingArguments.per_device_train_batch_size", rows
-        )
-        agreement.take(
-            "training.gradient_accumulation_steps", "TrainingArguments.gradient_accumulation_steps", steps
-        )
-        return
     own = agreement.recipe.training
     size, wanted = own.per_device_train_batch_size, own.gradient_accumulation_steps
-    if rows != size * wanted and "training.per_device_train_batch_size" in agreement.overridden:
-        agreement.overrides.append(
-            f"TrainingArguments.per_device_train_batch_size={rows} for {size} * {wanted}"
-        )
-        wanted = 1
-    agreement.read += ["training.per_device_train_batch_size", "training.gradient_accumulation_steps"]
+    as_one_batch = (
+        "accumulation.order=vertical takes all micro-batches of a step as one batch: TrainingArguments."
+    )
     if steps != 1:
         agreement.problems.append(
-            "accumulation.order=vertical takes all micro-batches of a step as one batch: "
-            f"TrainingArguments.gradient_accumulation_steps must be 1, got {steps}. Set it to 1 and "
+            f"{as_one_batch}gradient_accumulation_steps must be 1, got {steps}. Set it to 1 and "
             f"per_device_train_batch_size={rows * steps}."
         )
-    if rows % size or (wanted > 1 and rows != size * wanted):
-        times = f"{size} * {wanted}, the recipe's micro-batches" if wanted > 1 else f"a multiple of {size}"
+    if rows % size:
         agreement.problems.append(
-            "accumulation.order=vertical takes all micro-batches of a step as one batch: "
-            f"TrainingArguments.per_device_train_batch_size must be {times} "
-            f"(training.per_device_train_batch_size={size}), got {rows}. Set it, or the recipe's."
+            f"{as_one_batch}per_device_train_batch_size must be a multiple of {size} "
+            f"({_ROWS}={size}), got {rows}. Set it, or the recipe's."
         )
         return
-    agreement.set("training.gradient_accumulation_steps", rows // size)
+    if wanted not in (1, rows // size):
+        agreement.differ(row, f"{rows // size} (per_device_train_batch_size={rows})")
+    agreement.set(_STEPS, rows // size)
 
 
 def _take_model(agreement: Agreement, model: Any) -> None:
-    """Take the properties of the trainer's own model; most are settled with the weights."""
-    own = agreement.recipe.model
-    causal_lm = base_model(model)
-    dtype = weights_type(causal_lm)
-    if own.dtype != "auto":
-        agreement.take("model.dtype", "the model's own type", dtype)
-    quantization = quantization_of(causal_lm)
-    if own.quantization not in ("none", quantization):
-        agreement.problems.append(
-            f"model.quantization={own.quantization} happens when weights are read, and the trainer's model has "
-            f"{quantization}. Pass model=hf.prepare_model(name, recipe) to the trainer."
-        )
+    """Take the properties of the trainer's own model."""
+    own, causal_lm = agreement.recipe.model, base_model(model)
     attention = causal_lm.config._attn_implementation
-    if own.attn_implementation not in ("auto", attention):
-        agreement.problems.append(
-            f"model.attn_implementation={own.attn_implementation} is chosen when a model is loaded, and the trainer's "
-            f"model has {attention}. Pass model=hf.prepare_model(name, recipe) to the trainer."
-        )
-    agreement.set("model.quantization", quantization)
-    if attention in recipe_keys()["model.attn_implementation"].choices:
-        agreement.set("model.attn_implementation", attention)
+    if own.dtype != "auto":
+        agreement.follow_model("model.dtype", weights_type(causal_lm))
+    agreement.follow_model("model.quantization", quantization_of(causal_lm))
+    if attention in recipe_keys()["model.attn_implementation"].choices or own.attn_implementation != "auto":
+        agreement.follow_model("model.attn_implementation", attention)
     agreement.set(
         "model.name_or_path", own.name_or_path or causal_lm.name_or_path or type(causal_lm).__name__
     )
@@ -249,11 +259,7 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
     """Take the adapter of a PEFT model; a plain model has no adapter, and gets none here."""
     configs = getattr(model, "peft_config", None) if hasattr(model, "get_base_model") else None
     if configs is None:
-        if agreement.recipe.adapter.name != "none":
-            agreement.problems.append(
-                f"adapter.name={agreement.recipe.adapter.name} needs a PEFT model before the trainer is made, got a "
-                f"{type(model).__name__}. Pass model=hf.prepare_model(model, recipe) or peft_config= to the trainer."
-            )
+        agreement.follow_model("adapter.name", "none")
         return
     config = configs[model.active_adapter if isinstance(model.active_adapter, str) else next(iter(configs))]
     if config.peft_type != "LORA":
@@ -263,7 +269,18 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
         return
     agreement.set("adapter.name", "lora")
     for name in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"):
-        agreement.take(f"adapter.{name}", f"LoraConfig.{name}", getattr(config, name))
+        agreement.follow_model(f"adapter.{name}", getattr(config, name))
+    wanted = agreement.recipe.adapter.target_modules
+    if wanted != (ALL_LINEAR,):
+        agreement.follow_model("adapter.target_modules", _adapted_modules(base_model(model), wanted))
+
+
+def _adapted_modules(causal_lm: torch.nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
+    """Return a recipe's names of modules if exactly those have adapters, else the names of those that have."""
+    names = [name for name, _ in causal_lm.named_modules()]
+    adapted = {name.removesuffix(".base_layer") for name in names if name.endswith(".base_layer")}
+    asked = {name for name in names if f".{name}".endswith(tuple(f".{one}" for one in wanted))}
+    return wanted if asked == adapted else tuple(sorted({name.rpartition(".")[2] for name in adapted}))
 
 
 def weights_type(causal_lm: torch.nn.Module) -> str:

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.script.script_plan import plan_for
-from lowmem_ft.hf.trainers.agreement import Agreement, agree, unread_settings
+from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.trainers.checkpointing_switch import flags_off, take_switch
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
@@ -53,13 +53,17 @@ class Attached(Handle):
         recipe: the recipe in effect: with the trainer's own values where it has them.
         techniques: the techniques that are on.
         applied: the same in words, as they were logged.
+        differences: the settings for which recipe and trainer have different values, and whose the run uses.
     """
 
-    def __init__(self, recipe: Recipe, applied: tuple[str, ...]) -> None:
+    def __init__(
+        self, recipe: Recipe, applied: tuple[str, ...], differences: tuple[Difference, ...] = ()
+    ) -> None:
         super().__init__()
         self.recipe = recipe
         self.techniques = Techniques()
         self.applied = applied
+        self.differences = differences
 
 
 def attach(
@@ -73,7 +77,8 @@ def attach(
 
     Call it between the constructor and ``train()``. The trainer keeps its data, batches, schedule, precision, logs and
     files; the recipe brings its techniques, its optimizer, an exact norm of the gradients in float32 and clipping to
-    it, and steps that change nothing if they are not finite. Checkpoints are the trainer's own, are saved and loaded
+    it, and steps that change nothing if they are not finite. Settings for which both have a value, and not the same,
+    are listed once in the log, with both. Checkpoints are the trainer's own, are saved and loaded
     with every weight at its place, and resume bit for bit.
 
     Frees, costs: as each technique says. Under bf16 or fp16 the trainer's autocast runs without its cache.
@@ -84,9 +89,10 @@ def attach(
 
     Args:
         trainer: a trainer that has not trained yet.
-        recipe: the recipe to switch on. Where the trainer has a value of its own, that value is used; a recipe's value
-            that is neither its default nor the trainer's is refused, unless it was overridden by name as the arguments
-            were made (:func:`lowmem_ft.hf.training_arguments`).
+        recipe: the recipe to switch on. It sets what is not at its default; what it does not set follows the trainer.
+            Of settings that both have, the recipe's clipping and hyperparameters of the optimizer are used, unless they
+            were overridden by name as the arguments were made (:func:`lowmem_ft.hf.training_arguments`), and of all
+            others the trainer's.
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
             budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of
             them.
@@ -154,19 +160,25 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
 
 def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
     agreement = settled_with(trainer, recipe, kind)
-    if agreement.overrides:
-        logger.info("Overridden in the trainer's arguments: %s.", "; ".join(agreement.overrides))
-    if unread := list(unread_settings(recipe, trainer.args, agreement.read)):
-        logger.info("Ignored, because the trainer and its script decide: %s.", ", ".join(unread))
-    return _attach(trainer, agreement.recipe, kind, flags)
+    if agreement.differences:
+        overridden_by_name = all(one.is_override for one in agreement.differences)
+        logger.log(
+            logging.INFO if overridden_by_name else logging.WARNING,
+            "Recipe and trainer differ, and the run uses:\n%s",
+            "\n".join(f"  {one}" for one in agreement.differences),
+        )
+    if agreement.unread:
+        logger.info("Neither the trainer nor hf.attach acts on: %s.", ", ".join(agreement.unread))
+    return _attach(trainer, agreement, kind, flags)
 
 
-def _attach(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
+def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> Attached:
+    recipe = agreement.recipe
     model, device = trainer.model, of_tensors(trainer.accelerator.device)
     runtime = AccelerateRuntime(trainer.accelerator, "no", device)
     runtime.scaler = trainer.accelerator.scaler  # autocast is left to the accelerator
     stock_forward = base_model(model).forward
-    attached = Attached(recipe, tuple(_applied(recipe, kind)))
+    attached = Attached(recipe, tuple(_applied(recipe, kind)), tuple(agreement.differences))
     attached.undo_first(flags.remove)  # undone last of all
     try:
         apply_budget(

@@ -11,9 +11,8 @@ from accelerate.utils import parse_flag_from_env
 from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.foundation.devices import of_tensors
-from lowmem_ft.hf.script.script_optimizer import names_optimizer, optim_args
-from lowmem_ft.hf.trainers.key_table import BY_HF_NAME
 from lowmem_ft.hf.trainers.overridden_methods import problems_with_overrides
+from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
 from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
