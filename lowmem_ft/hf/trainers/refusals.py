@@ -181,34 +181,29 @@ def _decayed_otherwise(trainer: Any) -> list[str]:
     ]
 
 
+_STAY_OFF = {
+    "torch_compile": "would compile code that our techniques change at run time. Set it to False.",
+    "auto_find_batch_size": "restarts training within a step that ran out of memory, with weights and optimizer "
+    "half updated. Set it to False; `lowmem-ft plan` finds settings that fit.",
+    "use_liger_kernel": "replaces the forward passes that the recipe's techniques have changed. Set it to False: "
+    "loss.chunk_tokens and tiling.mlp free the same memory.",
+    **dict.fromkeys(
+        ("bf16_full_eval", "fp16_full_eval"),
+        "rounds the weights permanently for an evaluation, and leaves the optimizer's copy unchanged. Set it to False.",
+    ),
+}
+"""Arguments by which a trainer changes the model, or its size, after training has begun, and why none of them works."""
+
+
 def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
-    """Yield problems with arguments by which the trainer changes the model, or its size, after training has begun."""
-    if args.torch_compile:
-        yield (
-            "TrainingArguments.torch_compile would compile code that our techniques change at run time. Set it to "
-            "False."
-        )
-    if args.auto_find_batch_size:
-        yield (
-            "TrainingArguments.auto_find_batch_size restarts training within a step that ran out of memory, with "
-            "weights and optimizer half updated. Set it to False; `lowmem-ft plan` finds settings that fit."
-        )
-    if args.use_liger_kernel:
-        yield (
-            "TrainingArguments.use_liger_kernel replaces the forward passes that the recipe's techniques have "
-            "changed. Set it to False: loss.chunk_tokens and tiling.mlp free the same memory."
-        )
+    for field, why in _STAY_OFF.items():
+        if getattr(args, field):
+            yield f"TrainingArguments.{field} {why}"
     if args.neftune_noise_alpha is not None and (on_host := key_with(recipe, "weights on host")):
         yield (
             "TrainingArguments.neftune_noise_alpha adds noise behind an embedding on the device, and "
             f"{on_host.setting_in(recipe)} keeps it on the host. Leave one of the two out."
         )
-    for field in ("bf16_full_eval", "fp16_full_eval"):
-        if getattr(args, field):
-            yield (
-                f"TrainingArguments.{field} rounds the weights permanently for an evaluation, and leaves the "
-                "optimizer's copy unchanged. Set it to False."
-            )
 
 
 def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
