@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["llama-3.1-8b"], help="names in the catalogue")
     parser.add_argument("--budgets", nargs="+", type=float, default=[80, 24, 16, 12, 8, 4], help="GiB")
     parser.add_argument("--host", type=float, default=64, help="GiB")
-    parser.add_argument("--gpu", help="one card for all budgets, which are parts of its memory")
+    parser.add_argument("--gpu", help="one GPU for all budgets, which are shares of its memory")
     parser.add_argument("--skip-70b", action="store_true")
     arguments = parser.parse_args()
     gpu: str | None = arguments.gpu

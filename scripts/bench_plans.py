@@ -1,7 +1,7 @@
 """Plans at full size against random combinations of the whole space, each estimated once and judged on every GPU.
 
-    python scripts/bench_plans.py sample llama-3.1-8b --cards h100-80gb rtx-4090 --budgets 24 48 65 79
-    python scripts/bench_plans.py sample llama-3.2-1b --cards rtx-4060 --budgets 4 6 7.6
+    python scripts/bench_plans.py sample llama-3.1-8b --gpus h100-80gb rtx-4090 --budgets 24 48 65 79
+    python scripts/bench_plans.py sample llama-3.2-1b --gpus rtx-4060 --budgets 4 6 7.6
     python scripts/bench_plans.py compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
 
 A space of tens of thousands of combinations is no even mixture: for an 8B, one in a hundred may fit in 24 GiB. So the
@@ -68,14 +68,16 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="estimate random combinations of a model")
     sampling.add_argument("model", help="name in the catalogue")
-    sampling.add_argument("--cards", nargs="+", required=True, help="with bfloat16; the first is traced")
+    sampling.add_argument(
+        "--gpus", "--cards", nargs="+", required=True, help="with bfloat16; the first is traced"
+    )
     sampling.add_argument("--budgets", nargs="+", type=float, required=True, help="GiB of device memory")
     sampling.add_argument("--host", type=float, default=64, help="GiB")
     sampling.add_argument("--count", type=int, default=300, help="combinations in all")
     sampling.add_argument("--seed", type=int, default=0)
     sampling.add_argument("--out", type=Path, help="JSON lines; tests/data/random_combinations/MODEL.jsonl")
     comparing = commands.add_parser("compare", help="plan, and look for something faster in the sample")
-    comparing.add_argument("cases", nargs="+", help="MODEL=CARD:GIB,GIB")
+    comparing.add_argument("cases", nargs="+", help="MODEL=GPU:GIB,GIB")
     comparing.add_argument("--host", type=float, default=64, help="GiB")
     comparing.add_argument(
         "--write", action="store_true", help="keep the rows, and put them into docs/planning.md"
@@ -94,22 +96,24 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
     header, rows = read(out)
     kept = KeptTraces()
     for row in rows[:: max(1, len(rows) // CHECKED)]:
-        answer = estimated(recipe, row["settings"], arguments.cards, kept)
+        answer = estimated(recipe, row["settings"], arguments.gpus, kept)
         if not _is_near(row, answer):
             sys.exit(
                 f"{row['settings']} in {out} is estimated otherwise by now. Delete the file, or name another --out."
             )
     drawn = draw(
-        recipe, arguments.cards[0], arguments.budgets, arguments.host, arguments.count, arguments.seed, rows
+        recipe, arguments.gpus[0], arguments.budgets, arguments.host, arguments.count, arguments.seed, rows
     )
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.open("a") as file:
         if not header:
-            asked = {name: getattr(arguments, name) for name in ("model", "cards", "budgets", "host", "seed")}
-            print(json.dumps({**measured_on(torch.device("cpu")), **asked}), file=file)
+            asked = {name: getattr(arguments, name) for name in ("model", "budgets", "host", "seed")}
+            print(
+                json.dumps({**measured_on(torch.device("cpu")), **asked, "cards": arguments.gpus}), file=file
+            )
         for number, (gib, settings) in enumerate(drawn):
             print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
-            answer = estimated(recipe, settings, arguments.cards, kept)
+            answer = estimated(recipe, settings, arguments.gpus, kept)
             print(json.dumps({"drawn_for_gib": gib, "settings": settings, **answer}), file=file, flush=True)
     print(f"\r{len(drawn)} of {len(drawn)} estimated", file=sys.stderr)
 
@@ -119,8 +123,8 @@ def _is_near(row: Row, answer: Row) -> bool:
     if "refused" in row or "refused" in answer:
         return row.get("refused") == answer.get("refused")
     return all(
-        math.isclose(row["on"][card][name], value, rel_tol=NEAR)
-        for card, found in answer["on"].items()
+        math.isclose(row["on"][gpu][name], value, rel_tol=NEAR)
+        for gpu, found in answer["on"].items()
         for name, value in found.items()
     )
 
@@ -137,7 +141,7 @@ def with_budget(recipe: Recipe, budget: Budget) -> Recipe:
 
 def draw(
     recipe: Recipe,
-    card: str,
+    gpu: str,
     budgets: Sequence[float],
     host_gib: float,
     count: int,
@@ -146,7 +150,7 @@ def draw(
 ) -> list[tuple[float, Settings]]:
     """Draw as many at random for each budget, known rows included, from combinations whose bounds let them fit."""
     random_numbers = random.Random(f"{seed} {len(known)}")
-    target = Target.of(recipe, card)
+    target = Target.of(recipe, gpu)
     space = space_of(
         recipe,
         num_layers=target.shape.num_layers,
@@ -171,19 +175,19 @@ def draw(
     return [(drawn[place], settings[place]) for place in shuffled]
 
 
-def estimated(recipe: Recipe, settings: Settings, cards: Sequence[str], kept: KeptTraces) -> Row:
+def estimated(recipe: Recipe, settings: Settings, gpus: Sequence[str], kept: KeptTraces) -> Row:
     """Return what a combination needs on each GPU, or why it cannot be built."""
     changed = with_settings(recipe, settings)
     shared = SharedTraces(changed, budget=Budget(), kind=lambda gpu: gpu.has_bfloat16, kept=kept)
     answers: dict[str, Any] = {}
-    for card in cards:
+    for gpu in gpus:
         try:
-            answer = shared.estimate(find_gpu(card))
+            answer = shared.estimate(find_gpu(gpu))
         except UserError as error:
             return {"refused": list(error.problems)}
         if isinstance(answer, CannotRun):
             return {"refused": list(answer.problems)}
-        answers[card] = _needed(answer)
+        answers[gpu] = _needed(answer)
     return {"on": answers}
 
 
@@ -201,13 +205,13 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
     rows: list[Row] = []
     for case in cases:
         model, _, where = case.partition("=")
-        card, _, budgets = where.partition(":")
+        gpu, _, budgets = where.partition(":")
         _, sampled = read(DATA / f"{model}.jsonl")
         for gib in map(float, budgets.split(",")):
-            fitting = fitting_seconds(sampled, card, gib, host_gib)
+            fitting = fitting_seconds(sampled, gpu, gib, host_gib)
             rows.append(
                 {
-                    **planned(model, card, gib, host_gib),
+                    **planned(model, gpu, gib, host_gib),
                     "sampled": len(sampled),
                     "sampled_that_fit": len(fitting),
                     "best_sampled_seconds": min(fitting, default=None),
@@ -239,9 +243,9 @@ def _case(row: Row) -> tuple[str, str, float, float]:
     return row["model"], row["card"], row["device_gib"], row["host_gib"]
 
 
-def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib: float) -> list[float]:
+def fitting_seconds(rows: Sequence[Row], gpu: str, device_gib: float, host_gib: float) -> list[float]:
     """Return seconds of a step of each sampled combination that fits on a GPU."""
-    needs = [row["on"][card] for row in rows if "on" in row]
+    needs = [row["on"][gpu] for row in rows if "on" in row]
     return [
         need["step_seconds"]
         for need in needs
@@ -249,26 +253,26 @@ def fitting_seconds(rows: Sequence[Row], card: str, device_gib: float, host_gib:
     ]
 
 
-def planned(model: str, card: str, device_gib: float, host_gib: float) -> Row:
+def planned(model: str, gpu: str, device_gib: float, host_gib: float) -> Row:
     """Return a plan in numbers; seconds are summed over all cores, without imports."""
     start, first = cpu_seconds(), math.nan
     estimates_before_first = 0
 
     def say(progress: PlanProgress) -> None:
         nonlocal first, estimates_before_first
-        print(f"\r{model} {card} {device_gib:g} GiB: {progress.estimated} estimated", end="", file=sys.stderr)
+        print(f"\r{model} {gpu} {device_gib:g} GiB: {progress.estimated} estimated", end="", file=sys.stderr)
         if progress.best is not None and math.isnan(first):
             first, estimates_before_first = cpu_seconds() - start, progress.estimated
 
     budget = Budget(device=f"{device_gib}GiB", host=f"{host_gib}GiB")
     with tempfile.TemporaryDirectory() as folder:
         os.environ["LOWMEM_FT_TRACE_CACHE"] = folder
-        result: MemoryPlan = plan(plain_recipe(model), budget, card, on_progress=say)
+        result: MemoryPlan = plan(plain_recipe(model), budget, gpu, on_progress=say)
     print(file=sys.stderr)
     step = result.estimate.step
     return {
         "model": model,
-        "card": card,
+        "card": gpu,
         "device_gib": device_gib,
         "host_gib": host_gib,
         "fits": result.fits,

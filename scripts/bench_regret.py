@@ -1,6 +1,6 @@
 """Regret of plans against exhaustive search: small random spaces of a small model, each estimated in full.
 
-    python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40] [--cards 1]
+    python scripts/bench_regret.py [--spaces 20] [--seed 0] [--most 40] [--gpus 1]
 
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits; a second and a third are larger. Every combination is estimated,
@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--spaces", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first space; the next has the next")
     parser.add_argument("--most", type=int, default=40, help="combinations in a space")
-    parser.add_argument("--cards", type=int, default=1, help="that share the model")
+    parser.add_argument("--gpus", "--cards", type=int, default=1, help="number of GPUs that share the model")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # about settings that no user chose
     start = time.perf_counter()
@@ -64,13 +64,13 @@ def main() -> None:
         save_small_model(f"{folder}/model")
         rows = []
         for seed in range(arguments.seed, arguments.seed + arguments.spaces):
-            rows += compare(f"{folder}/model", arguments.cards, seed, arguments.most)
+            rows += compare(f"{folder}/model", arguments.gpus, seed, arguments.most)
             done = seed + 1 - arguments.seed
             print(f"\r{done} of {arguments.spaces} spaces", end="", file=sys.stderr)
     print(file=sys.stderr)
     regrets = [row for row in rows if row["regret"]]
     result = {
-        "cards": arguments.cards,
+        "cards": arguments.gpus,
         "spaces": arguments.spaces,
         "plans": len(rows),
         "combinations": sum(row["combinations"] for row in rows) // len(BUDGETS),
@@ -96,11 +96,11 @@ def save_small_model(folder: str) -> None:
     ).save_pretrained(folder)
 
 
-def compare(model: str, cards: int, seed: int, most: int) -> list[dict[str, Any]]:
+def compare(model: str, num_gpus: int, seed: int, most: int) -> list[dict[str, Any]]:
     """Return a plan and all that fits, in one random space, for each of some budgets."""
     draw = random.Random(seed)
     gpu = draw.choice(GPUS)
-    recipe, space, budget = next(_spaces(draw, _settings(model, cards), gpu, most))
+    recipe, space, budget = next(_spaces(draw, _settings(model, num_gpus), gpu, most))
     available = find_gpu(gpu).available_bytes
     rows: list[dict[str, Any]] = []
     for times in BUDGETS:
@@ -200,9 +200,9 @@ def _drawn(draw: random.Random, given: list[str], plain: Recipe) -> Recipe:
     return load_recipe(None, [*given, rows, *settings, f"plan.keep=[{kept}]"])
 
 
-def _settings(model: str, cards: int) -> list[str]:
+def _settings(model: str, num_gpus: int) -> list[str]:
     settings = [f"model={model}", "model.weights=random", "data.max_length=256"]
-    return settings if cards == 1 else [*settings, f"distributed.num_processes={cards}"]
+    return settings if num_gpus == 1 else [*settings, f"distributed.num_processes={num_gpus}"]
 
 
 def _budget_for_one(draw: random.Random, space: Space, target: Target) -> Budget:

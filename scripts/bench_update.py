@@ -99,8 +99,8 @@ def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
 
 def _ours(model: str, gpu: str, settings: tuple[str, ...]) -> Iterator[tuple[str, MemoryEstimate]]:
     for update, has_triton in {"Triton": True, "operations": False}.items():
-        card = dataclasses.replace(find_gpu(gpu), has_triton=has_triton)
-        yield update, estimate_memory(_recipe(model, settings), card)
+        spec = dataclasses.replace(find_gpu(gpu), has_triton=has_triton)
+        yield update, estimate_memory(_recipe(model, settings), spec)
 
 
 def _recipe(model: str, settings: tuple[str, ...]) -> Any:

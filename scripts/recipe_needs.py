@@ -32,7 +32,7 @@ def main() -> None:
         gpu = gpu or needs_of_shipped_recipes()[name].gpu
         needs, versions = needs_of(name, gpu)
         write({**needs_of_shipped_recipes(), name: needs}, versions)
-        print(f"{name}: {needs} ({needs.spare_share:.1%} of the card left)", flush=True)
+        print(f"{name}: {needs} ({needs.spare_share:.1%} of the GPU left)", flush=True)
         if gpu != CPU:
             print(f"# `lowmem-ft estimate recipe={name} --gpu {needs.gpu}`: process {needs.header_words}.")
 
