@@ -122,7 +122,7 @@ def test_a_recipes_own_momentum_is_used_and_listed(tmp_path):
 @pytest.mark.parametrize("said", ["momentum=0.9,nesterov=true", "dampening=0.1"])
 def test_what_ours_does_not_do_of_an_optimizers_arguments_is_refused(said, tmp_path):
     trainer, _ = stock(tmp_path, "sgd", {"optim_args": said})
-    assert "TrainingArguments.optim_args is for an optimizer that the trainer makes" in sentence_of(
+    assert "TrainingArguments.optim_args is for an optimizer that the trainer creates" in sentence_of(
         trainer, "optimizer.name=sgd"
     )
 

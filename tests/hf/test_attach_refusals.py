@@ -45,7 +45,7 @@ def test_what_was_decided_as_the_model_was_made_is_named_with_both_all_at_once(t
             (*VERTICAL, "training.per_device_train_batch_size=4"),
             "per_device_train_batch_size must be a multiple of 4",
         ),
-        ({"label_smoothing_factor": 0.1}, (), "label_smoothing_factor=0.1 takes the labels away"),
+        ({"label_smoothing_factor": 0.1}, (), "label_smoothing_factor=0.1 removes the labels"),
         ({"torch_compile": True}, (), "TrainingArguments.torch_compile"),
         ({"auto_find_batch_size": True}, (), "auto_find_batch_size.*lowmem-ft plan"),
         ({"bf16_full_eval": True}, (), "bf16_full_eval rounds the weights"),
@@ -107,7 +107,7 @@ def test_a_loss_of_ones_own_is_asked_for_its_logits(tmp_path):
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
 
     trainer, _ = trainer_of(tmp_path, kind=Weighed)
-    assert "Weighed.compute_loss is not Trainer's own" in sentence_of(trainer)
+    assert "Weighed.compute_loss is not the method of Trainer" in sentence_of(trainer)
     hf.attach(trainer, recipe_of("loss.chunk_tokens=null")).remove()
 
 

@@ -216,7 +216,7 @@ def test_what_it_does_not_allow_is_refused_by_name(kind, trained):
         (
             {"activation_checkpointing_kwargs": {"every_n_layers": 2}},
             STATE,
-            "checkpointing.every_n_layers=1 is not",
+            "checkpointing.every_n_layers=1 differs from",
         ),
     ],
 )

@@ -201,7 +201,7 @@ def _changed_model(args: Any, recipe: Recipe) -> Iterator[str]:
             yield f"TrainingArguments.{field} {why}"
     if args.neftune_noise_alpha is not None and (on_host := key_with(recipe, "weights on host")):
         yield (
-            "TrainingArguments.neftune_noise_alpha adds noise behind an embedding on the device, and "
+            "TrainingArguments.neftune_noise_alpha adds noise after an embedding on the device, and "
             f"{on_host.setting_in(recipe)} keeps it on the host. Leave one of the two out."
         )
 
