@@ -135,7 +135,7 @@ def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) ->
         problems = list(_launcher_problems(recipe, args.mixed_precision))
     if problems:
         raise UserError(*problems)
-    keep_overrides(args, overrides)
+    keep_overrides(args, overrides.keys() & _fields(recipe, {}).keys())
     return args
 
 

@@ -28,7 +28,7 @@ technique: the recipe's; an override by name is refused as the arguments are mad
 """
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class SharedSetting:
     """One key of a recipe that arguments have, too.
 
@@ -99,13 +99,13 @@ def plain(value: Any) -> Any:
 
 def keep_overrides(args: Any, names: Iterable[str]) -> None:
     """Record with arguments which fields a user gave by name, over a recipe's, as they were made."""
-    setattr(args, _OVERRIDES, {name: plain(getattr(args, name)) for name in names})
+    setattr(args, _OVERRIDES, {name: plain(getattr(args, name, None)) for name in names})
 
 
 def overridden(args: Any) -> frozenset[str]:
     """Return the fields that were given by name, as far as they have the values that they had then."""
     given = getattr(args, _OVERRIDES, {})
-    return frozenset(name for name, value in given.items() if plain(getattr(args, name)) == value)
+    return frozenset(name for name, value in given.items() if plain(getattr(args, name, None)) == value)
 
 
 def optim_args(args: Any) -> dict[str, str]:
@@ -120,21 +120,26 @@ def names_optimizer(args: Any, name: OptimizerName) -> bool:
 
 
 def _named(
-    key: str, argument: str = "", *, decides: Decides = "trainer", is_read: bool = False
+    key: str,
+    fields: Callable[[Recipe], Fields] | None = None,
+    *,
+    argument: str = "",
+    decides: Decides = "trainer",
+    is_read: bool = False,
 ) -> SharedSetting:
-    """Return the row of a key whose argument has the same values; its name is the key's own if no other is given."""
+    """Return the row of a key whose argument has the same values, and the same name if no other is given."""
     name = argument or key.rpartition(".")[2]
     return SharedSetting(
-        key=key,
-        fields=lambda recipe: {name: recipe_keys()[key].value_in(recipe)},
-        decides=decides,
+        key,
+        fields or (lambda recipe: {name: recipe_keys()[key].value_in(recipe)}),
+        decides,
         value=(lambda trainer: getattr(trainer.args, name)) if is_read else None,
     )
 
 
 def _off(key: str, *arguments: str) -> SharedSetting:
     """Return the row of a technique whose counterparts upstream stay off, as both at once would do the work twice."""
-    return SharedSetting(key=key, fields=lambda recipe: dict.fromkeys(arguments, False), decides="technique")
+    return SharedSetting(key, lambda recipe: dict.fromkeys(arguments, False), "technique")
 
 
 def _batch(recipe: Recipe) -> Fields:
@@ -159,7 +164,7 @@ def _every(moment: str) -> SharedSetting:
             return {f"{moment}_strategy": "no"}
         return {f"{moment}_strategy": "steps", f"{moment}_steps": steps}
 
-    return SharedSetting(key=f"training.{moment}_steps", fields=fields)
+    return SharedSetting(f"training.{moment}_steps", fields)
 
 
 def _resumed(recipe: Recipe) -> Fields:
@@ -173,9 +178,8 @@ def _resumed(recipe: Recipe) -> Fields:
     return {"resume_from_checkpoint": wanted}
 
 
-def _optimizer(recipe: Recipe) -> Fields:
-    optim = HF_OPTIMIZERS.get(recipe.optimizer.name)
-    return {} if optim is None else {"optim": optim}
+def _if_set(name: str, value: Any) -> Fields:
+    return {} if value is None else {name: value}
 
 
 def _adam(key: str) -> SharedSetting:
@@ -191,12 +195,12 @@ def _adam(key: str) -> SharedSetting:
         values: tuple[Any, ...] = tuple(getattr(trainer.args, name) for name in names)
         return values if len(values) > 1 else next(iter(values))
 
-    return SharedSetting(key=key, fields=fields, decides="recipe", value=value)
+    return SharedSetting(key, fields, "recipe", value)
 
 
 def _momentum(recipe: Recipe) -> Fields:
     momentum = recipe.optimizer.hyperparameters().get("momentum")
-    return {} if momentum is None else {"optim_args": f"momentum={momentum}"}
+    return _if_set("optim_args", None if momentum is None else f"momentum={momentum}")
 
 
 def _learnt_tokens(recipe: Recipe) -> Fields:
@@ -206,10 +210,6 @@ def _learnt_tokens(recipe: Recipe) -> Fields:
         "all": {"completion_only_loss": False},
     }
     return by_choice.get(recipe.data.loss_on, {})  # auto: TRL decides by the columns too
-
-
-def _text_column(recipe: Recipe) -> Fields:
-    return {} if recipe.data.text_column is None else {"dataset_text_field": recipe.data.text_column}
 
 
 def _order_of_rows(recipe: Recipe) -> Fields:
@@ -228,33 +228,21 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
     _named("training.seed", is_read=True),
     _named("training.full_determinism", is_read=True),
     SharedSetting(
-        key="training.use_cpu",
-        fields=lambda recipe: {"use_cpu": recipe.training.use_cpu},
+        "training.use_cpu",
+        lambda recipe: {"use_cpu": recipe.training.use_cpu},
         value=lambda trainer: trainer.args.device.type == "cpu",
     ),
     SharedSetting(
-        key="training.mixed_precision",
-        fields=lambda recipe: {name: recipe.training.mixed_precision == name for name in ("bf16", "fp16")},
+        "training.mixed_precision",
+        lambda recipe: {name: recipe.training.mixed_precision == name for name in ("bf16", "fp16")},
         value=lambda trainer: trainer.accelerator.mixed_precision,
     ),
-    SharedSetting(
-        key="training.per_device_train_batch_size",
-        fields=_batch,
-        value=lambda trainer: trainer.args.per_device_train_batch_size,
-    ),
-    SharedSetting(
-        key="training.gradient_accumulation_steps",
-        fields=_batch,
-        value=lambda trainer: trainer.args.gradient_accumulation_steps,
-    ),
-    SharedSetting(key="training.per_device_eval_batch_size", fields=_evaluation_rows),
-    SharedSetting(
-        key="training.output_dir", fields=lambda recipe: {"output_dir": str(run_folder_of(recipe))}
-    ),
-    SharedSetting(key="training.resume_from_checkpoint", fields=_resumed),
-    SharedSetting(
-        key="training.report_to", fields=lambda recipe: {"report_to": list(recipe.training.report_to)}
-    ),
+    _named("training.per_device_train_batch_size", _batch, is_read=True),
+    _named("training.gradient_accumulation_steps", _batch, is_read=True),
+    _named("training.per_device_eval_batch_size", _evaluation_rows),
+    _named("training.output_dir", lambda recipe: {"output_dir": str(run_folder_of(recipe))}),
+    _named("training.resume_from_checkpoint", _resumed),
+    _named("training.report_to", lambda recipe: {"report_to": list(recipe.training.report_to)}),
     _named("training.logging_steps"),
     _every("eval"),
     _named("training.eval_on_start"),
@@ -267,34 +255,35 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
     _named("training.hub_private_repo"),
     _named("data.max_length"),
     _named("data.packing"),
-    _named("data.chat_template", "chat_template_path"),
-    _named("data.num_proc", "dataset_num_proc"),
-    SharedSetting(key="data.text_column", fields=_text_column),
-    SharedSetting(key="data.loss_on", fields=_learnt_tokens),
-    SharedSetting(key="data.group_by_length", fields=_order_of_rows),
-    SharedSetting(key="data.shuffle", fields=_order_of_rows),
+    _named("data.chat_template", argument="chat_template_path"),
+    _named("data.num_proc", argument="dataset_num_proc"),
+    _named("data.text_column", lambda recipe: _if_set("dataset_text_field", recipe.data.text_column)),
+    SharedSetting("data.loss_on", _learnt_tokens),
+    SharedSetting("data.group_by_length", _order_of_rows),
+    SharedSetting("data.shuffle", _order_of_rows),
     _named("model.trust_remote_code"),
     SharedSetting(
-        key="training.max_grad_norm",
-        fields=lambda recipe: {"max_grad_norm": recipe.training.max_grad_norm or 0.0},
-        decides="recipe",
+        "training.max_grad_norm",
+        lambda recipe: {"max_grad_norm": recipe.training.max_grad_norm or 0.0},
+        "recipe",
         value=lambda trainer: trainer.args.max_grad_norm or None,
     ),
     _named("optimizer.weight_decay", decides="recipe", is_read=True),
     *map(_adam, ("optimizer.betas", "optimizer.eps")),
     SharedSetting(
-        key="optimizer.momentum",
-        fields=_momentum,
-        decides="recipe",
+        "optimizer.momentum",
+        _momentum,
+        "recipe",
         value=lambda trainer: float(optim_args(trainer.args).get("momentum", 0)),
     ),
-    SharedSetting(key="optimizer.name", fields=_optimizer, decides="technique"),
+    SharedSetting(
+        "optimizer.name",
+        lambda recipe: _if_set("optim", HF_OPTIMIZERS.get(recipe.optimizer.name)),
+        "technique",
+    ),
     _off("checkpointing.mode", "activation_checkpointing", "gradient_checkpointing"),
     _off("offload.activations", "activation_offloading"),
-    SharedSetting(  # Trainer's own smoothing would take the labels away before the loss is computed
-        key="loss.label_smoothing_factor",
-        fields=lambda recipe: {"label_smoothing_factor": 0.0},
-        decides="technique",
-    ),
+    # Trainer's own smoothing would take the labels away before the loss is computed.
+    _named("loss.label_smoothing_factor", lambda _: {"label_smoothing_factor": 0.0}, decides="technique"),
 )
 """The table."""

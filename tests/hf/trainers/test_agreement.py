@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import operator
+import types
 
 import pytest
 from attached_trainers import problems_of, recipe_of, rows, trainer_of
@@ -12,7 +13,9 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama
 from transformers import Trainer
 
-from lowmem_ft import hf
+from lowmem_ft import hf, load_recipe
+from lowmem_ft.hf.trainers.agreement import agree
+from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 
 CPU = ("training.use_cpu=true", "training.report_to=[]")
 
@@ -87,6 +90,17 @@ def test_arguments_made_from_the_recipe_agree_with_it(tmp_path, caplog):
     recipe = recipe_of(*settings, f"training.output_dir={tmp_path}", *CPU)
     trainer = Trainer(model=tiny_llama(), args=hf.training_arguments(recipe), train_dataset=rows())
     assert attached(trainer, recipe, caplog)[1] == []
+
+
+def test_arguments_made_from_a_shipped_recipe_agree_with_it():
+    names = [name for name in shipped_recipes() if "fsdp" not in name]
+    assert len(names) > 10
+    model = tiny_llama()
+    for name in names:
+        recipe = load_recipe(name, ["training.use_cpu=true"])
+        precision = types.SimpleNamespace(mixed_precision=recipe.training.mixed_precision)
+        trainer = types.SimpleNamespace(args=hf.sft_config(recipe), accelerator=precision, model=model)
+        assert agree(trainer, recipe, "SFTTrainer").differences == [], name
 
 
 OVERRIDDEN = {
