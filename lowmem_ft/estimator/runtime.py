@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -31,8 +31,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.tensors.local_shards import rows_of
-from lowmem_ft.training.distributed.gradient_averaging import copy_from_main_process, ddp_takes, sum_gradients
-from lowmem_ft.training.mixed_precision import MixedPrecision
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
@@ -100,8 +99,8 @@ class VirtualFiles:
         return memory
 
 
-class VirtualRuntime(MixedPrecision):
-    """A :class:`lowmem_ft.training.runtime.Runtime` for traces: one process, possibly of several, and no values.
+class VirtualRuntime(Runtime):
+    """The surroundings of a traced step: one process, possibly of several, and no values.
 
     Args:
         machine: where the model goes.
@@ -119,15 +118,10 @@ class VirtualRuntime(MixedPrecision):
         process_index: int = 0,
         device: torch.device | None = None,
     ) -> None:
-        super().__init__(config.mixed_precision, device or machine.device)
+        super().__init__(config.mixed_precision, device or machine.device, distributed)
         self.machine = machine
         self.num_processes = distributed.num_processes or 1
-        self._process_index = process_index
-        self._is_sharded = distributed.strategy == "fsdp2"
-        self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
-        self._rows: dict[nn.Parameter, torch.Tensor] = {}
-        self._sharded: FullySharded | None = None
-        self._sums_after_backward = False
+        self.process_index = process_index
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
         """Load the config from the catalogue if that has the model, gated ones included, without a network."""
@@ -180,7 +174,7 @@ class VirtualRuntime(MixedPrecision):
 
     def _keep_rows(self, model: PreTrainedModel) -> None:
         for weight in model.parameters():
-            first, end = rows_of(len(weight), self.num_processes, self._process_index)
+            first, end = rows_of(len(weight), self.num_processes, self.process_index)
             shape = (end - first, *weight.shape[1:])
             self._rows[weight] = torch.empty(shape, dtype=weight.dtype, device=self._device_of_rows)
             self.machine.mark(self._rows[weight], "parameter", of=weight)
@@ -217,20 +211,11 @@ class VirtualRuntime(MixedPrecision):
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap the model as Accelerate does, where there are several processes and each holds all of it."""
         self.machine.mark_state(optimizer)
-        if self.num_processes == 1 or self._is_sharded:
-            return model, optimizer
-        if not ddp_takes(model):
-            self._sums_after_backward = True
-            copy_from_main_process(model)
+        if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
         wrapped = TracedDataParallel(model, self.device, self.machine.mark)
         self.machine.attribution.takes_for_outermost(wrapped)
         return wrapped, optimizer
-
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Sum the gradients that DDP does not take, as in a run."""
-        if self._sums_after_backward:
-            sum_gradients(parameters)
 
     @contextlib.contextmanager
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> Iterator[None]:

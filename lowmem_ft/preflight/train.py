@@ -10,7 +10,7 @@ from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.loop import TrainResult
 from lowmem_ft.training.loop import train as train_without_preflight
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 
 
 def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime | None = None) -> TrainResult:

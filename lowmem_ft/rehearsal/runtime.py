@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
@@ -38,6 +36,7 @@ from lowmem_ft.rehearsal.window_shapes import (
     tensors_of,
 )
 from lowmem_ft.training.out_of_memory.budget_cap import Host
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.schedule import create_scheduler
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
@@ -89,8 +88,8 @@ class Saved:
         return self.weight_bytes + self.optimizer_bytes + self.other_bytes
 
 
-class RehearsalRuntime(VirtualRuntime):
-    """A :class:`~lowmem_ft.training.runtime.RunRuntime` without values, in one process.
+class RehearsalRuntime(VirtualRuntime, RunRuntime):
+    """The surroundings of a run without values, in one process.
 
     The loop sees a device called ``cuda``, as in a run; the virtual GPU answers whatever the loop asks of it.
 
@@ -113,10 +112,6 @@ class RehearsalRuntime(VirtualRuntime):
         num_steps: number of rehearsed steps.
         first_step: the number of the step before them.
     """
-
-    process_index = 0
-    num_processes_here = 1
-    is_main = True
 
     def __init__(self, machine: VirtualGPU, recipe: Recipe, on_step: Callable[[int, int], None]) -> None:
         super().__init__(machine, recipe.training, device=torch.device("cuda"))  # Accelerate's name for it
@@ -296,36 +291,6 @@ class RehearsalRuntime(VirtualRuntime):
             return super().host_memory(budget, folder)
         finally:
             self.device = device
-
-    # --- other processes: there are no others -------------------------------------------------------------------------
-
-    def any_process(self, flag: bool) -> bool:
-        """Return the value itself: a rehearsal has one process."""
-        return flag
-
-    def max_over_processes(self, value: int) -> int:
-        """Return the value itself: a rehearsal has one process."""
-        return value
-
-    def failing_together(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing: a rehearsal has one process."""
-        return contextlib.nullcontext()
-
-    def gather(self, value: list[Any]) -> list[Any]:
-        """Return the value itself: a rehearsal has one process."""
-        return value
-
-    def wait_for_everyone(self) -> None:
-        """Return at once: there is no other process."""
-
-    def start_trackers(self, recipe: Recipe) -> None:
-        """Start no trackers: they are not informed of a rehearsal."""
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Log nothing, for the same reason."""
-
-    def end_trackers(self) -> None:
-        """End nothing: no trackers were started."""
 
 
 class _Nowhere(io.TextIOBase):

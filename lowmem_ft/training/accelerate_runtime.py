@@ -6,8 +6,7 @@ import atexit
 import contextlib
 import dataclasses
 import gc
-import socket
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -17,24 +16,15 @@ import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
-from rich.console import Console
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lowmem_ft.budget import Budget
-from lowmem_ft.data import Batch
-from lowmem_ft.foundation.errors import UserError, user_error
-from lowmem_ft.foundation.user_paths import expand_user
-from lowmem_ft.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import (
     MasterWeights,
     ModelConfig,
-    load_master_weights,
-    load_model,
-    load_model_config,
-    weights_in_files,
     weights_in_shards,
 )
 from lowmem_ft.models.files.shard_files import ShardWriter
@@ -43,27 +33,17 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
-from lowmem_ft.training.checkpoints.session_files import load_session, save_session, save_trained
 from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.distributed.gradient_averaging import (
-    average_gradients,
-    copy_from_main_process,
-    ddp_takes,
     sum_bucket,
-    sum_gradients,
 )
 from lowmem_ft.training.distributed.launch import processes_here
-from lowmem_ft.training.distributed.rendezvous import RankInfo, refusals
-from lowmem_ft.training.mixed_precision import MixedPrecision
-from lowmem_ft.training.out_of_memory.budget_cap import Host, ThisHost
-from lowmem_ft.training.random_state import import_random_state
-from lowmem_ft.training.schedule import create_scheduler
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import StepResult
 
 
-class AccelerateRuntime(MixedPrecision):
-    """A :class:`~lowmem_ft.training.runtime.RunRuntime` on a real device, in one process or several.
+class AccelerateRuntime(RunRuntime):
+    """The surroundings of a run on a real device, in one process or several.
 
     Args:
         accelerator: knows the other processes.
@@ -79,21 +59,14 @@ class AccelerateRuntime(MixedPrecision):
         device: torch.device | None = None,
         distributed: DistributedConfig = ONE_PROCESS,
     ) -> None:
-        super().__init__(mixed_precision, device or accelerator.device)
-        self._is_sharded = distributed.strategy == "fsdp2"
-        self._device_of_rows = torch.device("cpu") if distributed.cpu_offload else self.device
-        self._loads_on_host = False
-        self._rows: dict[nn.Parameter, torch.Tensor] = {}
-        self._sharded: FullySharded | None = None
+        super().__init__(mixed_precision, device or accelerator.device, distributed)
+        self._is_gathered_to_save = self._is_sharded
         self.accelerator = accelerator
-        self.num_processes: int = accelerator.num_processes
+        self.num_processes = accelerator.num_processes
         self.num_processes_here = processes_here(self.num_processes)
-        self.process_index: int = accelerator.process_index
-        self.is_main: bool = accelerator.is_main_process
-        self.host: Host = ThisHost()
+        self.process_index = accelerator.process_index
         # The log uses the same console.
-        self.progress_console: Console | None = rich.get_console() if self.is_main else None
-        self._reduce_after_backward: Callable[[Iterable[nn.Parameter]], object] = lambda parameters: None
+        self.progress_console = rich.get_console() if self.is_main else None
 
     @staticmethod
     def create(
@@ -113,79 +86,31 @@ class AccelerateRuntime(MixedPrecision):
             MissingPackageError: if a tracker of ``training.report_to`` is not installed.
             UserError: if Accelerate interprets the launch differently than the recipe says.
         """
-        for tracker in config.report_to:
-            require_tracker(tracker)
-        AcceleratorState._reset_state()  # drops the precision of an earlier Accelerator in this process
         with patch_environment(ACCELERATE_USE_FSDP="false"):
-            accelerator = Accelerator(
-                # The step has its own autocast: Accelerate's copies all outputs to fp32, including logits. Never None,
-                # or `accelerate launch --mixed_precision` would enable it.
-                mixed_precision="no",
-                cpu=config.use_cpu,
-                log_with=list(config.report_to) or None,
-                project_config=ProjectConfiguration(
-                    project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
-                ),
-            )
+            accelerator = make_accelerator(config, output_dir, cpu=config.use_cpu)
         refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
         if accelerator.num_processes > 1:
             leave_processes_at_exit()
         return AccelerateRuntime(accelerator, config.mixed_precision, distributed=distributed)
 
-    def load_config(self, config: ModelConfig) -> PretrainedConfig:
-        """Return the config that comes with the weights."""
-        return load_model_config(config)
-
-    def load_model(
-        self,
-        config: ModelConfig,
-        hf_config: PretrainedConfig,
-        *,
-        attn_implementation: str,
-        seed: int,
-        host: HostMemory | None = None,
-    ) -> PreTrainedModel:
-        """Read the weights directly to their final place; see :func:`lowmem_ft.models.load_model`."""
-        device = self.device
-        with self.failing_together(), contextlib.ExitStack() as loading:
-            loading.enter_context(_weights_for_every_process())
-            if host is not None:
-                device = torch.device("cpu")
-                loading.enter_context(weights_in_files(host))
-            elif self._is_sharded:
-                device = torch.device("cpu")
-                if config.weights != "random":  # random values are drawn in place
-                    shards = weights_in_shards(self.num_processes, self.process_index, self._device_of_rows)
-                    self._rows = loading.enter_context(shards)
-            elif self._loads_on_host:
-                device = torch.device("cpu")
-            return load_model(
-                config,
-                hf_config,
-                attn_implementation=attn_implementation,
-                device=device,
-                seed=seed,
-                mixed_precision=self.mixed_precision,
-            )
+    @contextlib.contextmanager
+    def _reading_weights(self, config: ModelConfig, host: HostMemory | None) -> Iterator[torch.device]:
+        """Yield the device; of a sharded model, weights are read on the host, of which each process keeps its rows."""
+        with _weights_for_every_process():
+            if host is not None or not self._is_gathered_to_save:
+                with super()._reading_weights(config, host) as device:
+                    yield device
+            elif self._is_sharded and config.weights != "random":  # random values are drawn in place
+                place = self.num_processes, self.process_index, self._device_of_rows
+                with weights_in_shards(*place) as self._rows:
+                    yield torch.device("cpu")
+            else:
+                yield torch.device("cpu")
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
         """Call :func:`lowmem_ft.models.load_master_weights` in all processes; they fail together."""
-        with self.failing_together(), _weights_for_every_process():
-            return load_master_weights(config, hf_config)
-
-    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
-        """Return memory limited by the machine, its container, ``budget.host`` and the disk of ``folder``."""
-        return HostMemory(
-            self.device,
-            budget_bytes=budget.host_bytes(self.num_processes_here),
-            files=None if folder is None else MappedFiles(expand_user(folder)),
-        )
-
-    def schedule(
-        self, optimizer: torch.optim.Optimizer, config: TrainingConfig, num_training_steps: int
-    ) -> torch.optim.lr_scheduler.LRScheduler:
-        """Create the schedule of transformers."""
-        return create_scheduler(optimizer, config, num_training_steps)
+        with _weights_for_every_process():
+            return super().master_weights(config, hf_config)
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
@@ -216,24 +141,6 @@ class AccelerateRuntime(MixedPrecision):
         vars(model).pop("_is_accelerate_prepared", None)
         return prepared, optimizer
 
-    def goes_without_ddp(self, model: nn.Module, *, takes_mean: bool) -> bool:
-        """Check whether DDP refuses this model's gradients; if so, reduce them after backward from now on.
-
-        Args:
-            model: the model, a copy in each process.
-            takes_mean: whether each loss will be multiplied by the number of processes; else the losses are parts of
-                one.
-        """
-        if self.num_processes == 1 or ddp_takes(model):
-            return False
-        self._reduce_after_backward = average_gradients if takes_mean else sum_gradients
-        copy_from_main_process(model)
-        return True
-
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Reduce the gradients that DDP refuses: float32 sums of 16-bit gradients."""
-        self._reduce_after_backward(parameters)
-
     def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
         """Return DDP's ``no_sync``, or use FSDP2's equivalent, except for the last micro-batch of a window."""
         if self._sharded is not None:
@@ -247,24 +154,12 @@ class AccelerateRuntime(MixedPrecision):
             return value
         return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
 
-    def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
-        """Copy values from the device: the one point of a step where the host waits for it."""
-        return tuple(torch.stack([value.float() for value in values]).tolist())
-
-    def take_step(self, window: Sequence[Batch], step: Callable[[Sequence[Batch]], StepResult]) -> StepResult:
-        """Take one step per window."""
-        return step(window)
-
-    def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
-        """Return all batches."""
-        return batches
-
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it."""
-        if self._is_sharded:
+        if self._is_gathered_to_save:
             save_gathered(session, tokenizer, folder, is_main=self.is_main)
-        elif self.is_main:
-            save_trained(session, tokenizer, folder)
+        else:
+            super().save_trained(session, tokenizer, folder)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
@@ -273,19 +168,7 @@ class AccelerateRuntime(MixedPrecision):
         if self._is_sharded:
             writer = ShardWriter(folder, identity, self.process_index, self.num_processes)
             return save_shards(session, tokenizer, folder, writer, is_main=self.is_main)
-        return save_session(session, tokenizer, folder) if self.is_main else {}
-
-    def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
-        """Call :func:`lowmem_ft.training.checkpoints.session_files.load_session`."""
-        load_session(session, folder, optimizer_scalars)
-
-    def load_random_state(self, state: dict[str, Any]) -> None:
-        """Restore all generators; see ``random_state.py``."""
-        import_random_state(state, self.device)
-
-    def any_process(self, flag: bool) -> bool:
-        """Return whether the flag is set in any process."""
-        return self.max_over_processes(int(flag)) > 0
+        return super().save_session(session, tokenizer, folder, identity)
 
     def max_over_processes(self, value: int) -> int:
         """Return the largest of the processes' values."""
@@ -293,23 +176,6 @@ class AccelerateRuntime(MixedPrecision):
             return value
         values: Any = self.accelerator.gather(torch.tensor([value], device=self.device))
         return int(values.max())
-
-    @contextlib.contextmanager
-    def failing_together(self) -> Iterator[None]:
-        """Raise one process's user error in all processes, so that none waits for a lost one.
-
-        Raises:
-            UserError: this process's own error, or that of another.
-        """
-        own: UserError | None = None
-        try:
-            yield
-        except UserError as error:
-            own = error
-        if self.any_process(own is not None):
-            problems = () if own is None else own.problems
-            said = list(refusals(self.gather([RankInfo(socket.gethostname(), problems)])))
-            raise user_error(UserError if own is None else type(own), tuple(said)) from own
 
     def gather(self, value: list[Any]) -> list[Any]:
         """Return the concatenated lists of all processes."""
@@ -338,6 +204,27 @@ class AccelerateRuntime(MixedPrecision):
     def wait_for_everyone(self) -> None:
         """Wait until all processes have called this: a barrier."""
         self.accelerator.wait_for_everyone()
+
+
+def make_accelerator(config: TrainingConfig, output_dir: Path, **arguments: Any) -> Accelerator:
+    """Return an Accelerator of this launch with the trackers of ``training.report_to``.
+
+    Raises:
+        MissingPackageError: if one of them is not installed.
+    """
+    for tracker in config.report_to:
+        require_tracker(tracker)
+    AcceleratorState._reset_state()  # drops the precision of an earlier Accelerator in this process
+    return Accelerator(
+        # The step has its own autocast: Accelerate's copies all outputs to fp32, including logits. Never None, or
+        # `accelerate launch --mixed_precision` would enable it.
+        mixed_precision="no",
+        log_with=list(config.report_to) or None,
+        project_config=ProjectConfiguration(
+            project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
+        ),
+        **arguments,
+    )
 
 
 def _weights_for_every_process() -> AbstractContextManager[None]:

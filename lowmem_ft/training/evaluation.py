@@ -13,7 +13,7 @@ import torch
 from lowmem_ft.data import Batch, LabelledRows, half_of, pieces
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 
@@ -132,7 +132,7 @@ def evaluate(
 
     def until_interrupted() -> Iterable[Batch]:
         for batch in batches:
-            if runtime.any_process(interrupted()):
+            if runtime.max_over_processes(interrupted()):
                 return
             yield batch
 
@@ -142,7 +142,7 @@ def evaluate(
         loss_sum, num_label_tokens = (in_pieces or EvaluationInPieces()).loss(session, until_interrupted())
     finally:
         session.model.train()
-    if runtime.any_process(interrupted()):
+    if runtime.max_over_processes(interrupted()):
         return None
     count = int(runtime.sum_over_processes(num_label_tokens))
     return EvaluationResult(float(runtime.sum_over_processes(loss_sum)) / max(count, 1), count)

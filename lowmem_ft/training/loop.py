@@ -50,7 +50,7 @@ from lowmem_ft.training.run.run_metrics import RunMetrics
 from lowmem_ft.training.run.start import log_start, num_training_steps, progress_at, read_data, stream_from
 from lowmem_ft.training.run.time_left import TimeLeft
 from lowmem_ft.training.run.unplanned import refuse_unplanned
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.upstream.tested import warn_if_untested
 

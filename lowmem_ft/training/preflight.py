@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 
 logger = logging.getLogger(__name__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -12,7 +13,9 @@ from transformers import PreTrainedModel
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.runtime import Runtime
+
+if TYPE_CHECKING:
+    from lowmem_ft.training.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,108 +2,26 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import load_master_weights, load_model, load_model_config
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
-from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training import train
-from lowmem_ft.training.checkpoints.session_files import save_trained
 from lowmem_ft.training.distributed import process_group
 from lowmem_ft.training.out_of_memory import diagnosis
-from lowmem_ft.training.out_of_memory.budget_cap import ThisHost
-from lowmem_ft.training.random_state import import_random_state
-from lowmem_ft.training.schedule import create_scheduler
+from lowmem_ft.training.run_runtime import RunRuntime
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
 
 
-class PlainRuntime:
-    """One process on a CPU in plain torch, which keeps the optimizer's state in a file of its own."""
-
-    device = torch.device("cpu")
-    num_processes, num_processes_here, process_index, is_main = 1, 1, 0, True
-    host, progress_console = ThisHost(), None
+class PlainRuntime(RunRuntime):
+    """One process on a CPU, which keeps the optimizer's state in a file of its own, and the records of a tracker."""
 
     def __init__(self):
+        super().__init__("no", torch.device("cpu"))
         self.logged = []
-
-    def load_config(self, config):
-        return load_model_config(config)
-
-    def load_model(self, config, hf_config, *, attn_implementation, seed, host=None):
-        return load_model(
-            config,
-            hf_config,
-            attn_implementation=attn_implementation,
-            device=self.device,
-            seed=seed,
-            mixed_precision="no",
-        )
-
-    def master_weights(self, config, hf_config):
-        return load_master_weights(config, hf_config)
-
-    def host_memory(self, budget, folder):
-        return HostMemory(self.device)
-
-    def schedule(self, optimizer, config, num_training_steps):
-        return create_scheduler(optimizer, config, num_training_steps)
-
-    def shard(self, model, config):
-        return None
-
-    def prepare(self, model, optimizer):
-        return model, optimizer
-
-    def reduce_gradients(self, parameters):
-        pass
-
-    def autocast(self):
-        return contextlib.nullcontext()
-
-    def micro_batch(self, model, *, is_last):
-        return contextlib.nullcontext()
-
-    def backward(self, loss):
-        loss.backward()
-
-    def clip_grad_norm(self, optimizer, max_norm):
-        return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
-
-    def unscale(self, values):
-        pass
-
-    def sum_over_processes(self, value):
-        return value
-
-    def fetch(self, *values):
-        return tuple(float(value) for value in values)
-
-    def loss_scale_may_overflow(self):
-        return False
-
-    def update_weights(self, optimizer, *, finite):
-        if finite:
-            optimizer.step()
-
-    def update_loss_scale(self):
-        pass
-
-    def take_step(self, window, step):
-        return step(window)
-
-    def to_evaluate(self, batches):
-        return batches
-
-    def save_trained(self, session, tokenizer, folder):
-        save_trained(session, tokenizer, folder)
 
     def save_session(self, session, tokenizer, folder, identity):
         self.save_trained(session, tokenizer, folder)
@@ -117,38 +35,8 @@ class PlainRuntime:
         named_parameters = session.unwrapped_model.named_parameters()
         import_optimizer_state(session.optimizer, named_parameters, state)
 
-    def load_random_state(self, state):
-        import_random_state(state, self.device)
-
-    def loss_scale_state(self):
-        return None
-
-    def load_loss_scale_state(self, state):
-        pass
-
-    def any_process(self, flag):
-        return flag
-
-    def max_over_processes(self, value):
-        return value
-
-    def failing_together(self):
-        return contextlib.nullcontext()
-
-    def gather(self, value):
-        return value
-
-    def wait_for_everyone(self):
-        pass
-
-    def start_trackers(self, recipe):
-        pass
-
     def log(self, record):
         self.logged.append(record)
-
-    def end_trackers(self):
-        pass
 
 
 def test_a_run_on_another_runtime_is_the_same_run_and_goes_on_from_its_own_files(

@@ -10,26 +10,26 @@ import numpy as np
 
 from lowmem_ft.data import PreparedData
 from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences
-from lowmem_ft.training.runtime import RunRuntime
 
 _ROWS = 64
 """Number of rows that are compared token by token."""
 
 
-def refuse_other_data(data: PreparedData, runtime: RunRuntime) -> None:
+def refuse_other_data(data: PreparedData, processes: Processes) -> None:
     """Compare counts over all processes, and the tokens of some rows; a stream is not compared.
 
     Args:
         data: this process's data.
-        runtime: gathers from the other processes.
+        processes: those of the run.
 
     Raises:
         DataError: in all processes, if one has different data from the first.
     """
-    if runtime.num_processes == 1:
+    if processes.num_processes == 1:
         return
-    arrivals = runtime.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
+    arrivals = processes.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
     way_out = "Let data.path and its files be the same on every machine."
     if problems := list(differences(arrivals, way_out)):
         raise DataError(*problems)

@@ -12,42 +12,40 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DeepSpeedPlugin, ProjectConfiguration, patch_environment
+from accelerate.state import PartialState
+from accelerate.utils import DeepSpeedPlugin, patch_environment
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.gradients.norm import norm_in_float32
 from lowmem_ft.training.accelerate_runtime import (
     AccelerateRuntime,
     leave_processes_at_exit,
+    make_accelerator,
     refuse_another_launch,
 )
 from lowmem_ft.training.checkpoints.session_files import (
-    save_trained,
     saved_state,
     weights_saved_in,
     write_state,
 )
-from lowmem_ft.training.checkpoints.sharded_files import save_gathered
 from lowmem_ft.training.distributed.deepspeed_state import EngineState
 from lowmem_ft.training.session import Session
 
 
 class DeepSpeedRuntime(AccelerateRuntime):
-    """A :class:`~lowmem_ft.training.runtime.RunRuntime` in several processes of DeepSpeed.
+    """The surroundings of a run in several processes of DeepSpeed.
 
     Args:
         accelerator: an accelerator with a DeepSpeed plugin.
@@ -56,7 +54,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
 
     def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
         super().__init__(accelerator, "no", distributed=distributed)
-        self._shares_weights = self._loads_on_host = distributed.strategy == "zero3"
+        self._is_gathered_to_save = distributed.strategy == "zero3"
         self._offloads = bool(distributed.cpu_offload)
         self._engine: Any = None
         self._state: Any = None
@@ -75,14 +73,11 @@ class DeepSpeedRuntime(AccelerateRuntime):
             UserError: if Accelerate interprets the launch differently than the recipe says.
         """
         require_package(f"distributed.strategy={distributed.strategy}", "deepspeed", "deepspeed")
-        for tracker in config.report_to:
-            require_tracker(tracker)
         logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
         # DeepSpeed 0.19's own calls raise this warning, each time; torch 2.13 still has the names.
         warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
         if config.use_cpu:
             os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
-        AcceleratorState._reset_state()  # drops the precision of an earlier Accelerator in this process
         if config.use_cpu:
             PartialState(cpu=True)  # joins the processes; the Accelerator below reuses this state
         with patch_environment(
@@ -93,16 +88,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
             # Else Accelerate compares its own value with the engine's, and warns.
             ACCELERATE_GRADIENT_ACCUMULATION_STEPS=config.gradient_accumulation_steps,
         ):
-            accelerator = Accelerator(
-                mixed_precision="no",
-                deepspeed_plugin=DeepSpeedPlugin(
-                    hf_ds_config=_configuration(config, distributed), zero3_init_flag=False
-                ),
-                log_with=list(config.report_to) or None,
-                project_config=ProjectConfiguration(
-                    project_dir=str(output_dir), logging_dir=str(output_dir / "logs")
-                ),
-            )
+            plugin = DeepSpeedPlugin(hf_ds_config=_configuration(config, distributed), zero3_init_flag=False)
+            accelerator = make_accelerator(config, output_dir, deepspeed_plugin=plugin)
         # Else transformers would shard weights while reading them, before the techniques have seen them.
         unset_hf_deepspeed_config()
         refuse_another_launch(accelerator, distributed, ("DEEPSPEED",))
@@ -115,7 +102,7 @@ class DeepSpeedRuntime(AccelerateRuntime):
         """Pass model and optimizer to the engine."""
         self._state = EngineState(model, optimizer)
         self._engine, prepared = self.accelerator.prepare(model, optimizer)
-        if self._shares_weights:
+        if self._is_gathered_to_save:
             _gather_head_with_model(cast(PreTrainedModel, model))
         self._state.of(self._engine.optimizer)
         self._first_micro_step = self._engine.optimizer.micro_step_id
@@ -163,16 +150,6 @@ class DeepSpeedRuntime(AccelerateRuntime):
         self._engine.optimizer.micro_step_id = (
             self._first_micro_step
         )  # else the next gradients would be added to the old ones
-
-    def reduce_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Skip the reduction, which the engine has done."""
-
-    def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-        """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it one at a time."""
-        if self._shares_weights:
-            save_gathered(session, tokenizer, folder, is_main=self.is_main)
-        elif self.is_main:
-            save_trained(session, tokenizer, folder)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str

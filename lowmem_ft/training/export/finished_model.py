@@ -16,7 +16,7 @@ from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.export.hub_upload import upload_model
 from lowmem_ft.training.export.model_card import model_card
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)

@@ -20,7 +20,7 @@ from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.run.replaced_run import allocator_file
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 
 _NUM_TENSORS = 4

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_pro
 from lowmem_ft.training.distributed.data_agreement import refuse_other_data
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
-from lowmem_ft.training.runtime import RunRuntime
+from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
