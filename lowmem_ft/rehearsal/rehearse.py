@@ -183,7 +183,7 @@ def _run(
                 run.num_steps = run.progress.step + steps
             run.train()
         except Interrupted as stop:
-            raise KeyboardInterrupt("while rehearsing: nothing is written.") from stop
+            raise KeyboardInterrupt("while rehearsing: nothing was written.") from stop
         finally:
             lift_cap(recipe.budget)
     assert found is not None, "races are reported at the end of the block"

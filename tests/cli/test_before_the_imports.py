@@ -118,15 +118,15 @@ for command in {COMMANDS!r}:
         (["budget.host=10MiB"], "budget.host=10MiB is less than the process holds"),
         (
             ["budget=2GiB"],
-            "budget.device=2GiB is less than the process and the weights take, 108 MiB and 8.96 GiB",
+            "budget.device=2GiB is less than the process and the weights take, at least 108 MiB and 8.96 GiB",
         ),
         (
             ["budget=2GiB", "model.dtype=bfloat16"],
-            "less than the process and the weights take, 108 MiB and 4.48 GiB",
+            "less than the process and the weights take, at least 108 MiB and 4.48 GiB",
         ),
         (
             ["budget=2GiB", "adapter.name=lora", "model.quantization=nf4"],
-            "the weights take, 108 MiB and 2.83 GiB",
+            "the weights take, at least 108 MiB and 2.83 GiB",
         ),
     ],
 )

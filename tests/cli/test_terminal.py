@@ -87,7 +87,7 @@ def test_columns_that_find_no_room_are_named_and_the_others_are_whole(shown):
     lines = shown("gpus")
     assert lines[0].split()[-2:] == ["$/h", "from"]
     assert [line.split()[0] for line in lines[1 : len(load_gpus()) + 1]] == [*load_gpus()]
-    assert "no room: at, offers." in lines[len(load_gpus()) + 2]
+    assert "columns: at, offers." in lines[len(load_gpus()) + 2]
 
 
 def test_runs_that_find_no_room_beside_each_other_stand_below(shown, runs):

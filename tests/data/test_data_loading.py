@@ -128,7 +128,7 @@ def test_answers_that_many_examples_lose_are_a_warning_with_the_length_that_hold
     all_examples(data.train)
     (warning,) = [message for message in warnings_of(caplog) if "cuts the answers" in message]
     assert "data.max_length=32 cuts the answers of 13 of 20 (65.0%)" in warning
-    assert "data.max_length=80 holds 95% of the examples whole (longest: 200)" in warning
+    assert "data.max_length=80 keeps 95% of the examples whole (longest: 200)" in warning
     caplog.clear()
     all_examples(load(path, max_length=80, streaming=streaming, packing=packing).train)
     assert warnings_of(caplog) == []  # one of 20 is no more than 5 %
@@ -255,7 +255,7 @@ def test_held_out_data_may_lie_elsewhere_and_keeps_its_order(write_jsonl, load):
     data = load(write_jsonl(qa_rows()), eval_path=held_out, **QA)
     assert [data.evaluation.read(i)[0].sample_id for i in data.evaluation.order(0, 0)] == [0, 1, 2, 3]
     assert data.evaluation_summary.num_examples == 4
-    with pytest.raises(DataError, match=r"data\.eval_path names no file"):
+    with pytest.raises(DataError, match=r"data\.eval_path names a file that does not exist"):
         load(held_out, eval_path=held_out + ".jsonl", **QA)
     with pytest.raises(DataError, match=r"data\.eval_split=test is not in"):
         load(held_out, eval_split="test", **QA)

@@ -153,7 +153,7 @@ def test_a_config_with_missing_fields_is_refused(tmp_path, missing):
         ("hidden_act", "no_such_function", "cannot build a llama model: KeyError 'no_such_function'"),
         ("num_hidden_layers", "two", "num_hidden_layers"),
         ("num_attention_heads", 3, "num_attention_heads|number of attention heads"),
-        ("vocab_size", -1, "vocab_size|does not make"),
+        ("vocab_size", -1, "vocab_size|cannot build"),
     ],
 )
 def test_a_config_that_makes_no_model_is_refused(tmp_path, field, value, said):

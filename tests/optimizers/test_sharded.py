@@ -223,6 +223,6 @@ def test_what_cannot_be_updated_by_shards_says_why(forks):
     [done] = forks.run_several(1, REFUSALS)
     assert done.returncode == 0, done.stderr
     adafactor, made_before, columns = done.stdout.splitlines()
-    assert re.search(r"Adafactor measures whole parameters, got one of shape \(4, 4\).*Take AdamW", adafactor)
+    assert re.search(r"Adafactor measures whole parameters, got one of shape \(4, 4\).*Use AdamW", adafactor)
     assert "Create it after fully_shard" in made_before
     assert "got (Shard(dim=1),)" in columns

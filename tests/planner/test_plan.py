@@ -203,7 +203,7 @@ def test_of_all_that_is_logged_a_search_lets_pass_that_a_trace_is_long(make_reci
 
     at_once(logs)
     plan(make_recipe(KEEP), budget(20), "l4")
-    assert "Tracing some/rwkv (rwkv) is taking long" in caplog.text
+    assert "Tracing some/rwkv (rwkv) takes long" in caplog.text
     assert "nobody has chosen" not in caplog.text
 
 

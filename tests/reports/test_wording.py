@@ -86,11 +86,11 @@ def test_a_tight_verdict_says_so_why_and_what_to_do(estimate):
 def test_what_others_hold_stands_in_the_verdict(estimate):
     gpu = dataclasses.replace(estimate.gpu, held_by_others_bytes=512 * MIB)
     budget = BudgetVerdict(device_bytes=1536 * MIB, host_bytes=None)
-    assert " to spare beside 512 MiB that others hold, and needs" in verdict(
+    assert " to spare in addition to 512 MiB that others hold, and needs" in verdict(
         dataclasses.replace(estimate, gpu=gpu, budget=budget)
     )
     refused = verdict(dataclasses.replace(estimate, gpu=gpu, budget=budget, fits=False))
-    assert refused.endswith(" beside 512 MiB that others hold")
+    assert refused.endswith(" in addition to 512 MiB that others hold")
 
 
 def test_where_the_upper_end_alone_is_too_much_that_is_said(estimate):

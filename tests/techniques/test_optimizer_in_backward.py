@@ -346,7 +346,7 @@ def test_an_optimizer_is_all_that_has_to_be_kept():
     assert not any(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     del optimizer
     gc.collect()
-    with pytest.raises(UserError, match=r"needs its optimizer as long as backward is called.*was gone"):
+    with pytest.raises(UserError, match=r"needs its optimizer as long as backward is called.*was deleted"):
         backward(model, seed=1)
 
 

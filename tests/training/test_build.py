@@ -18,7 +18,7 @@ ALL_FLOAT32 = "Weights and products are float32"
         (
             "l4",
             ["checkpointing.mode=none"],
-            f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full): leaner",
+            f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full): with less memory",
         ),
         (
             "l4",

@@ -126,7 +126,7 @@ def test_a_step_that_is_not_finite_is_skipped_as_ever_where_gradients_wait(run, 
 
 def test_half_a_step_ends_the_run_and_names_the_checkpoint_to_go_back_to(run, monkeypatch, tmp_path):
     overflow_at(monkeypatch, 5)
-    with pytest.raises(UserError, match=r"Step 5 was not finite.*go on from \S*checkpoint-4.*max_grad_norm"):
+    with pytest.raises(UserError, match=r"Step 5 was not finite.*resume from \S*checkpoint-4.*max_grad_norm"):
         run("run", *BOTH, "training.max_grad_norm=null")
     assert not (tmp_path / "run" / "model").exists()
 

@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 if it fits; 3 if it does not, or may not.
     """
-    with if_stopped("while rehearsing: nothing is kept."):
+    with if_stopped("while rehearsing: nothing was kept."):
         return _rehearse(list(sys.argv[1:] if argv is None else argv))
 
 

@@ -14,7 +14,7 @@ from lowmem_ft.foundation.errors import RecipeError, UserError
 
 ALL_GPUS = "all"
 CPU = "cpu"
-FOR_THE_PROCESSOR = "This estimate is for the machine's processor. See GPUs with --gpu NAME or --gpu all."
+FOR_THE_PROCESSOR = "This is an estimate for the processor. See GPUs with --gpu NAME or --gpu all."
 STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
 
 _USAGE = (

@@ -244,7 +244,7 @@ def _odd_element(file: str, values: list[Any]) -> str | None:
     for number, value in enumerate(values, start=1):
         if not isinstance(value, kind):
             return (
-                f"{file}: element {number} of the list is no {'text' if kind is str else 'JSON object'}, unlike the "
+                f"{file}: element {number} of the list is not {'text' if kind is str else 'a JSON object'}, unlike the "
                 f"others: {_shortened(json.dumps(value))} Fix or remove it."
             )
     return None

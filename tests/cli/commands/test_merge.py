@@ -103,7 +103,7 @@ def test_a_base_that_has_moved_can_be_named(folders, capsys):
     tmp_path, base, adapter, _ = folders
     base.rename(tmp_path / "moved")
     assert main(["merge", str(adapter), str(tmp_path / "out")]) == 2
-    assert f"{base} is no folder" in capsys.readouterr().err
+    assert f"{base} is not a folder" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
 

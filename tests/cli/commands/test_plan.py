@@ -277,5 +277,5 @@ def test_data_that_cannot_be_read_costs_the_hours_and_not_the_plan(tmp_path, cap
         main(["plan", "recipe=tiny", KEEP, f"data={tmp_path}/none.jsonl", "budget=10GiB", "--gpu", "l4"]) == 0
     )
     printed = " ".join(capsys.readouterr().out.split())
-    assert "The length of the run is unknown: data.path names no file" in printed
+    assert "The length of the run is unknown: data.path names a file that does not exist" in printed
     assert "Device: " not in printed

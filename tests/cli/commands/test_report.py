@@ -89,8 +89,8 @@ def test_a_run_that_took_no_step_has_a_report(run, capsys):
 @pytest.mark.parametrize(
     "line,words",
     [
-        ('{"a": 1}', "line 1, is not a record of a run"),
-        ("[1]", "line 1, is not a record of a run"),
+        ('{"a": 1}', "line 1, is not from a run of lowmem_ft"),
+        ("[1]", "line 1, is not from a run of lowmem_ft"),
         ('{"step": 1, "loss": 2}', "line 1, is not a record of a run"),
         ("nothing", "line 1 is not a JSON object"),
         ("\udcff\udcfe", "line 1 is not a JSON object"),
@@ -114,7 +114,7 @@ def test_all_that_are_no_runs_are_named(tmp_path, capsys):
     assert main(["report", str(tmp_path), "nowhere"]) == 2
     errors = capsys.readouterr().err
     assert "has no recipe.yaml and no metrics.jsonl" in errors
-    assert "nowhere, which is no folder" in errors
+    assert "nowhere, which is not a folder" in errors
 
 
 def test_what_was_measured_is_set_beside_the_estimate_of_its_own_settings(run, capsys):

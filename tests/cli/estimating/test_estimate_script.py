@@ -60,7 +60,7 @@ def test_an_error_where_there_is_no_gpu_says_for_what_it_was_estimated(line, tmp
     monkeypatch.setattr("lowmem_ft.cli.estimating.estimate_script.may_have_gpu", lambda: False)
     (tmp_path / "cuda.py").write_text(f"import torch\nx = {line}\n")
     assert main(["estimate", "--script", str(tmp_path / "cuda.py")]) == 2
-    assert "This estimate is for the machine's processor. See GPUs with --gpu NAME" in capsys.readouterr().err
+    assert "This is an estimate for the processor. See GPUs with --gpu NAME" in capsys.readouterr().err
 
 
 def test_json_is_alone_on_stdout_and_what_does_not_fit_is_told_by_the_exit_code(loop, capsys, tmp_path):

@@ -75,7 +75,7 @@ def test_a_glob_without_a_match_is_an_error(tmp_path):
 def test_a_glob_over_different_kinds_is_an_error(tmp_path, write_jsonl):
     write_jsonl([{"text": "a"}])
     (tmp_path / "notes.txt").write_text("a\n")
-    with pytest.raises(DataError, match=r"files of one kind.*1 \.jsonl, 1 \.txt"):
+    with pytest.raises(DataError, match=r"files of one type.*1 \.jsonl, 1 \.txt"):
         read(tmp_path / "*.*")
 
 

@@ -147,7 +147,7 @@ REFUSED = {
     "OpenAI's weight": (
         [{"messages": chat(weight=0)}],
         {},
-        r"Message 2 has weight: 0, which says.*Remove the turn and those after it",
+        r"Message 2 has weight: 0, which excludes it.*Remove the turn and those after it",
     ),
     "a turn before": (
         [{"messages": chat(weight=0) + chat(weight=1)}],

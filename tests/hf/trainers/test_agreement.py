@@ -126,11 +126,11 @@ def test_an_override_by_name_is_trained_with_and_listed_without_a_warning(key, t
     assert line.strip().startswith(f"{key}: the trainer's ")
 
 
-@pytest.mark.parametrize("change", ["changed", "made anew"])
+@pytest.mark.parametrize("change", ["changed", "made again"])
 def test_only_a_value_that_was_given_by_name_is_an_override(change, tmp_path, caplog):
     recipe = recipe_of("optimizer.weight_decay=0.1", *CPU)
     args = hf.training_arguments(recipe, output_dir=str(tmp_path), weight_decay=0.2)
-    if change == "made anew":
+    if change == "made again":
         args = dataclasses.replace(args, max_steps=1)
     trainer = Trainer(model=tiny_llama(), args=args, train_dataset=rows())
     if change == "changed":

@@ -101,7 +101,7 @@ def test_a_base_is_named_without_the_environment_too(write, base):
 def test_a_base_is_held_to_the_same_rule_unless_the_file_sets_the_key(write):
     write(MODEL + "training: {run_name: '${oc.env:TOKEN}'}\n", "base.yaml")
     (problem,) = problems_of(write("base: base.yaml\n"))
-    assert "base.yaml: training.run_name: ${oc.env:TOKEN} asks" in problem
+    assert "base.yaml: training.run_name: ${oc.env:TOKEN} calls" in problem
     assert load_recipe(write("base: base.yaml\ntraining: {run_name: b}\n")).training.run_name == "b"
 
 

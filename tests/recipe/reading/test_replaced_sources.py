@@ -79,7 +79,9 @@ def test_what_was_left_out_is_said(base, caplog):
     with caplog.at_level(logging.INFO):
         load_recipe(base, ["data=mine.jsonl"])
     (message,) = caplog.messages
-    assert message.startswith("data.path=mine.jsonl replaces some/chats, for which data.name=main, ")
+    assert message.startswith(
+        "data.path=mine.jsonl replaces some/chats, and the settings for that, data.name=main, "
+    )
     assert "training.eval_steps=500" in message
 
 
