@@ -50,10 +50,17 @@ class FullySharded(Technique):
                 gets two.
         """
         for module in _fsdp_modules(self.model):
-            group = module._get_fsdp_state()._fsdp_param_group
+            group: Any = module._get_fsdp_state()._fsdp_param_group
             if group is None:
                 continue
-            if several_in_backward or module is self.model:
+            several = several_in_backward or module is self.model
+            if not hasattr(group, "_orig_dtype"):  # since torch 2.15
+                for sharded in group.fsdp_params:
+                    sharded.sharded_grad_dtype = torch.float32
+                if several:
+                    group._fsdp_params_with_wider_grad_dtype = []  # or their first gradient would keep its type
+                continue
+            if several:
                 module.unshard()
                 for parameter in cast(nn.Module, module).parameters():
                     if parameter.requires_grad and not is_sharded(parameter):

@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
+from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 NUM_PROCESSES = 4
 ROWS = 4096
@@ -55,11 +56,8 @@ OPERATORS = {
     "view": (lambda one: one.view(-1), 0, 0),
     "to_local": (lambda one: one.to_local(), 0, 0),
     "dropout": (lambda one: nn.functional.dropout(one, 0.5, training=True), None, None),
-    "normal_": (
-        lambda one: one.normal_(),
-        0,
-        16,
-    ),  # the state of random numbers, which DTensor puts on the device
+    # Before torch 2.15 DTensor puts the state of random numbers on the device.
+    "normal_": (lambda one: one.normal_(), 0, 0 if TORCH_VERSION >= (2, 15) else 16),
     "full_tensor": (lambda one: one.full_tensor(), WHOLE_BYTES, WHOLE_BYTES),
     "redistribute": (lambda one: one.redistribute(placements=[Replicate()]), WHOLE_BYTES, WHOLE_BYTES),
     "sum": (lambda one: one.sum().full_tensor(), 4, 8),

@@ -193,6 +193,13 @@ TORCH = (
         "what keeps them, for one device and for good: a virtual one's is not left behind",
         "NoneType",
     ),
+    *each("module", "torch._prims", "rng_prims", "see the row below"),
+    *each(
+        "called",
+        "torch._prims.rng_prims",
+        "run_dtensor_rng_op",
+        "an operator on a part of a DTensor, recorded",
+    ),
     called("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "self", "what FSDP2 knows of a module"),
     called(
         "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()",
@@ -211,6 +218,14 @@ TORCH = (
         "_orig_dtype",
         "the type that summed gradients are rounded to",
         "dtype",
+        before=(2, 15),
+    ),
+    *data(
+        "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()._fsdp_param_group",
+        "_fsdp_params_with_wider_grad_dtype",
+        "the parameters whose first gradient keeps its own type",
+        "list",
+        since=(2, 15),
     ),
     replaced(
         "torch.utils.data._utils.worker",

@@ -23,6 +23,8 @@ class UpstreamName:
             ``replaced``, all that it has. None if the function does not reveal them, as most of those written in C++,
             or if ours passes on whatever it receives.
         type_name: for ``data``, its type's name; empty: any.
+        since: the first version of the library that has it, of those that the package accepts; None: all have it.
+        before: the first version without it; None: it is still there.
     """
 
     owner: str
@@ -31,6 +33,8 @@ class UpstreamName:
     kind: Kind
     parameters: tuple[str, ...] | None = None
     type_name: str = ""
+    since: tuple[int, int] | None = None
+    before: tuple[int, int] | None = None
 
     @property
     def path(self) -> str:
@@ -57,10 +61,17 @@ def replaced(owner: str, name: str, parameters: str | None, purpose: str) -> Ups
     )
 
 
-def data(owner: str, names: str, purpose: str, type_name: str = "") -> Iterator[UpstreamName]:
-    """Yield rows of attributes, with their type's name."""
+def data(
+    owner: str,
+    names: str,
+    purpose: str,
+    type_name: str = "",
+    since: tuple[int, int] | None = None,
+    before: tuple[int, int] | None = None,
+) -> Iterator[UpstreamName]:
+    """Yield rows of attributes, with their type's name; ``since`` and ``before`` where not all versions have them."""
     for name in names.split():
-        yield UpstreamName(owner, name, purpose, "data", type_name=type_name)
+        yield UpstreamName(owner, name, purpose, "data", None, type_name, since, before)
 
 
 def each(

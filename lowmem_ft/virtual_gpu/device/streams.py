@@ -66,6 +66,7 @@ class VirtualStream:
         device_index(device)
         self.id = next(self._ids) if stream_id is None else stream_id
         self.device = torch.device(DEVICE_TYPE, 0)
+        self.stream_id, self.device_index, self.device_type = self.id, 0, 1  # a number of torch's: CUDA
 
     def wait_event(self, event: VirtualEvent) -> None:
         """Let further work on this stream wait for the event."""
@@ -91,6 +92,10 @@ class VirtualStream:
         """Return True: a program that polls often enough sees all work done."""
         orderings_for("Stream.query").stream_is_idle(self.id)
         return True
+
+    def is_capturing(self) -> bool:
+        """Return False: a virtual GPU captures no graphs."""
+        return False
 
     @property
     def cuda_stream(self) -> int:

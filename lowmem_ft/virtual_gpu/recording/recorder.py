@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims.rng_prims import run_dtensor_rng_op
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -499,6 +500,15 @@ class Recorder(TorchDispatchMode):
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.on_peak(self.live_bytes)
+
+
+@run_dtensor_rng_op.py_impl(Recorder)
+def _run_on_a_part(
+    recorder: Recorder, start: int, end: int, operator: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Run an operator that draws random numbers on this rank's part of a ``DTensor``, as torch 2.15 does."""
+    with recorder:
+        return operator(*args, **kwargs)
 
 
 def _dispatches_itself(kind: type) -> bool:

@@ -120,7 +120,7 @@ def test_losses_gradients_and_weights_are_bitwise_those_of_a_resident_model(fami
     plain = tiny_model(family, tie_word_embeddings=tied)
     model = copy.deepcopy(plain)
     streaming = streamed(model)
-    for step in range(3):
+    for step in range(2):
         ids = ids_of(seed=step)
         stock, gradients = plain_step(plain, ids)
         loss = loss_of(model, ids)

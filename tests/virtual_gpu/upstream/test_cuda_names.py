@@ -348,6 +348,8 @@ def test_streams_by_any_name(gpu):
     with stream:
         assert torch.cuda.current_stream() == stream
         assert torch.accelerator.current_stream() == stream
+        assert not stream.is_capturing()
+    assert (stream.stream_id != 0, stream.device_index, stream.device_type) == (True, 0, 1)
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     with torch.cuda.StreamContext(stream):
         torch.Event(device="cuda").record()
