@@ -105,10 +105,10 @@ COMPACT = ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=
 @pytest.mark.parametrize(
     "num_processes, strategy, optimizer",
     [
-        (2, "fsdp2", ()),
+        pytest.param(2, "fsdp2", (), marks=pytest.mark.slow),
         (3, "fsdp2", ()),
         (3, "fsdp2", COMPACT),
-        (2, "ddp", ()),
+        pytest.param(2, "ddp", (), marks=pytest.mark.slow),
         (3, "ddp", ("optimizer.name=adafactor",)),
     ],
 )
@@ -290,7 +290,8 @@ def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
 
 
 def test_the_host_of_a_machine_is_shared_by_its_processes():
-    recipe, card = on_gpus(load_recipe("8b-fsdp2", ["distributed.num_machines=2"]), "8xrtx-4090")
+    settings = ("training.use_cpu=false", "distributed.num_machines=2")
+    recipe, card = on_gpus(load_recipe("tiny", settings), "8xrtx-4090")
     estimate = estimate_memory(recipe, card, budget=Budget(host="64GiB"))
     assert estimate.budget.host_bytes == 64 * GIB / 4
     together = estimate.machine_host_bytes

@@ -33,7 +33,9 @@ STREAMED = (
     "settings",
     [
         pytest.param((), id="two micro-batches"),
-        pytest.param(("training.gradient_accumulation_steps=1",), id="one micro-batch"),
+        pytest.param(
+            ("training.gradient_accumulation_steps=1",), id="one micro-batch", marks=pytest.mark.slow
+        ),
         pytest.param(("data.packing=true", "accumulation.order=vertical"), id="packed, vertical"),
         pytest.param(STREAMED, id="streamed"),
     ],
@@ -127,11 +129,10 @@ def seconds_of(shapes):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("training.gradient_accumulation_steps=4",),
         ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"),
         ("optimizer.in_backward=true", "training.gradient_accumulation_steps=1"),
     ],
-    ids=["horizontal", "vertical", "in backward"],
+    ids=["vertical", "in backward"],
 )
 def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(recipe, chats, settings):
     found = rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090")

@@ -12,6 +12,7 @@ import pkgutil
 import pytest
 import torch
 import torch._subclasses.fake_tensor
+import torch.nn.attention.varlen  # noqa: F401 - registers its operators
 from torch import nn
 
 from lowmem_ft.upstream.manifest import NAMES, UpstreamName
