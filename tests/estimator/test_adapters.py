@@ -83,14 +83,9 @@ def test_only_adapters_have_gradients_and_state(make_recipe):
     assert any("linear layers in nf4, adapters of rank 16" in choice for choice in estimate.choices)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param((), marks=pytest.mark.slow),
-        ("model.quantization=nf4",),
-        pytest.param(("adapter.use_dora=true",), marks=pytest.mark.slow),
-    ],
-    ids=" ".join,
+    "settings", [(), ("model.quantization=nf4",), ("adapter.use_dora=true",)], ids=" ".join
 )
 def test_a_few_layers_stand_for_all(make_recipe, settings):
     """Else the estimate of a deep model takes minutes."""

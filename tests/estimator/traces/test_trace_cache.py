@@ -139,7 +139,7 @@ VARIANTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 SAME_PROGRAM = ["rows", "length", "streamed"]
 """Those of which one short trace must be enough."""
-QUICK = ["rows", "streamed"]
+QUICK = ["streamed"]
 
 
 @pytest.mark.parametrize(
