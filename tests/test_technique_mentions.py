@@ -37,7 +37,7 @@ TECHNIQUES = {
     "streaming": Known(
         home="techniques/streaming/",
         keys=("offload.parameters", "offload.resident_layers"),
-        words="parameter_?streaming|stream(ed|s|ing)?_?(weights?|layers?|head|float32)|resident_layers",
+        words="parameter[_ ]?streaming|stream(ed|s|ing)?[_ ](float32 )?(weights?|layers?|head)|resident_layers",
     ),
     "optimizer offload": Known(
         home="techniques/optimizer_offload.py",

@@ -13,6 +13,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.gpu_counts import room_bytes
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.estimator.traces.repeated_layers import layer_counts
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
@@ -20,6 +21,7 @@ from lowmem_ft.models import load_model_config, max_positions
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     Method,
     methods_with,
@@ -138,16 +140,18 @@ class _Size:
 
     def least_bytes(self, recipe: Recipe) -> float:
         """Return the bytes of weights on the device and what goes with them; a trace is made only where these fit."""
-        offload, optimizer = recipe.offload, recipe.optimizer
+        optimizer, on_host = recipe.optimizer, key_with(recipe, "weights on host")
         itemsize = 4 if recipe.model.dtype == "float32" else 2
         if recipe.adapter.name != "none" or recipe.distributed.num_processes not in (None, 1):
             return 0.0
-        if offload.parameters == "stream":
-            return itemsize * self.layer_parameters * offload.resident_layers / max(1, self.num_layers)
+        if on_host:
+            group = on_host.path.partition(".")[0]
+            staying = sum(num for path, num in layer_counts(recipe, "last") if path.startswith(f"{group}."))
+            return itemsize * self.layer_parameters * staying / max(1, self.num_layers)
         each = float(itemsize)
         if not optimizer.in_backward and recipe.training.gradient_accumulation_steps > 1:
             each += itemsize
-        if offload.optimizer == "device" and optimizer.row.takes_formats:
+        if not key_with(recipe, "state on host") and optimizer.row.takes_formats:
             beside = master_format(
                 optimizer.master, torch.float32 if itemsize == 4 else torch.bfloat16
             ).tensors.values()
@@ -160,7 +164,7 @@ class _Route:
     """A recipe and settings of it, for GPUs with or without bfloat16."""
 
     settings: tuple[str, ...]
-    float32: Literal["", "resident", "streamed"] = ""
+    float32: Literal["", "on the device", "on the host"] = ""
 
 
 def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
@@ -171,14 +175,14 @@ def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
     if method.resident_without_bfloat16 is None:
         return [_Route(last)]
     return [
-        _Route((f"recipe={method.resident_without_bfloat16}",), float32="resident"),
-        _Route(last, float32="streamed"),
+        _Route((f"recipe={method.resident_without_bfloat16}",), float32="on the device"),
+        _Route(last, float32="on the host"),
     ]
 
 
-NOT_STREAMED_IN_FLOAT32 = (
-    "without bfloat16 it has to stream float32 weights, at a fraction of the speed. Name the GPU, such as --gpu t4, "
-    "to see its estimate."
+NOT_TRIED_IN_FLOAT32 = (
+    "without bfloat16 its float32 weights wait on the host, at a fraction of the speed. Name the GPU, such as --gpu "
+    "t4, to see its estimate."
 )
 
 
@@ -200,8 +204,8 @@ class _Asked:
             waiting = [gpu for gpu in gpus if _rank(found.get(gpu.name)) > 0]
             if not waiting:
                 break
-            if route.float32 == "streamed" and not is_thorough:
-                refused = (NOT_STREAMED_IN_FLOAT32,)
+            if route.float32 == "on the host" and not is_thorough:
+                refused = (NOT_TRIED_IN_FLOAT32,)
                 tried: Iterator[MethodEstimate] = (
                     MethodEstimate(method=method, gpu=gpu, command=route.settings, problems=refused)
                     for gpu in waiting
@@ -249,18 +253,18 @@ class _Asked:
         return MethodEstimate(method=method, gpu=gpu, command=command, problems=problems)
 
     def _command(self, route: _Route) -> tuple[str, ...]:
-        """Return settings for the model: rows of a length that it takes, and the recipe's share of resident layers."""
+        """Return settings for the model: rows of a length that it takes, and the recipe's share of last layers."""
         name, *settings = route.settings
         typed, limit = values_of(self.own), self.size.max_positions
         of_route = untyped(settings, self.own)
         shipped = recipe_of((name,))
-        length, resident = shipped.data.max_length, shipped.offload.resident_layers
+        length = shipped.data.max_length
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")
-        if resident and "offload.resident_layers" not in typed:
-            share = resident / _num_layers(shipped)
-            if (own := int(share * self.size.num_layers)) != resident:
-                of_route.append(f"offload.resident_layers={own}")
+        for path, value in layer_counts(shipped, "last"):
+            own = int(value / _num_layers(shipped) * self.size.num_layers)
+            if own != value and path not in typed:
+                of_route.append(f"{path}={own}")
         return (name, *self.own, *of_route)
 
     def _traced(self, method: Method, command: tuple[str, ...]) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import CannotRun, estimate_memory, estimate_methods
 from lowmem_ft.estimator.estimate import SharedTraces
-from lowmem_ft.estimator.method_estimates import NOT_STREAMED_IN_FLOAT32
+from lowmem_ft.estimator.method_estimates import NOT_TRIED_IN_FLOAT32
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import MIB
@@ -159,7 +159,7 @@ def test_where_they_do_not_fit_they_are_streamed_for_a_gpu_that_is_asked_for_by_
     assert recipe.offload.parameters == "stream"
     assert full.estimate is not None
     full, large = estimate_methods(folder, [small, find_gpu("v100-32gb")], settings=FULL, is_thorough=False)
-    assert full.problems == (NOT_STREAMED_IN_FLOAT32,)
+    assert full.problems == (NOT_TRIED_IN_FLOAT32,)
     assert large.fits
 
 

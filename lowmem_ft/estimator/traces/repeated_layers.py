@@ -101,9 +101,9 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     name = next(name for name, module in model.named_modules() if module is stack)
     lead, period = _repetition([_signature(layer) for layer in stack])
     (counts_last, num_last), *others = sorted(
-        _layer_counts(recipe, "last"), key=lambda count: count[1], reverse=True
+        layer_counts(recipe, "last"), key=lambda count: count[1], reverse=True
     ) or [("", 0)]
-    counts = [value for _, value in (*_layer_counts(recipe, "period"), *others)]
+    counts = [value for _, value in (*layer_counts(recipe, "period"), *others)]
     period = math.lcm(period, *counts)
     if key_with(recipe, "layers fetched ahead"):
         lead += period
@@ -182,7 +182,7 @@ def _is_setting(key: str, value: Any) -> bool:
     return not is_number and isinstance(value, (bool, int, float, str, torch.dtype))
 
 
-def _layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:
+def layer_counts(recipe: Recipe, which: CountedLayers) -> list[tuple[str, int]]:
     """Return the recipe's settings in numbers of layers, by key, where they are not at their defaults."""
     return [
         (path, key.value_in(recipe))
