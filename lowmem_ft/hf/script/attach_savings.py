@@ -13,9 +13,9 @@ from lowmem_ft.estimator.script import ScriptEstimate
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.script.loss_probe import LossProbe
+from lowmem_ft.hf.script.script_model import weights_type
 from lowmem_ft.hf.script.script_optimizer import optimizer_config
 from lowmem_ft.hf.script.untranslated import Reading
-from lowmem_ft.hf.trainers.agreement import weights_type
 from lowmem_ft.hf.trainers.attaching import attach, is_attached, settled_with
 from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe

@@ -71,7 +71,13 @@ def quantization_of(model: nn.Module) -> Literal["none", "int8", "nf4"]:
     return "nf4" if getattr(model, "is_loaded_in_4bit", False) else "none"
 
 
-def numbers_by_type(model: nn.Module) -> Counter[torch.dtype]:
+def weights_type(model: nn.Module) -> str:
+    """Return the type of most of the weights, such as ``bfloat16``, without adapters and quantised weights."""
+    ((dtype, _),) = _numbers_by_type(model).most_common(1)
+    return str(dtype).removeprefix("torch.")
+
+
+def _numbers_by_type(model: nn.Module) -> Counter[torch.dtype]:
     """Count the elements of weights of each floating type, without adapters and quantised weights."""
     numbers: Counter[torch.dtype] = Counter()
     for name, parameter in model.named_parameters():
@@ -154,20 +160,16 @@ def _source_of(config: PretrainedConfig, reading: Reading) -> tuple[str, Any]:
                 f"The model's config is no longer that of {name}: the recipe has a copy of the current architecture, "
                 "for estimates and plans; it cannot load the weights."
             )
-    folder = _folder_of_configs() / f"{len(list(_folder_of_configs().iterdir()))}-{config.model_type}"
+    configs = Path(_folder_of_configs().name)
+    folder = configs / f"{len(list(configs.iterdir()))}-{config.model_type}"
     PretrainedConfig.save_pretrained(config, folder)
     return str(folder), "random"
 
 
 @functools.cache
-def _folder_of_configs() -> Path:
-    """Return a folder that is deleted with the process; its object is kept, or the folder would be deleted at once."""
-    folder = tempfile.TemporaryDirectory(prefix="lowmem_ft-")
-    _KEPT.append(folder)
-    return Path(folder.name)
-
-
-_KEPT: list[tempfile.TemporaryDirectory[str]] = []
+def _folder_of_configs() -> tempfile.TemporaryDirectory[str]:
+    """Return the folder that is deleted with the process."""
+    return tempfile.TemporaryDirectory(prefix="lowmem_ft-")
 
 
 def _architecture(config: PretrainedConfig) -> dict[str, Any]:
@@ -215,7 +217,7 @@ def _quantization(model: Any, reading: Reading) -> Any:
 
 def _weights_type(model: nn.Module, reading: Reading) -> Any:
     """Return the type of most weights, without adapters and quantised ones; warn of the bytes that other types add."""
-    numbers = numbers_by_type(model)
+    numbers = _numbers_by_type(model)
     if not numbers:
         return "float32"
     ((dtype, _),) = numbers.most_common(1)

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.hf.script.script_model import numbers_by_type, quantization_of
+from lowmem_ft.hf.script.script_model import quantization_of, weights_type
 from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
 from lowmem_ft.hf.trainers.shared_settings import (
     HYPERPARAMETERS,
@@ -29,7 +29,7 @@ from lowmem_ft.hf.trainers.shared_settings import (
 from lowmem_ft.hf.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
-from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
+from lowmem_ft.recipe.reading.keys import as_typed, key_with, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.modules.base_model import base_model
@@ -167,16 +167,16 @@ _NOT_ATTACHED = ("data.", "training.", "plan.", "distributed.", "budget.retry")
 def _take_settings(agreement: Agreement, trainer: Any) -> None:
     """Take the trainer's values or the recipe's, as the table says, and note what no argument carries."""
     recipe, args = agreement.recipe, trainer.args
-    is_vertical = recipe.accumulation.order == "vertical"
+    window = key_with(recipe, "whole window at once")
     carried = {"training.max_skipped_steps"}
     for row in SHARED_SETTINGS:
         fields = {name: value for name, value in row.fields(recipe).items() if hasattr(args, name)}
         if fields:
             carried.add(row.key)
-        if row.decides == "technique" or (is_vertical and row.key == _ROWS):
+        if row.decides == "technique" or (window and row.key == _ROWS):
             continue
-        if is_vertical and row.key == _STEPS:
-            _take_micro_batches(agreement, row, args)
+        if window and row.key == _STEPS:
+            _take_micro_batches(agreement, row, args, window.setting_in(recipe))
         elif row.key in HYPERPARAMETERS:
             _take_hyperparameter(agreement, row, trainer)
         elif row.value is not None:
@@ -216,14 +216,12 @@ def _take_hyperparameter(agreement: Agreement, row: SharedSetting, trainer: Any)
         )
 
 
-def _take_micro_batches(agreement: Agreement, row: SharedSetting, args: Any) -> None:
-    """Cut the trainer's batch, which in vertical order has all rows of a step, into micro-batches of the recipe's."""
+def _take_micro_batches(agreement: Agreement, row: SharedSetting, args: Any, setting: str) -> None:
+    """Cut the trainer's batch, which has all rows of a step, into micro-batches of the recipe's, for that setting."""
     rows, steps = args.per_device_train_batch_size, args.gradient_accumulation_steps
     own = agreement.recipe.training
     size, wanted = own.per_device_train_batch_size, own.gradient_accumulation_steps
-    as_one_batch = (
-        "accumulation.order=vertical takes all micro-batches of a step as one batch: TrainingArguments."
-    )
+    as_one_batch = f"{setting} takes all micro-batches of a step as one batch: TrainingArguments."
     if steps != 1:
         agreement.problems.append(
             f"{as_one_batch}gradient_accumulation_steps must be 1, got {steps}. Set it to 1 and "
@@ -281,9 +279,3 @@ def _adapted_modules(causal_lm: torch.nn.Module, wanted: tuple[str, ...]) -> tup
     adapted = {name.removesuffix(".base_layer") for name in names if name.endswith(".base_layer")}
     asked = {name for name in names if f".{name}".endswith(tuple(f".{one}" for one in wanted))}
     return wanted if asked == adapted else tuple(sorted({name.rpartition(".")[2] for name in adapted}))
-
-
-def weights_type(causal_lm: torch.nn.Module) -> str:
-    """Return the type of most of the base's weights, such as ``bfloat16``; an adapter's own weights do not count."""
-    ((dtype, _),) = numbers_by_type(causal_lm).most_common(1)
-    return str(dtype).removeprefix("torch.")

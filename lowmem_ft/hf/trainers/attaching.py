@@ -123,7 +123,12 @@ def attach(
         recipe = plan_for(trainer, budget or Budget()).recipe
         flags.undo_first(*flags_off(trainer.args))
     try:
-        return _attach_recipe(trainer, recipe, kind, flags)
+        agreement = settled_with(trainer, recipe, kind)
+        if plan is None:
+            _log_differences(agreement)
+        else:
+            agreement.differences.clear()  # the plan's recipe was read from the trainer
+        return _attach(trainer, agreement, kind, flags)
     except BaseException:
         flags.remove()
         raise
@@ -143,7 +148,7 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
         kind: the kind of the trainer.
 
     Returns:
-        The recipe with the trainer's values, and the keys that both set.
+        The recipe with the trainer's values, and the differences.
 
     Raises:
         UserError: for all problems with it.
@@ -158,8 +163,7 @@ def settled_with(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     return agreement
 
 
-def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> Attached:
-    agreement = settled_with(trainer, recipe, kind)
+def _log_differences(agreement: Agreement) -> None:
     if agreement.differences:
         overridden_by_name = all(one.is_override for one in agreement.differences)
         logger.log(
@@ -169,7 +173,6 @@ def _attach_recipe(trainer: Any, recipe: Recipe, kind: Kind, flags: Handle) -> A
         )
     if agreement.unread:
         logger.info("Neither the trainer nor hf.attach acts on: %s.", ", ".join(agreement.unread))
-    return _attach(trainer, agreement, kind, flags)
 
 
 def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> Attached:

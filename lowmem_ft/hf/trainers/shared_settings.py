@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.rules.output_folder import run_folder_of
 
 Fields = Mapping[str, Any]
@@ -143,10 +143,10 @@ def _off(key: str, *arguments: str) -> SharedSetting:
 
 
 def _batch(recipe: Recipe) -> Fields:
-    """Return the batch; in vertical order it holds all rows of a step, which ``attach`` cuts into micro-batches."""
+    """Return the batch: all rows of a step for a technique that takes these at once, cut by ``attach``."""
     training = recipe.training
     rows, steps = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    if recipe.accumulation.order == "vertical":
+    if key_with(recipe, "whole window at once"):
         rows, steps = rows * steps, 1
     return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": steps}
 

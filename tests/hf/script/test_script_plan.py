@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -52,9 +53,13 @@ def test_a_budget_that_cannot_be_had_is_refused(tmp_path):
         plan_for(trainer_of(tmp_path), "16MiB")
 
 
-def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_path):
+def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_path, caplog):
     trainer = trainer_of(tmp_path, activation_checkpointing=True)
-    attached = hf.attach(trainer, plan="auto", budget="4GiB")
+    with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
+        attached = hf.attach(trainer, plan="auto", budget="4GiB")
+    assert attached.differences == ()
+    assert "differ" not in caplog.text
+    assert "acts on" not in caplog.text
     assert (
         attached.recipe.checkpointing.mode == "full"
     )  # it fits as it is; a CPU has no clock to tell better by
