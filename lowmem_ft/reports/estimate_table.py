@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
-from rich.segment import Segment
-from rich.style import Style
-from rich.table import Table
+from rich.table import Table as Grid
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Price
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
-from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.wrapping import filled, shell_lines
+from lowmem_ft.reports.text.document import INDENT, Command, Document, Pairs
 from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
@@ -43,7 +40,7 @@ WORTH_A_WORD = 0.005
 
 def estimate_table(
     estimate: MemoryEstimate, price: Price | None = None, further: Sequence[tuple[str, str]] = ()
-) -> RenderableType:
+) -> Document:
     """Return one estimate, for a rich console of any width, with colour or without.
 
     Args:
@@ -52,49 +49,51 @@ def estimate_table(
         further: labels and texts of more lines, which come below the place of the peak.
 
     Returns:
-        Something that ``rich.print`` prints.
+        A document, which ``rich.print`` prints.
     """
-    return Group(headline(estimate), "", _memory_bars(estimate), "", _facts(estimate, price, further))
+    peak, *others = _facts(estimate, price)
+    return Document(headline(estimate), _memory_bars(estimate), labelled(peak, *further, *others))
 
 
-def changes_table(changes: Changes, gpu_name: str) -> RenderableType:
+def changes_table(changes: Changes, gpu_name: str) -> Document:
     """Return the changes that would make the run fit, one a line, with new peak and price in time or fidelity.
 
     Args:
         changes: the changes found; if nothing fits, the table says what is missing.
         gpu_name: the GPU it would fit on.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     if not changes.fitting and not changes.complete:
-        return Text(f"The search was stopped before it found a change that makes it fit on {gpu_name}.")
+        return Document(f"The search was stopped before it found a change that makes it fit on {gpu_name}.")
     if not changes.fitting:
-        return what_is_missing(changes.all_together, gpu_name)
-    table = _grid()
-    for change in changes.fitting:
-        setting = Text(shlex.join(change.overrides), "bold")
-        peak = f"peak {format_bytes(change.estimate.process_peak_bytes)}"
-        table.add_row(Text(peak, no_wrap=True), Group(setting, Prose(change.why)))
-    title = Text(f"Cheapest changes that make it fit on {gpu_name}:", "bold")
-    ended = () if changes.complete else (Text("The search was stopped; there may be more."),)
-    return Group(title, _indented(table), *ended)
+        return Document(what_is_missing(changes.all_together, gpu_name))
+    rows = [
+        (
+            f"peak {format_bytes(change.estimate.process_peak_bytes)}",
+            Text.assemble((shlex.join(change.overrides), "bold"), f"\n{change.why}"),
+        )
+        for change in changes.fitting
+    ]
+    return Document(
+        Pairs(rows),
+        None if changes.complete else "The search was stopped; there may be more.",
+        title=f"Cheapest changes that make it fit on {gpu_name}:",
+        gap=0,
+    )
 
 
-def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> RenderableType:
-    """Return a shipped recipe that fits where the user's does not.
+def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> Document:
+    """Return a shipped recipe that fits where the user's does not, as the command that trains it.
 
     Args:
         shipped: the recipe.
         gpu_name: the GPU it fits on.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     peak = format_bytes(shipped.estimate.process_peak_bytes)
     trains = f", and trains {shipped.trains}" if shipped.trains else ""
-    title = f"A shipped recipe fits on {gpu_name}, with its own rows and steps, peak {peak}{trains}:"
-    return _Command(title, ["lowmem-ft", "train", *shipped.settings])
+    return Document(
+        Command("lowmem-ft", "train", *shipped.settings),
+        title=f"A shipped recipe fits on {gpu_name}, with its own rows and steps, peak {peak}{trains}:",
+    )
 
 
 def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:
@@ -144,17 +143,17 @@ def headline(estimate: MemoryEstimate) -> Text:
     )
 
 
-def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
+def _memory_bars(estimate: MemoryEstimate) -> Document:
     """Return a bar for each use of memory; the whole width is all that may be used, or all that is needed."""
     (memory, others), process = _whole(estimate), estimate.process_peak_bytes
     whole, width = memory or process, max(memory, process + others, 1)
-    table = Table(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
-    table.add_column(no_wrap=True)
-    table.add_column(ratio=1)
+    bars = Grid(box=None, padding=(0, 1, 0, 0), show_header=False, expand=True)
+    bars.add_column(no_wrap=True)
+    bars.add_column(ratio=1)
     for _ in ("bytes", "share"):
-        table.add_column(justify="right", no_wrap=True)
+        bars.add_column(justify="right", no_wrap=True)
     for words, size, colour in _uses(estimate):
-        table.add_row(words, _Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
+        bars.add_row(words, _Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
     peaks = (
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}, "
         f"reserved {format_bytes(estimate.reserved_peak_bytes)}, "
@@ -165,7 +164,7 @@ def _memory_bars(estimate: MemoryEstimate) -> RenderableType:
         title += f", of {format_bytes(memory)}"
     if budget_below_device(estimate) is not None:
         title += " that the budget allows"
-    return Group(Text(title, "bold"), _indented(Group(table, Text(peaks))))
+    return Document(Padding(bars, (0, 0, 0, INDENT)), Pairs([("", peaks)], indent=0), title=title, gap=0)
 
 
 def _whole(estimate: MemoryEstimate) -> tuple[int, int]:
@@ -200,21 +199,12 @@ def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
         yield ("free", free, "dim") if free >= 0 else ("missing", -free, "red")
 
 
-def _facts(estimate: MemoryEstimate, price: Price | None, further: Sequence[tuple[str, str]]) -> Table:
-    """Return a line for each label and text, wrapped next to the label."""
-    peak, *others = _fact_lines(estimate, price)
-    return labelled((peak, *further, *others))
-
-
-def labelled(lines: Iterable[tuple[str, str]]) -> Table:
+def labelled(*lines: tuple[str, str]) -> Pairs:
     """Return labels, with texts wrapped next to them; a line with an empty label continues the one above."""
-    table = _grid()
-    for label, text in lines:
-        table.add_row(Text(label, "bold"), Prose(text))
-    return table
+    return Pairs(lines, style="bold", indent=0)
 
 
-def _fact_lines(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
+def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
     module = module_words(estimate.peak_module)
     yield "peak", f"in {PHASE_WORDS[estimate.peak_phase]}, {module}"
     by_phase = estimate.by_phase
@@ -298,41 +288,16 @@ def _host_parts(estimate: MemoryEstimate) -> str:
     )
 
 
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
-
-
-def _indented(renderable: RenderableType) -> Padding:
-    return Padding(renderable, (0, 0, 0, 2))
-
-
-class _Command:
-    """A command under its title."""
-
-    def __init__(self, title: str, command: Sequence[str]) -> None:
-        self._title, self._command = title, command
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(filled(self._title, options.max_width)), "bold")
-        yield Text("\n".join(shell_lines(self._command, options.max_width)), overflow="ignore", no_wrap=True)
-
-
 class _Bar:
     """A share of the available width, in eighths of a character; in whole ``#`` where blocks cannot be written."""
 
     def __init__(self, share: float, colour: str) -> None:
         self._share = min(1.0, share)
-        self._style = Style.parse(colour)
+        self._colour = colour
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = options.max_width
+        full, eighths = divmod(round(self._share * options.max_width * 8), 8)
+        text = "█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()
         if options.ascii_only:
-            text = "#" * round(self._share * width)
-        else:
-            full, eighths = divmod(round(self._share * width * 8), 8)
-            text = "█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()
-        yield Segment(text.ljust(width), self._style)
-        yield Segment.line()
+            text = "#" * round(self._share * options.max_width)
+        yield Text(text, self._colour)

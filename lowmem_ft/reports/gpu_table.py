@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Gpu
@@ -12,8 +11,7 @@ from lowmem_ft.estimator.gpu_counts import SeveralGpus
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
-from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import ResponsiveTable
+from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
 LEGEND = (
@@ -27,16 +25,13 @@ VERDICT = ("verdict", len("12.3 GiB tight"))
 
 def gpu_table(
     estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu], cannot_run: Mapping[str, str]
-) -> RenderableType:
+) -> Document:
     """Return a line for each GPU, the cheapest tokens first; then those it does not fit on, and those without a price.
 
     Args:
         estimates: at least one estimate, all of the same recipe.
         gpus: the catalogue, by name.
         cannot_run: the error, by the name of each GPU whose hardware cannot run the recipe; the table shows its rule.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     table = _table(by_cost(estimates, gpus), gpus)
     model = estimates[0].model
@@ -46,41 +41,37 @@ def gpu_table(
     title = f" fits on {num_fitting} of {len(estimates) + len(cannot_run)} GPUs"
     title += f", on {num_tight} of them tightly" if num_tight else ""
     title += f", and may not fit on {num_open} more" if num_open else ""
-    return Group(
-        Text.assemble((short_name(model.name), "bold"), title, f"\n{model.parameters:,} parameters"),
-        *_in_common(estimates),
-        "",
+    return Document(
+        Document(
+            Text.assemble((short_name(model.name), "bold"), title, f"\n{model.parameters:,} parameters"),
+            *_in_common(estimates),
+            gap=0,
+        ),
         table,
         *_refusals(cannot_run),
-        Prose(f"\n{LEGEND}"),
+        LEGEND,
     )
 
 
-def several_table(several: SeveralGpus, gpus: Mapping[str, Gpu]) -> RenderableType:
+def several_table(several: SeveralGpus, gpus: Mapping[str, Gpu]) -> Document:
     """Return a line for each GPU type that holds its share of a recipe as one of several: the fewest, cheapest first.
 
     Args:
         several: the numbers tried.
         gpus: the catalogue, by name.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     if several.problems:
-        return Prose(f"Several GPUs cannot share it: {several.problems[0]}")
+        return Document(f"Several GPUs cannot share it: {several.problems[0]}")
     *fewer, most = map(str, several.tried)
     numbers = f"{', '.join(fewer)} or {most}" if fewer else most
     if not several.estimates:
-        return Prose(f"The others do not hold it, even {numbers} of one type that share it by fsdp2.")
-    return Group(
-        Prose(f"The fewest of {numbers} GPUs of each other type that hold it, sharded by fsdp2:"),
-        "",
+        return Document(f"The others do not hold it, even {numbers} of one type that share it by fsdp2.")
+    return Document(
+        f"The fewest of {numbers} GPUs of each other type that hold it, sharded by fsdp2:",
         _table(by_cost(several.estimates, gpus), gpus),
-        Prose(
-            "\nGiB of each GPU; $/hour and tok/s of all. N GPUs take N times the rows a step: divide "
-            "training.gradient_accumulation_steps by N to keep the same step. `--gpu 8xNAME` shows such an estimate "
-            "in full."
-        ),
+        "GiB of each GPU; $/hour and tok/s of all. N GPUs take N times the rows a step: divide "
+        "training.gradient_accumulation_steps by N to keep the same step. `--gpu 8xNAME` shows such an estimate "
+        "in full.",
     )
 
 
@@ -103,13 +94,13 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
-def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> ResponsiveTable:
+def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> Table:
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
     rows = [
         [*_row(estimate, gpu), cost] for estimate, gpu, cost in zip(estimates, of_gpus, costs, strict=True)
     ]
-    return ResponsiveTable(
+    return Table(
         ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
         rows,
         left=("GPU", "verdict"),
@@ -153,18 +144,16 @@ def verdict_cell(estimate: MemoryEstimate) -> Text:
     return Text(words, verdict_colour(estimate))
 
 
-def _refusals(cannot_run: Mapping[str, str]) -> list[Prose]:
+def _refusals(cannot_run: Mapping[str, str]) -> list[str]:
     """Return a line for each rule that excludes GPUs; an error names the rule before what it got."""
     gpus_by_rule: dict[str, list[str]] = {}
     for gpu, reason in cannot_run.items():
         gpus_by_rule.setdefault(reason.split(", got ")[0].rstrip("."), []).append(gpu)
-    return [Prose(f"\nCannot run it: {', '.join(gpus)}. {rule}.") for rule, gpus in gpus_by_rule.items()]
+    return [f"Cannot run it: {', '.join(gpus)}. {rule}." for rule, gpus in gpus_by_rule.items()]
 
 
-def _in_common(estimates: Sequence[MemoryEstimate]) -> list[Prose]:
+def _in_common(estimates: Sequence[MemoryEstimate]) -> list[str]:
     """Return what was chosen for all GPUs alike."""
     return [
-        Prose(choice)
-        for choice in estimates[0].choices
-        if all(choice in estimate.choices for estimate in estimates)
+        choice for choice in estimates[0].choices if all(choice in estimate.choices for estimate in estimates)
     ]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import string
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_spec import Gpu
@@ -16,24 +14,19 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
-from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import ResponsiveTable
-from lowmem_ft.reports.text.wrapping import shell_lines
+from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
 from lowmem_ft.reports.wording import short_name, verdict_colour
 
 _HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
 _TITLES = {"full": "full fine-tuning"}
 
 
-def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> RenderableType:
+def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Document:
     """Return the cheapest GPU for each method, then a line per GPU: each method's needs, speed and price.
 
     Args:
         results: results, of which at least one is an estimate.
         gpus: the catalogue, by name.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     by_method = _by_method(results)
     names = sorted(
@@ -42,44 +35,38 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
     )
     marks = _marks(results)
     columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M")]
-    table = ResponsiveTable(
+    table = Table(
         ("GPU", "GiB", "$/hour", *columns),
         _rows([gpus[name] for name in names], list(by_method.values()), marks),
         left=("GPU",),
         spare=("$/hour", "GiB", "tok/s"),
     )
-    cheapest = _grid()
-    for method, of_gpu in by_method.items():
-        cheapest.add_row(Text(method.title, "bold"), _cheapest([of_gpu[name] for name in names], gpus))
+    cheapest = [
+        (method.title, _cheapest([of_gpu[name] for name in names], gpus))
+        for method, of_gpu in by_method.items()
+    ]
     rungs = ", ".join(f"{mark} {rung}" for rung, mark in marks.items())
-    return Group(
-        *_title(results),
-        Text("Where a token is cheapest:"),
-        cheapest,
-        "",
+    return Document(
+        _title(results),
+        Document("Where a token is cheapest:", Pairs(cheapest, style="bold", indent=0), gap=0),
         table,
-        Prose(
-            "\nUnder each method, GiB of GPU memory that the process needs, tokens a second, and the price of a "
-            f"million of them. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits "
-            f"tightly; -: not there. {_HOURLY}"
-        ),
-        _Commands(results),
+        "Under each method, GiB of GPU memory that the process needs, tokens a second, and the price of a million of "
+        f"them. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits tightly; -: not "
+        f"there. {_HOURLY}",
+        _commands(results),
         *_notes(results),
     )
 
 
-def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableType:
+def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> Document:
     """Return a line for each method on one GPU.
 
     Args:
         results: results on that GPU, of which at least one is an estimate.
         gpu: the GPU, with its price.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
     costs = _costs(results)
-    table = ResponsiveTable(
+    table = Table(
         ("", "verdict", "needs", "of", "host", "tok/s", "$/1M"),
         [
             [Text(result.method.title, "bold"), *_line(result), cost]
@@ -94,11 +81,11 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> RenderableTyp
         if price and set(costs) != {"-"}
         else ""
     )
-    return Group(
-        *_title(results, f" on {gpu.name}"),
+    return Document(
+        _title(results, f" on {gpu.name}"),
         table,
-        Prose(f"\nGiB of GPU and host memory that the process needs. $/1M: tokens.{hourly}"),
-        _Commands(results),
+        f"GiB of GPU and host memory that the process needs. $/1M: tokens.{hourly}",
+        _commands(results),
         *_notes(results),
     )
 
@@ -110,13 +97,14 @@ def _by_method(results: Sequence[MethodEstimate]) -> dict[Method, dict[str, Meth
     return by_method
 
 
-def _title(results: Sequence[MethodEstimate], where: str = "") -> Iterator[RenderableType]:
+def _title(results: Sequence[MethodEstimate], where: str = "") -> Text:
     model = next(result.estimate.model for result in results if result.estimate is not None)
     methods = ", ".join(_TITLES.get(method.name, method.title) for method in _by_method(results))
-    yield Text.assemble((short_name(model.name), "bold"), f"{where}: {methods}")
     lengths = sorted({result.row_tokens for result in results if result.row_tokens is not None})
     rows = f"; rows of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
-    yield Text(f"{model.parameters:,} parameters{rows}\n")
+    return Text.assemble(
+        (short_name(model.name), "bold"), f"{where}: {methods}\n{model.parameters:,} parameters{rows}"
+    )
 
 
 def _order(results: Sequence[MethodEstimate], gpu: Gpu) -> tuple[int, float, int]:
@@ -208,32 +196,22 @@ def _costs(results: Sequence[MethodEstimate]) -> list[str]:
     )
 
 
-class _Commands:
-    """Commands that train each method that fits, on its recipe's data; without bfloat16, with settings for that."""
-
-    def __init__(self, results: Sequence[MethodEstimate]) -> None:
-        self._has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
-        ordered = sorted(
-            results, key=_place
-        )  # stable: methods stay as they are, their recipes come in their order
-        for result in ordered:
-            if result.fits:
-                each = (result.method, result.command)
-                self._has_bfloat16[each] = self._has_bfloat16.get(each, False) or result.gpu.has_bfloat16
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if not self._has_bfloat16:
-            return
-        yield Text("\nTo train (`estimate` in place of `train` shows it in detail):")
-        titles: set[str] = set()
-        for (method, command), has_bfloat16 in self._has_bfloat16.items():
-            is_other = not has_bfloat16 and any(self._has_bfloat16.values())
-            title = f"{method.title}{', on GPUs without bfloat16' if is_other else ''}"
-            if title not in titles:
-                yield Text(title, "bold")
-            titles.add(title)
-            lines = shell_lines(["lowmem-ft", "train", *command], options.max_width)
-            yield Text("\n".join(lines), overflow="fold")
+def _commands(results: Sequence[MethodEstimate]) -> Document:
+    """Return the commands that train each method that fits; for GPUs without bfloat16 with settings for them."""
+    has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
+    # Sorting is stable: methods stay as they are, their recipes come in their order.
+    for result in sorted(results, key=_place):
+        if result.fits:
+            each = (result.method, result.command)
+            has_bfloat16[each] = has_bfloat16.get(each, False) or result.gpu.has_bfloat16
+    by_title: dict[str, list[Command]] = {}
+    for (method, command), is_usual in has_bfloat16.items():
+        is_other = not is_usual and any(has_bfloat16.values())
+        title = f"{method.title}{', on GPUs without bfloat16' if is_other else ''}"
+        by_title.setdefault(title, []).append(Command("lowmem-ft", "train", *command))
+    titled = [Document(*commands, title=title, gap=0) for title, commands in by_title.items()]
+    intro = "To train (`estimate` in place of `train` shows it in detail):" if titled else None
+    return Document(intro, *titled, gap=0)
 
 
 def _place(result: MethodEstimate) -> tuple[int, int]:
@@ -241,7 +219,7 @@ def _place(result: MethodEstimate) -> tuple[int, int]:
     return METHODS.index(result.method), rungs.index(result.rung) if result.rung in rungs else len(rungs)
 
 
-def _notes(results: Sequence[MethodEstimate]) -> Iterator[Prose]:
+def _notes(results: Sequence[MethodEstimate]) -> Iterator[str]:
     """Yield why something cannot be done, once for all GPUs."""
     gpus_by_reason: dict[tuple[str, str], list[str]] = {}
     for result in results:
@@ -251,11 +229,4 @@ def _notes(results: Sequence[MethodEstimate]) -> Iterator[Prose]:
     for (title, reason), names in gpus_by_reason.items():
         is_everywhere = len(names) == len({result.gpu.name for result in results})
         where = "" if is_everywhere else f" on {', '.join(names)}"
-        yield Prose(f"\n{title} is not estimated{where}: {reason}")
-
-
-def _grid() -> Table:
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    return table
+        yield f"{title} is not estimated{where}: {reason}"

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
@@ -18,7 +17,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.text.prose import Pairs, Prose
+from lowmem_ft.reports.text.document import Document, Pairs
 from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, verdict
 
 MOST_REJECTED = 4
@@ -30,25 +29,24 @@ BINDING_WORDS = {
 }
 
 
-def plan_table(plan: MemoryPlan, recipe: Recipe) -> RenderableType:
-    """Return a plan, for a rich console of any width.
+def plan_table(plan: MemoryPlan, recipe: Recipe) -> Document:
+    """Return a plan.
 
     Args:
         plan: the plan to show.
         recipe: the recipe it was made for.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
-    parts: list[RenderableType] = [_headline(plan)]
-    parts += _section("Settings", _settings(plan, recipe))
+    sections = {"Settings": _settings(plan, recipe)}
     if plan.fits:
-        parts += _section("Simpler settings that were rejected, everything else as chosen", _knobs(plan))
-        parts += _section("Gains from more memory", _purchases(plan, recipe))
-        parts += _section("Others that fit", _alternatives(plan, recipe))
-    parts += _section("Nearest plans that do not fit", _rejected(plan, recipe))
-    parts += ["", Prose(_search_words(plan))]
-    return Group(*parts)
+        sections["Simpler settings that were rejected, everything else as chosen"] = _knobs(plan)
+        sections["Gains from more memory"] = _purchases(plan, recipe)
+        sections["Others that fit"] = _alternatives(plan, recipe)
+    sections["Nearest plans that do not fit"] = _rejected(plan, recipe)
+    return Document(
+        _headline(plan),
+        *(Document(Pairs(rows), title=title) for title, rows in sections.items()),
+        _search_words(plan),
+    )
 
 
 def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
@@ -89,7 +87,7 @@ def planned_for(plan: MemoryPlan) -> str:
     )
 
 
-def _headline(plan: MemoryPlan) -> Prose:
+def _headline(plan: MemoryPlan) -> Text:
     estimate = plan.estimate
     if not plan.fits:
         return _shortfall(plan)
@@ -111,7 +109,7 @@ def _headline(plan: MemoryPlan) -> Prose:
         lines.append(f"Nothing was found to fit on {numbers}. The GPUs share the rows of a step.")
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
-    return Prose("\n".join(lines), "green")
+    return Text("\n".join(lines), "green")
 
 
 def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
@@ -154,7 +152,7 @@ def _tokens(estimate: MemoryEstimate) -> str:
     return f"{estimate.processes.num_processes * each:,} tokens, {each:,} in each process"
 
 
-def _shortfall(plan: MemoryPlan) -> Prose:
+def _shortfall(plan: MemoryPlan) -> Text:
     missing = [
         f"{format_bytes(num_bytes)} of {where} memory"
         for num_bytes, where in ((plan.missing_device_bytes, "device"), (plan.missing_host_bytes, "host"))
@@ -188,7 +186,7 @@ def _shortfall(plan: MemoryPlan) -> Prose:
         lines.append("plan.allow=[lora,qlora] lets a plan change the mathematics in that order; see --help.")
     if plan.missing_host_bytes and _waits_on_host(plan.recipe):
         lines.append("offload.folder=FOLDER on a fast local disk replaces host memory.")
-    return Prose("\n".join(lines), "red")
+    return Text("\n".join(lines), "red")
 
 
 def _waits_on_host(recipe: Recipe) -> bool:
@@ -287,8 +285,3 @@ def _search_words(plan: MemoryPlan) -> str:
         if plan.fits
         else (f"{words} No combination is left.")
     )
-
-
-def _section(title: str, rows: Iterator[tuple[str, str]]) -> list[RenderableType]:
-    pairs = Pairs(rows)
-    return ["", Text(title, "bold"), pairs] if pairs.rows else []

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 
-from rich.console import Group, RenderableType
 from rich.text import Text
 
 from lowmem_ft.estimator.changes import Change
@@ -15,32 +14,30 @@ from lowmem_ft.rehearsal.fix_search import Fix
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
-from lowmem_ft.reports.text.prose import Prose
-from lowmem_ft.reports.text.responsive_table import ResponsiveTable
+from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
 
 MOST_WARNINGS = 20
 
 
-def rehearsal_table(rehearsal: Rehearsal) -> RenderableType:
-    """Return the results of a rehearsal, for a rich console of any width.
+def rehearsal_table(rehearsal: Rehearsal) -> Document:
+    """Return the results of a rehearsal.
 
     Args:
         rehearsal: the rehearsal to show.
-
-    Returns:
-        Something that ``rich.print`` prints.
     """
-    parts: list[RenderableType] = [headline(rehearsal.estimate)]
-    if rehearsal.failure is not None:
-        parts += [Text(), Prose(_failure_words(rehearsal.failure), "bold red")]
-    parts += [Text(), labelled(_lines(rehearsal)), Text(), _shapes(rehearsal)]
-    return Group(*parts)
+    failure = rehearsal.failure
+    return Document(
+        headline(rehearsal.estimate),
+        None if failure is None else Text(_failure_words(failure), "bold red"),
+        labelled(*_lines(rehearsal)),
+        _shapes(rehearsal),
+    )
 
 
 def fixes_table(
     tried: Sequence[Fix], all_together: Change | None, gpu_name: str, *, complete: bool
-) -> RenderableType:
+) -> Document:
     """Return what would make a run fit that does not, as settings to paste.
 
     Args:
@@ -56,25 +53,23 @@ def fixes_table(
             for mend in tried
         )
         if not complete:
-            return Prose(f"{failed}The search was stopped before it found a change that makes it fit.")
-        return Group(
-            Prose(failed) if failed else what_is_missing(all_together, gpu_name),
-            Prose(
-                "These are the changes that keep the results of training. `lowmem-ft estimate` with the same settings "
-                "and --changes tries others too, and with --gpu all other GPUs."
-            ),
+            return Document(f"{failed}The search was stopped before it found a change that makes it fit.")
+        return Document(
+            failed or what_is_missing(all_together, gpu_name),
+            "These are the changes that keep the results of training. `lowmem-ft estimate` with the same settings and "
+            "--changes tries others too, and with --gpu all other GPUs.",
+            gap=0,
         )
     run = mend.rehearsal
     cost = "" if run.cost_usd is None else f", {format_dollars(run.cost_usd)}"
     steps = "the whole run" if run.rehearsed_steps == run.num_steps else counted(run.rehearsed_steps, "step")
-    return Group(
-        Text("With this change it fits, and the results of training are the same:", "bold"),
+    return Document(
         Text("  " + "\n  ".join(map(shlex.quote, mend.change.overrides)), "bold"),
-        Prose(mend.change.why),
-        Prose(
-            f"Rehearsed with it ({steps}): {verdict(run.estimate)}. The complete run takes "
-            f"{duration(run.time.seconds)}{cost}."
-        ),
+        mend.change.why,
+        f"Rehearsed with it ({steps}): {verdict(run.estimate)}. The complete run takes "
+        f"{duration(run.time.seconds)}{cost}.",
+        title="With this change it fits, and the results of training are the same:",
+        gap=0,
     )
 
 
@@ -195,14 +190,14 @@ def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
         yield "", place if times == 1 else f"{place}, {times:,} times"
 
 
-def _shapes(rehearsal: Rehearsal) -> RenderableType:
+def _shapes(rehearsal: Rehearsal) -> Table:
     def rows() -> Iterator[tuple[str, ...]]:
         yield from ((_shape_words(one), *_numbers(one)) for one in rehearsal.steps)
         if rehearsal.update_seconds:
             yield "update", f"{rehearsal.rehearsed_steps:,}", "", _seconds(rehearsal.update_seconds), ""
         yield from ((f"evaluation: {_shape_words(one)}", *_numbers(one)) for one in rehearsal.evaluations)
 
-    return ResponsiveTable(
+    return Table(
         ("shape", "times", "first at", "seconds", "tensors"),
         rows(),
         left=("shape",),

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.table import Table
 from rich.text import Text
 
 from lowmem_ft.foundation.errors import UserError
@@ -19,7 +16,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
-from lowmem_ft.reports.text.prose import Prose
+from lowmem_ft.reports.text.document import Document, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,67 +99,30 @@ def _in_json(number: float | None) -> float | None:
     return number if number is not None and math.isfinite(number) else None
 
 
-def run_report(runs: Sequence[RunRecord]) -> RenderableType:
-    """Return a report with a column for each run.
+def run_report(runs: Sequence[RunRecord]) -> Document:
+    """Return a report with a column for each run: as many side by side as fit, the others below.
 
     Args:
         runs: at least one run.
-
-    Returns:
-        Something that ``rich.print`` prints: as many runs side by side as fit, the others below.
     """
-    return Group(_SideBySide(runs), *_notes(runs))
+    return Document(_side_by_side(runs), *_notes(runs))
 
 
-NAME, MEMORY, REHEARSED = "", "estimated / measured", "rehearsed / measured"
-"""Rows that are headings: the name of a run, and titles of what follows."""
-
-GAP = 2
-
-
-class _SideBySide:
-    """Columns of runs, none of them cut."""
-
-    def __init__(self, runs: Sequence[RunRecord]) -> None:
-        facts = [{NAME: run.path.name or str(run.path), **_facts(run)} for run in runs]
-        memory = [{row.name: _cell(row) for row in compared(run.estimated, run.measured)} for run in runs]
-        rehearsed = [dict(_rehearsed(run)) for run in runs]
-        names = dict.fromkeys(name for of_run in facts for name in of_run)
-        if any(memory):
-            names |= dict.fromkeys((MEMORY, *(name for of_run in memory for name in of_run)))
-        if any(rehearsed):
-            names |= dict.fromkeys((REHEARSED, *(name for of_run in rehearsed for name in of_run)))
-        self._rows = list(names)
-        self._columns = [
-            {**one, MEMORY: "", **other, REHEARSED: "", **last}
-            for one, other, last in zip(facts, memory, rehearsed, strict=True)
-        ]
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        room = options.max_width - max(map(len, self._rows))
-        beside: list[Mapping[str, str]] = []
-        for column in self._columns:
-            if beside and sum(map(_width, [*beside, column])) > room:
-                yield self._table(beside)
-                yield Text()
-                beside = []
-            beside.append(column)
-        yield self._table(beside)
-
-    def _table(self, columns: Sequence[Mapping[str, str]]) -> Table:
-        table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, show_header=False)
-        table.add_column(no_wrap=True)
-        for _ in columns:
-            table.add_column(justify="right", overflow="fold")
-        for name in self._rows:
-            style = "bold" if name in (NAME, MEMORY, REHEARSED) else ""
-            table.add_row(name, *(column.get(name, "-") for column in columns), style=style)
-        return table
-
-
-def _width(column: Mapping[str, str]) -> int:
-    """Return the columns that a run takes, with the blanks before it."""
-    return GAP + max(cell_len(line) for cell in column.values() for line in cell.splitlines())
+def _side_by_side(runs: Sequence[RunRecord]) -> Table:
+    sections = {
+        "": list(map(_facts, runs)),
+        "estimated / measured": [
+            {row.name: _cell(row) for row in compared(run.estimated, run.measured)} for run in runs
+        ],
+        "rehearsed / measured": [dict(_rehearsed(run)) for run in runs],
+    }
+    rows: list[Sequence[str | Text]] = []
+    for title, by_run in sections.items():
+        if title and any(by_run):
+            rows.append([Text(title, "bold"), *("" for _ in runs)])
+        names = dict.fromkeys(name for of_run in by_run for name in of_run)
+        rows += [[name, *(of_run.get(name, "-") for of_run in by_run)] for name in names]
+    return Table(("", *(run.path.name or str(run.path) for run in runs)), rows, left=("",), stacks=True)
 
 
 def _cell(row: Row) -> str:
@@ -217,46 +177,20 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return facts
 
 
-def _notes(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    return [*_without_estimate(runs), *_rehearsed_otherwise(runs), *_rehearsed_elsewhere(runs)]
-
-
-def _rehearsed_otherwise(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    """Return a note on the runs whose rehearsal had other settings."""
-    others = [
-        run.path.name
-        for run in runs
-        if run.rehearsal is not None and run.rehearsal["recipe"] != recipe_to_yaml(run.recipe)
+def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
+    """Yield what has no estimate, or is not compared with its rehearsal, and why."""
+    rehearsed = [run for run in runs if run.rehearsal is not None]
+    changed = [
+        run for run in rehearsed if run.rehearsal and run.rehearsal["recipe"] != recipe_to_yaml(run.recipe)
     ]
-    if not others:
-        return []
-    return [
-        Prose(
-            f"\nThe rehearsal of {', '.join(others)} had different settings from the run: compare with care."
-        )
-    ]
+    on_cpu = [run for run in rehearsed if run.measured is not None and _is_of_cpu(run.measured)]
+    if names := _names(run for run in runs if run.estimated is None):
+        yield f"No estimate was made for {names}: budget.preflight was false, or it failed."
+    if names := _names(changed):
+        yield f"The rehearsal of {names} had different settings from the run: compare with care."
+    if names := _names(on_cpu):
+        yield f"{names} ran on a CPU but was rehearsed for a GPU: memory and seconds are not compared."
 
 
-def _rehearsed_elsewhere(runs: Sequence[RunRecord]) -> list[RenderableType]:
-    """Return a note on the runs whose memory and time are not compared with the rehearsal's, and why."""
-    others = [
-        run.path.name
-        for run in runs
-        if run.rehearsal is not None and (peaks := run.measured) is not None and _is_of_cpu(peaks)
-    ]
-    if not others:
-        return []
-    return [
-        Prose(
-            f"\n{', '.join(others)} ran on a CPU but was rehearsed for a GPU: memory and seconds are not compared."
-        )
-    ]
-
-
-def _without_estimate(runs: Sequence[RunRecord]) -> list[Text]:
-    unknown = [run.path.name for run in runs if run.estimated is None]
-    if not unknown:
-        return []
-    return [
-        Text(f"\nNo estimate was made for {', '.join(unknown)}: budget.preflight was false, or it failed.")
-    ]
+def _names(runs: Iterable[RunRecord]) -> str:
+    return ", ".join(run.path.name for run in runs)

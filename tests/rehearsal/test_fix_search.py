@@ -28,7 +28,10 @@ def settings(tmp_path, chats):
     return ["recipe=tiny", f"data={chats([160] * 64)}", f"training.output_dir={tmp_path / 'run'}", *LARGE]
 
 
-def test_the_command_prints_a_change_with_which_the_same_command_fits(settings, capsys, tmp_path):
+def test_the_command_prints_a_change_with_which_the_same_command_fits(
+    settings, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
     wanted = [*settings, "budget=700MiB", "--gpu", "rtx-4090", "--steps", "1"]
     assert main(["rehearse", *wanted, "--json", str(tmp_path / "found.json"), "--changes"]) == 3
     said = capsys.readouterr().out

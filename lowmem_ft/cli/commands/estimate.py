@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_model import (
     OF_DEFAULTS,
     check_model_alone,
@@ -31,8 +32,6 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_toge
 from lowmem_ft.system.signals import stops_remembered
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from lowmem_ft.estimator.changes import Change, Changes
     from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
     from lowmem_ft.memory.memory_estimate import MemoryEstimate
@@ -135,17 +134,17 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         raise
     estimate = dataclasses.replace(estimate, choices=(*chosen, *estimate.choices))
     gpu = load_gpus().get(estimate.gpu.name)
-    console = report_console(options)
-    console.print(estimate_table(estimate, gpu.cheapest_price if gpu else None))
-    if options.is_of_defaults:
-        console.print(f"\n{OF_DEFAULTS}")
+    output = Output(options.json)
+    output.add(estimate_table(estimate, gpu.cheapest_price if gpu else None))
+    output.add(OF_DEFAULTS if options.is_of_defaults else None)
     if options.gpu is None and estimate.is_of_cpu:
         needs = needs_of_shipped_recipes().get(recipe.name)
-        console.print(f"\n{FOR_THE_PROCESSOR}")
-        if needs is not None and needs.gpu != CPU:
-            console.print(f"{recipe.name} is made for --gpu {needs.gpu}.")
+        hint = (
+            f" {recipe.name} is made for --gpu {needs.gpu}." if needs is not None and needs.gpu != CPU else ""
+        )
+        output.add(FOR_THE_PROCESSOR + hint)
     write_pictures(estimate, options, allocator_config_of_runs(target))
-    return _conclude([estimate], with_cost(estimate, gpu), options.gpu, recipe, options, console)
+    return _conclude([estimate], with_cost(estimate, gpu), options.gpu, recipe, options, output)
 
 
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
@@ -176,8 +175,8 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     estimates = by_cost([result for result in results if isinstance(result, MemoryEstimate)], gpus)
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
-    console = report_console(options)
-    console.print(gpu_table(estimates, gpus, cannot_run))
+    output = Output(options.json)
+    output.add(gpu_table(estimates, gpus, cannot_run))
     with progress_line(f"{_name(recipe)}: trying several GPUs") as say:
         several = estimate_on_several(
             recipe,
@@ -186,7 +185,7 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
             on_number=lambda number: say(f"{_name(recipe)}: trying {number} GPUs of one type"),
         )
     if several.tried or several.problems:
-        console.print("", several_table(several, gpus), sep="\n")
+        output.add(several_table(several, gpus))
     values = {
         "schema": SCHEMA,
         "estimates": [with_cost(estimate, gpus[estimate.gpu.name]) for estimate in estimates],
@@ -199,7 +198,7 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
         },
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
-    return _conclude(estimates, values, _nearest(estimates).gpu.name, recipe, options, console)
+    return _conclude(estimates, values, _nearest(estimates).gpu.name, recipe, options, output)
 
 
 def _conclude(
@@ -208,7 +207,7 @@ def _conclude(
     gpu: str | None,
     recipe: Recipe,
     options: argparse.Namespace,
-    console: Console,
+    output: Output,
 ) -> int:
     """Write the JSON and return the exit code; if nothing fits, first print the changes that would make it fit."""
     from lowmem_ft.reports.estimate_table import changes_table, shipped_table
@@ -221,15 +220,14 @@ def _conclude(
         def tell(found: ShippedRecipe) -> None:
             nonlocal shipped
             shipped = found
-            console.print("", shipped_table(found, name), sep="\n", soft_wrap=True)
+            output.add(shipped_table(found, name))
 
         changes = _search(recipe, gpu, tell)
-        console.print("", changes_table(changes, name), sep="\n")
-        if len(estimates) == 1 and changes.complete and not changes.fitting:
-            console.print("See other GPUs with --gpu all.")
+        is_hopeless = len(estimates) == 1 and changes.complete and not changes.fitting
+        output.add(changes_table(changes, name), "See other GPUs with --gpu all." if is_hopeless else None)
     elif not fits:
-        console.print(
-            "\nWith --changes: search for the cheapest changes that make it fit, which takes a few minutes."
+        output.add(
+            "With --changes: search for the cheapest changes that make it fit, which takes a few minutes."
         )
     if options.changes:
         values = {
@@ -237,7 +235,7 @@ def _conclude(
             "changes": None if changes is None else changes.to_json(),
             "shipped_recipe": None if shipped is None else shipped.to_json(),
         }
-    write_json(values, options)
+    output.write_json(values)
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
+from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.tables import print_filled, print_row, print_table
 from lowmem_ft.foundation.units import GIB
 
-COLUMNS = ("GPU", "memory GiB", "compute", "SMs", "TFLOPS", "GB/s", "PCIe", "$/h from", "at", "offers")
-SPARE = ("at", "offers", "SMs", "compute", "PCIe", "GB/s", "TFLOPS", "$/h from")
+if TYPE_CHECKING:
+    from lowmem_ft.reports.text.document import Document
+
+_NOT_IN_JSON = ("nvlink", "held_by_others_bytes", "has_triton", "segments_grow")
 
 
 @explains_user_errors
@@ -27,16 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, 0.
     """
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    gpus = [find_gpu(arguments.gpu)] if arguments.gpu else list(load_gpus().values())
-    if arguments.json:
-        print(json.dumps({"schema": 1, "gpus": [_as_json(gpu) for gpu in gpus]}, indent=2))
-        return 0
-    if arguments.gpu:
-        _print_details(gpus[0])
-    else:
-        print_table(COLUMNS, map(_row, gpus), left=("GPU", "PCIe", "at"), spare=SPARE)
-    return 0
+    return show(_CATALOGUE, argv)
 
 
 def _row(gpu: Gpu) -> tuple[str, ...]:
@@ -55,46 +46,39 @@ def _row(gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _print_details(gpu: Gpu) -> None:
-    print_row(COLUMNS, _row(gpu))
-    print()
-    print_filled(f"{gpu.full_name}. On-demand price of one GPU for an hour:")
-    for price in sorted(gpu.prices, key=lambda price: price.usd_per_hour):
-        dollars = f"${price.usd_per_hour:.2f}"
-        print_filled(f"{dollars:<9}{price.provider}, {price.date}: {price.source}", indent="  ")
-    if not gpu.prices:
-        print("  no known price")
-    print("Sources:")
-    for field, source in gpu.sources.items():
-        print_filled(f"{field}: {source}", indent="  ")
+def _details(gpu: Gpu) -> Document:
+    from lowmem_ft.reports.text.document import Document, Pairs
+
+    prices = [
+        (f"${price.usd_per_hour:.2f}", f"{price.provider}, {price.date}: {price.source}")
+        for price in sorted(gpu.prices, key=lambda price: price.usd_per_hour)
+    ]
+    return Document(
+        f"{gpu.full_name}. On-demand price of one GPU for an hour:",
+        Pairs(prices or [("no known price", "")]),
+        "Sources:",
+        Pairs((f"{field}:", source) for field, source in gpu.sources.items()),
+        gap=0,
+    )
 
 
 def _as_json(gpu: Gpu) -> dict[str, Any]:
-    return {
-        "name": gpu.name,
-        "full_name": gpu.full_name,
-        "memory_bytes": gpu.memory_bytes,
-        "nvidia_smi_bytes": gpu.nvidia_smi_bytes,
-        "compute_capability": list(gpu.compute_capability),
-        "num_multiprocessors": gpu.num_multiprocessors,
-        "dense_flops": dict(gpu.dense_flops),
-        "bandwidth": gpu.bandwidth,
-        "pcie_generation": gpu.pcie_generation,
-        "pcie_lanes": gpu.pcie_lanes,
-        "context_bytes": gpu.context_bytes,
-        "prices": [vars(price) for price in gpu.prices],
-        "sources": dict(gpu.sources),
-    }
+    return {name: value for name, value in dataclasses.asdict(gpu).items() if name not in _NOT_IN_JSON}
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="lowmem-ft gpus",
-        description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
-        epilog="memory: what CUDA can allocate, which is nvidia-smi's total minus what the driver keeps. TFLOPS: "
-        "16-bit, dense, with float32 accumulation. compute: CUDA's compute capability; 8.0 and newer have "
-        "bfloat16. $/h: the lowest known price, with its date; -: unknown.",
-    )
-    parser.add_argument("gpu", nargs="?", metavar="NAME", help="a GPU's name, such as rtx-4090")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+_CATALOGUE = Catalogue(
+    key="gpus",
+    name_help="a GPU's name, such as rtx-4090",
+    description="List the GPUs that `lowmem-ft estimate --gpu NAME` knows, or show one with prices and sources.",
+    epilog="memory: what CUDA can allocate, which is nvidia-smi's total minus what the driver keeps. TFLOPS: "
+    "16-bit, dense, with float32 accumulation. compute: CUDA's compute capability; 8.0 and newer have "
+    "bfloat16. $/h: the lowest known price, with its date; -: unknown.",
+    load=load_gpus,
+    find=find_gpu,
+    as_json=_as_json,
+    row=_row,
+    columns=("GPU", "memory GiB", "compute", "SMs", "TFLOPS", "GB/s", "PCIe", "$/h from", "at", "offers"),
+    left=("GPU", "PCIe", "at"),
+    spare=("at", "offers", "SMs", "compute", "PCIe", "GB/s", "TFLOPS", "$/h from"),
+    details=_details,
+)

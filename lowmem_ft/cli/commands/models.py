@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.catalog import Architecture, find_architecture, load_architectures
+from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.tables import print_filled, print_row, print_table
 from lowmem_ft.foundation.errors import ModelError, did_you_mean
 
-COLUMNS = ("model", "parameters", "layers", "hidden", "vocabulary", "gated", "licence", "hub id")
-SPARE = ("licence", "vocabulary", "hidden", "layers", "gated", "parameters")
+if TYPE_CHECKING:
+    from lowmem_ft.reports.text.document import Document
 
 
 @explains_user_errors
@@ -27,16 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, 0.
     """
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
-    found = [_find(arguments.model)] if arguments.model else list(load_architectures().values())
-    if arguments.json:
-        print(json.dumps({"schema": 1, "models": [_as_json(model) for model in found]}, indent=2))
-        return 0
-    if arguments.model:
-        _print_details(found[0])
-    else:
-        print_table(COLUMNS, map(_row, found), left=("model", "gated", "licence", "hub id"), spare=SPARE)
-    return 0
+    return show(_CATALOGUE, argv)
 
 
 def _find(name: str) -> Architecture:
@@ -71,17 +59,25 @@ def _billions(num_parameters: int) -> str:
     )
 
 
-def _print_details(model: Architecture) -> None:
-    print_row(COLUMNS, _row(model))
-    print(f"\n{model.num_parameters:,} parameters. The same architecture on the hub:")
-    for hub_id, differences in model.variants.items():
-        different = ", ".join(f"{field}={value}" for field, value in differences.items())
-        print_filled(f"{hub_id}{f' ({different})' if different else ''}", indent="  ")
-    if not model.variants:
-        print("  none in the catalogue")
-    print("Sources:")
-    for field, source in model.sources.items():
-        print_filled(f"{field}: {source}", indent="  ")
+def _details(model: Architecture) -> Document:
+    from lowmem_ft.reports.text.document import Document, Pairs
+
+    variants = [
+        (
+            hub_id,
+            f"({', '.join(f'{field}={value}' for field, value in differences.items())})"
+            if differences
+            else "",
+        )
+        for hub_id, differences in model.variants.items()
+    ]
+    return Document(
+        f"{model.num_parameters:,} parameters. The same architecture on the hub:",
+        Pairs(variants or [("none in the catalogue", "")]),
+        "Sources:",
+        Pairs((f"{field}:", source) for field, source in model.sources.items()),
+        gap=0,
+    )
 
 
 def _as_json(model: Architecture) -> dict[str, Any]:
@@ -97,13 +93,18 @@ def _as_json(model: Architecture) -> dict[str, Any]:
     }
 
 
-def _parser() -> Parser:
-    parser = Parser(
-        prog="lowmem-ft models",
-        description="List the models whose architecture ships with lowmem_ft: `model=NAME` estimates them offline, "
-        "gated ones too, and trains the weights of their hub id.",
-        epilog="Any other hub id or local folder works too; an estimate reads only its config.json.",
-    )
-    parser.add_argument("model", nargs="?", metavar="NAME", help="a model's name or hub id")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    return parser
+_CATALOGUE = Catalogue(
+    key="models",
+    name_help="a model's name or hub id",
+    description="List the models whose architecture ships with lowmem_ft: `model=NAME` estimates them offline, "
+    "gated ones too, and trains the weights of their hub id.",
+    epilog="Any other hub id or local folder works too; an estimate reads only its config.json.",
+    load=load_architectures,
+    find=_find,
+    as_json=_as_json,
+    row=_row,
+    columns=("model", "parameters", "layers", "hidden", "vocabulary", "gated", "licence", "hub id"),
+    left=("model", "gated", "licence", "hub id"),
+    spare=("licence", "vocabulary", "hidden", "layers", "gated", "parameters"),
+    details=_details,
+)

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, writing
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     Once,
@@ -148,13 +148,13 @@ def _report(
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.reports.costs import with_cost
     from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, run_words, train_command
-    from lowmem_ft.reports.text.prose import Prose
-    from lowmem_ft.reports.text.wrapping import shell_lines
+    from lowmem_ft.reports.text.document import Command, Document
 
-    console = report_console(options)
-    if reason := _why_this_gpu(recipe, options):
-        console.print(Prose(f"{reason}; --gpu NAME takes another."))
-    console.print(plan_table(plan, recipe))
+    output = Output(options.json)
+    reason = _why_this_gpu(recipe, options)
+    output.add(
+        Document(f"{reason}; --gpu NAME takes another." if reason else None, plan_table(plan, recipe), gap=0)
+    )
     values = plan.to_json()
     values["chosen"]["estimate"] = with_cost(plan.estimate, load_gpus().get(plan.estimate.gpu.name))
     values["run"] = None
@@ -162,26 +162,25 @@ def _report(
         with progress_line("reading the data"):
             length = _length_or_problem(plan.recipe, plan.estimate.step)
         if isinstance(length, str):
-            console.print("", Prose(length), sep="\n")
+            output.add(length)
         elif length is not None:
             values["run"] = dataclasses.asdict(length)
-            console.print("", Prose(run_words(length, plan.estimate)), sep="\n")
+            output.add(run_words(length, plan.estimate))
     data = [] if recipe.data.path is not None else ["data=YOUR_DATA"]
     if plan.fits and command is not None:
-        lines = shell_lines([*train_command(plan, command), *data], console.width)
-        console.print("\nTrain it:", *lines, sep="\n", soft_wrap=True)
+        output.add(Document("Train it:", Command(*train_command(plan, command), *data), gap=0))
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:
-            trains = shlex.join([*launched(plan.recipe), f"recipe={path}", *data])
-            head = f"# {trains}\n# {planned_for(plan)}\n"
+            trains = [*launched(plan.recipe), f"recipe={path}", *data]
+            head = f"# {shlex.join(trains)}\n# {planned_for(plan)}\n"
             path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
-        console.print(f"\nWritten: {path}. Train it:\n  {trains}", soft_wrap=True)
+        output.add(Document(f"Written: {path}. Train it:", Command(*trains), gap=0))
     elif options.write is not None:
-        console.print(f"\n{options.write} is not written, because nothing fits.")
+        output.add(f"{options.write} is not written, because nothing fits.")
     elif plan.fits and command is None:  # train would plan a model alone again
-        trains = shlex.join([*launched(plan.recipe), "recipe=my.yaml", *data])
-        console.print(f"\nTo train it, plan with --write my.yaml, then:\n  {trains}")
-    write_json(values, options)
+        trains = Command(*launched(plan.recipe), "recipe=my.yaml", *data)
+        output.add(Document("To train it, plan with --write my.yaml, then:", trains, gap=0))
+    output.write_json(values)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 

@@ -8,14 +8,14 @@ import json
 import logging
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_files import report_console, write_json
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     CPU,
@@ -28,11 +28,10 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, RecipeError, UserErro
 from lowmem_ft.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.rehearsal import Rehearsal
     from lowmem_ft.rehearsal.fix_search import Fix
+    from lowmem_ft.reports.text.document import Document
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
@@ -99,7 +98,6 @@ def _rehearse(arguments: list[str]) -> int:
         import lowmem_ft.rehearsal
         from lowmem_ft.estimator.traces.trace_cache import KeptTraces
         from lowmem_ft.reports.rehearsal_table import rehearsal_table
-        from lowmem_ft.reports.text.prose import Prose
         from lowmem_ft.reports.wording import short_name
 
     take_over_library_logs()
@@ -112,25 +110,22 @@ def _rehearse(arguments: list[str]) -> int:
             kept=KeptTraces.of_user(),
             on_step=lambda step, shapes: say(f"{doing}: step {step:,}, shapes traced {shapes}"),
         )
-    console = report_console(options)
-    console.print(rehearsal_table(found))
+    output = Output(options.json)
+    output.add(rehearsal_table(found))
     values = found.to_json()
     if not found.fits and (options.json is None if options.changes is None else options.changes):
-        console.print("", *_mended(found, values), sep="\n")
+        output.add(_mended(found, values))
     elif not found.fits:
-        console.print(
-            Prose(
-                "\nWith --changes: find and rehearse the smallest change with which it fits, which takes a few "
-                "minutes."
-            )
+        output.add(
+            "With --changes: find and rehearse the smallest change with which it fits, which takes a few minutes."
         )
-    console.print(Prose(_kept(recipe, values)))
-    write_json(values, options)
+    output.add(_kept(recipe, values))
+    output.write_json(values)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
 
 
-def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType]:
-    """Yield the report on rehearsed changes, up to the first that fits; add them to the values."""
+def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
+    """Return the report on rehearsed changes, up to the first that fits; add them to the values."""
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.rehearsal.fix_search import FixSearch
     from lowmem_ft.reports.rehearsal_table import fixes_table
@@ -156,7 +151,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Iterator[RenderableType
                     break
             complete = True
     values["mends"] = [mend.to_json() for mend in tried]
-    yield fixes_table(tried, mending.all_together, found.gpu.name, complete=complete)
+    return fixes_table(tried, mending.all_together, found.gpu.name, complete=complete)
 
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
@@ -170,9 +165,9 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole_file(file, json.dumps(values))
     except OSError as error:
-        return f"\nNot kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
+        return f"Not kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
     return (
-        f"\nKept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` compares it with "
+        f"Kept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` compares it with "
         "what was measured."
     )
 

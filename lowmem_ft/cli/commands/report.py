@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.user_paths import expand_user
@@ -47,11 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.json:
         print(json.dumps({"schema": 1, "runs": [run.to_json() for run in runs]}, indent=2))
         return 0
-    from rich.console import Console
-
     from lowmem_ft.reports.run_report import run_report
 
-    Console(highlight=False, markup=False).print(run_report(runs))
+    Output().add(run_report(runs))
     return 0
 
 

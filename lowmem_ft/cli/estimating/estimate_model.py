@@ -6,10 +6,10 @@ import argparse
 import dataclasses
 import shlex
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_files import report_console, write_json
 from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
@@ -126,7 +126,7 @@ def estimate_model(
     from lowmem_ft.estimator import estimate_methods
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-    from lowmem_ft.reports.text.wrapping import shell_lines
+    from lowmem_ft.reports.text.document import Command, Document
     from lowmem_ft.reports.wording import short_name
 
     model = recipe.model.name_or_path or ""
@@ -145,31 +145,29 @@ def estimate_model(
     problems = {problem: None for result in results for problem in result.problems}
     if not any(result.estimate for result in results):
         raise UserError(*problems)
-    console = report_console(options)
-    console.print(methods_on_gpus(results, load_gpus()) if is_all else methods_on_gpu(results, gpus[0]))
+    output = Output(options.json)
+    output.add(methods_on_gpus(results, load_gpus()) if is_all else methods_on_gpu(results, gpus[0]))
     fits = any(result.fits for result in results)
     if not fits:
         nearest = max(
             (result for result in results if result.estimate is not None),
             key=lambda result: (result.estimate and result.estimate.headroom_bytes) or 0,
         )
-        command = ["lowmem-ft", "plan", f"model={model}", *others, "--gpu", nearest.gpu.name]
-        console.print("\nTo search for settings with which it fits:")
-        console.print("\n".join(shell_lines(command, console.width)), soft_wrap=True)
-        if not is_all:
-            console.print("See other GPUs with --gpu all.")
-    _write_json(results, options)
+        command = Command("lowmem-ft", "plan", f"model={model}", *others, "--gpu", nearest.gpu.name)
+        hint = None if is_all else "See other GPUs with --gpu all."
+        output.add(Document("To search for settings with which it fits:", command, hint, gap=0))
+    output.write_json(_as_json(results))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 _MODEL_NAME = ("model", "model.name_or_path")
 
 
-def _write_json(results: Sequence[MethodEstimate], options: argparse.Namespace) -> None:
+def _as_json(results: Sequence[MethodEstimate]) -> dict[str, Any]:
     from lowmem_ft.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.costs import with_cost
 
-    values = {
+    return {
         "schema": SCHEMA,
         "estimates": [
             {
@@ -187,4 +185,3 @@ def _write_json(results: Sequence[MethodEstimate], options: argparse.Namespace) 
             if result.estimate is None
         ],
     }
-    write_json(values, options)

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_files import report_console, write_json, write_pictures
+from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     FOR_THE_PROCESSOR,
@@ -133,23 +134,20 @@ def _report_one(
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
-    from lowmem_ft.reports.text.prose import Prose
     from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
 
     if found.estimate.is_of_cpu and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
     gpu = load_gpus().get(found.estimate.gpu.name)
-    console = report_console(options)
+    output = Output(options.json)
     price = gpu.cheapest_price if gpu else None
-    console.print(
-        estimate_table(found.estimate, price, (*script_facts(found), *_attach_facts(savings, problems)))
+    output.add(
+        estimate_table(found.estimate, price, (*script_facts(found), *_attach_facts(savings, problems))),
+        FOR_THE_PROCESSOR if options.gpu is None and found.estimate.is_of_cpu else None,
+        None if found.estimate.fits else ways_to_fit([found], is_all=False),
     )
-    if options.gpu is None and found.estimate.is_of_cpu:
-        console.print(f"\n{FOR_THE_PROCESSOR}")
-    if not found.estimate.fits:
-        console.print(Prose(f"\n{ways_to_fit([found], is_all=False)}"))
     write_pictures(found.estimate, options, allocator_config_of_environment())
-    write_json({**found.to_json(), "attach": savings and savings.to_json()}, options)
+    output.write_json({**found.to_json(), "attach": savings and savings.to_json()})
     return 0 if found.estimate.fits else EXIT_DOES_NOT_FIT
 
 
@@ -189,17 +187,17 @@ def _report_all(
     from lowmem_ft.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.gpu_table import gpu_table
     from lowmem_ft.reports.script_facts import ways_to_fit
-    from lowmem_ft.reports.text.prose import Prose
 
-    console = report_console(options)
-    console.print(gpu_table([each.estimate for each in found], load_gpus(), cannot_run))
+    output = Output(options.json)
     fits = any(each.estimate.fits for each in found)
-    if not fits:
-        console.print(Prose(f"\n{ways_to_fit(found, is_all=True)}"))
+    output.add(
+        gpu_table([each.estimate for each in found], load_gpus(), cannot_run),
+        None if fits else ways_to_fit(found, is_all=True),
+    )
     values = {
         "schema": SCHEMA,
         "estimates": [each.to_json() for each in found],
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
-    write_json(values, options)
+    output.write_json(values)
     return 0 if fits else EXIT_DOES_NOT_FIT

@@ -41,6 +41,8 @@ def filled(text: str, width: int, *, indent: str = "", hanging: str | None = Non
             subsequent_indent=hanging,
             break_on_hyphens=False,
             break_long_words=False,
+            expand_tabs=False,
+            replace_whitespace=False,
         ) or [""]
     return [line.replace(_GLUE, " ").replace(_SECOND_HALF, "") for line in lines]
 

@@ -59,7 +59,8 @@ def at_once(monkeypatch):
     monkeypatch.setattr(plan_target, "estimate_memory", estimate_memory)
 
 
-def test_a_plan_says_what_to_set_and_why(folder, capsys):
+def test_a_plan_says_what_to_set_and_why(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]) == 0
     printed = capsys.readouterr().out
     assert "tiny fits in 10.0 GiB of l4" in printed

@@ -6,16 +6,18 @@ import dataclasses
 import shlex
 
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 from lowmem_ft.reports.gpu_table import gpu_table
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-from lowmem_ft.reports.text.prose import Pairs
-from lowmem_ft.reports.text.responsive_table import ResponsiveTable
+from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
 from lowmem_ft.reports.text.wrapping import filled, shell_lines
 
 GPUS = load_gpus()
@@ -70,7 +72,7 @@ def test_a_verdict_on_a_host_is_whole(everywhere, as_text):
 
 def test_columns_go_in_their_order_until_there_is_room(as_text):
     rows = [["a-name-of-22-columns-..", "12345", "12345"]]
-    table = ResponsiveTable(("name", "first", "second"), rows, left=("name",), spare=("first", "second"))
+    table = Table(("name", "first", "second"), rows, left=("name",), spare=("first", "second"))
     heads = {width: as_text(table, width).splitlines()[0].split() for width in (40, 35, 30, 24)}
     assert heads == {
         40: ["name", "first", "second"],
@@ -83,7 +85,7 @@ def test_columns_go_in_their_order_until_there_is_room(as_text):
 
 
 def test_where_nothing_may_go_all_but_the_names_is_folded(as_text):
-    table = ResponsiveTable(("name", "number"), [["rtx-9090", "123456789"]], left=("name",))
+    table = Table(("name", "number"), [["rtx-9090", "123456789"]], left=("name",))
     assert [line.split() for line in as_text(table, 14).splitlines()][-2:] == [
         ["rtx-9090", "12345"],
         ["6789"],
@@ -135,3 +137,39 @@ def test_characters_of_two_columns_count_as_two(as_text):
     lines = filled(" ".join([path, *rest]), 20)
     assert lines == [f"{path} as", "a whole model"], "18 columns and 13"
     assert path in as_text(Pairs([("model", f"was {path}")]), 30)
+
+
+def test_what_has_no_content_leaves_no_blank_line(as_text):
+    section = Document(Pairs([]), title="Nothing")
+    printed = as_text(Document("first", None, "", section, Document(), Table(("a",), [], left=()), "last"))
+    assert printed == "first\n\nlast\n"
+
+
+def test_a_paragraph_breaks_between_words_and_keeps_its_styles():
+    console = Console(width=12, force_terminal=True, color_system="standard", no_color=False)
+    with console.capture() as capture:
+        console.print(Document(Text.assemble("see `a b c d`", (" and stop", "red"))))
+    assert capture.get().splitlines() == ["see", "`a b c d`", "\x1b[31mand stop\x1b[0m"]
+
+
+def test_a_word_longer_than_a_line_goes_beyond_the_edge_and_is_not_broken(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "20")
+    address = "https://example.org/a/page/with/a/long/name"
+    Output().add(f"See {address} for more.", Pairs([("source", f"at {address}")]), Command("train", address))
+    lines = capsys.readouterr().out.splitlines()
+    assert sum(address in line for line in lines) == 3
+    assert max(len(line) for line in lines if address not in line) <= 20
+
+
+def test_in_a_pipe_rows_and_commands_are_one_line_unless_its_width_is_given(monkeypatch, capsys):
+    def printed() -> list[str]:
+        table = Table(
+            ("GPU", "verdict", "host"), [["l4", "one two " * 20, "1"]], left=("GPU",), wraps=("verdict", 8)
+        )
+        Output().add(table, Pairs([("label", "word " * 40)]), Command(*["--word"] * 40))
+        return [line for line in capsys.readouterr().out.splitlines() if line.strip()]
+
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert [len(line.split()) for line in printed()] == [3, 42, 41, 40]
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, printed())) <= 60

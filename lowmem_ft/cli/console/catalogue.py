@@ -1,0 +1,77 @@
+"""Commands that list a catalogue, or show one entry of it: ``gpus`` and ``models``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+
+from lowmem_ft.cli.console.output import Output
+from lowmem_ft.cli.console.parser import Parser
+
+if TYPE_CHECKING:
+    from lowmem_ft.reports.text.document import Document
+
+EntryT = TypeVar("EntryT")
+
+
+class Catalogue(NamedTuple, Generic[EntryT]):
+    """A catalogue as its command prints it.
+
+    Args:
+        key: name of the command, and of the list in its JSON.
+        name_help: help of the argument that names one entry.
+        description: description of the command.
+        epilog: words below its options.
+        load: returns all entries by name.
+        find: returns the entry of a name, or raises a ``UserError``.
+        as_json: returns an entry as JSON types.
+        row: returns the cells of an entry.
+        columns: their headings.
+        left: headings of the columns of words.
+        spare: headings of the columns that a narrow terminal leaves out, the first ones first.
+        details: returns what an entry has in addition to its row.
+    """
+
+    key: str
+    name_help: str
+    description: str
+    epilog: str
+    load: Callable[[], Mapping[str, EntryT]]
+    find: Callable[[str], EntryT]
+    as_json: Callable[[EntryT], dict[str, Any]]
+    row: Callable[[EntryT], Sequence[str]]
+    columns: Sequence[str]
+    left: Sequence[str]
+    spare: Sequence[str]
+    details: Callable[[EntryT], Document]
+
+
+def show(catalogue: Catalogue[Any], argv: Sequence[str] | None) -> int:
+    """Print all entries of a catalogue, or all that is known of one.
+
+    Args:
+        catalogue: the catalogue.
+        argv: nothing, or an entry's name, and ``--json``; None: those of this process.
+
+    Returns:
+        The exit code, 0.
+    """
+    parser = Parser(f"lowmem-ft {catalogue.key}", description=catalogue.description, epilog=catalogue.epilog)
+    parser.add_argument("name", nargs="?", metavar="NAME", help=catalogue.name_help)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    arguments = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
+    found = [catalogue.find(arguments.name)] if arguments.name else list(catalogue.load().values())
+    if arguments.json:
+        print(json.dumps({"schema": 1, catalogue.key: [*map(catalogue.as_json, found)]}, indent=2))
+        return 0
+    from lowmem_ft.reports.text.document import Pairs, Table
+
+    if arguments.name:
+        cells = zip(catalogue.columns, catalogue.row(found[0]), strict=True)
+        Output().add(Pairs((pair for pair in cells if pair[1]), indent=0), catalogue.details(found[0]))
+    else:
+        rows = map(catalogue.row, found)
+        Output().add(Table(catalogue.columns, rows, left=catalogue.left, spare=catalogue.spare))
+    return 0
