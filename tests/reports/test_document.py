@@ -173,3 +173,11 @@ def test_in_a_pipe_rows_and_commands_are_one_line_unless_its_width_is_given(monk
     assert [len(line.split()) for line in printed()] == [3, 42, 41, 40]
     monkeypatch.setenv("COLUMNS", "60")
     assert max(map(len, printed())) <= 60
+
+
+def test_a_word_too_long_for_its_place_is_not_set_next_to_a_label_of_several_lines(as_text):
+    lines = as_text(
+        Pairs([("a label of two lines, which is so long", f"at {LONG} or not")], indent=0), 60
+    ).splitlines()
+    assert LONG in [line.strip() for line in lines]
+    assert max(map(len, lines)) <= 60

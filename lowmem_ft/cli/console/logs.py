@@ -6,11 +6,10 @@ import logging
 from datetime import datetime
 
 import rich
-from rich.cells import cell_len
 from rich.logging import RichHandler
 from rich.text import Text
 
-from lowmem_ft.reports.text.wrapping import filled
+from lowmem_ft.reports.text.document import Pairs
 from lowmem_ft.system.launch_variables import is_main_process
 
 
@@ -34,36 +33,20 @@ def set_up_logging() -> None:
 
 
 class TerminalHandler(RichHandler):
-    """Handler that breaks lines only between words, as reports do, so that a user can copy paths whole.
-
-    A path wider than the message column begins further left; one wider than the terminal runs past its edge.
-    """
+    """Handler that lays out lines as reports do: next to their time and level, with paths whole, for copying."""
 
     def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
         try:
-            self.console.print(self._text(record), soft_wrap=True)
-        except Exception:
-            self.handleError(record)
-
-    def _text(self, record: logging.LogRecord) -> Text:
-        time = datetime.fromtimestamp(record.created).strftime("[%X]")
-        is_same = time == self._last_time
-        self._last_time = time
-        before = Text.assemble(
-            (" " * len(time) if is_same else time, "log.time"), " ", self.get_level_text(record), " "
-        )
-        margin, width = before.cell_len, self.console.width
-        for number, line in enumerate(filled(self.format(record), width - margin)):
-            indent = max(0, min(margin, width - cell_len(line)))
-            if number == 0 and indent < margin:
-                before.rstrip()
-            if number or indent < margin:
-                before.append("\n" + " " * indent)
-            message = Text(line, "log.message")
+            time = datetime.fromtimestamp(record.created).strftime("[%X]")
+            shown = " " * len(time) if time == self._last_time else time
+            self._last_time = time
+            message = Text(self.format(record), "log.message")
             if self.highlighter is not None:
                 self.highlighter.highlight(message)
-            before.append_text(message)
-        return before
+            before = Text.assemble((shown, "log.time"), " ", self.get_level_text(record))
+            self.console.print(Pairs([(before, message)], indent=0, gap=1), soft_wrap=True)
+        except Exception:
+            self.handleError(record)
 
     _last_time: str | None = None
 

@@ -67,13 +67,20 @@ class Pairs:
         rows: label and text of each row.
         style: style of the labels.
         indent: blanks before each row.
+        gap: blanks between a label and its text.
     """
 
     def __init__(
-        self, rows: Iterable[tuple[str | Text, str | Text]], *, style: str = "", indent: int = INDENT
+        self,
+        rows: Iterable[tuple[str | Text, str | Text]],
+        *,
+        style: str = "",
+        indent: int = INDENT,
+        gap: int = GAP,
     ) -> None:
         self._rows = [(Text.assemble(label, style=style), Text.assemble(text)) for label, text in rows]
         self._indent = indent
+        self._gap = gap
 
     def __bool__(self) -> bool:
         return bool(self._rows)
@@ -81,17 +88,17 @@ class Pairs:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = _room_of_rows(console, options)
         width = room - self._indent
-        left, right = (max(longest_word(row[side].plain, width) for row in self._rows) for side in (0, 1))
-        widest = max(label.cell_len for label, _ in self._rows)
-        left = max(left, min(widest, MOST_LEFT, width - GAP - right))
-        start = left + GAP if width - left - GAP >= LEAST_RIGHT else INDENT
+        least, right = (max(longest_word(row[side].plain, width) for row in self._rows) for side in (0, 1))
+        left = max(least, min(MOST_LEFT, max(label.cell_len for label, _ in self._rows)))
+        if least <= width - self._gap - right:
+            left = min(left, width - self._gap - right)
+        is_beside = width - left - self._gap >= LEAST_RIGHT
+        start = left + self._gap if is_beside else INDENT
         for label, text in self._rows:
-            labels = _lines(label, left if start > INDENT else width)
             texts = _lines(text, width - start)
-            is_beside = start > INDENT and all(line.cell_len <= width - start for line in texts[:1])
-            for line in labels:
+            for line in _lines(label, left if is_beside else width):
                 line.pad_left(self._indent)
-                if is_beside and texts:
+                if is_beside and texts and texts[0].cell_len <= width - start:
                     line.pad_right(self._indent + start - line.cell_len)
                     line.append_text(texts.pop(0))
                 yield line
