@@ -7,6 +7,7 @@ from typing import Literal
 
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.memory.step_parts import PARTS_BY_TOKENS
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
 LossOn = Literal["completion", "assistant", "all"]
@@ -68,6 +69,7 @@ class DataConfig:
         costs="tokens beyond the limit are not learnt",
         effects=Effect(fidelity="other mathematics", consent="shorter_rows"),
         tries=(4096, 2048, 1024, 512),
+        leaves=PARTS_BY_TOKENS,
     )
     packing: bool = knob(
         False,

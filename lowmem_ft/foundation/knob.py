@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -84,6 +84,9 @@ CountedLayers = Literal["", "period", "last"]
 Effects = Mapping[Any, Effect] | Effect
 """The effect of each value that has one, or one effect for every value except the one that switches the knob off."""
 
+Leaves = Mapping[Any, Callable[..., Any]]
+"""A statement by part, see ``memory/step_parts.py``."""
+
 
 def knob(
     default: Any,
@@ -95,6 +98,7 @@ def knob(
     off: Any = None,
     counts_layers: CountedLayers = "",
     tries: Sequence[Any] = (),
+    leaves: Leaves | None = None,
 ) -> Any:
     """Make a dataclass field with its documentation.
 
@@ -110,6 +114,8 @@ def knob(
             ``last`` layers, which repeat by themselves.
         tries: the values that a planner may choose from, in addition to the recipe's own, from the one that needs most
             memory to the one meant to need least; empty: the planner leaves the key alone.
+        leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
+            moves (``memory/step_parts.py``); None: unknown, so that nothing is proven not to fit while it is on.
 
     Returns:
         A ``dataclasses.field`` whose metadata holds all of it.
@@ -122,6 +128,7 @@ def knob(
         "off": off,
         "counts_layers": counts_layers,
         "tries": tuple(tries),
+        "leaves": leaves,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

@@ -8,9 +8,17 @@ from typing import Literal
 
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.memory.step_parts import PARTS, Held, StepFacts, as_it_is
 
 _IN_16_BITS = Effect(fidelity="unbiased rounding")
 _QUANTIZED = Effect(cost="time", fidelity="other mathematics")
+
+_QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
+"""Bytes of an element without its scales."""
+
+
+def _quantized(held: Held, value: str, step: StepFacts) -> Held:
+    return held.times(_QUANTIZED_BYTES.get(value, step.weight_itemsize) / step.weight_itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +47,7 @@ class ModelConfig:
         ),
         effects={"bfloat16": _IN_16_BITS, "float16": _IN_16_BITS, "auto": _IN_16_BITS},
         tries=("float32", "bfloat16", "float16"),
+        leaves=dict.fromkeys(PARTS, as_it_is),
     )
     quantization: Literal["none", "nf4", "int8"] = knob(
         "none",
@@ -50,6 +59,7 @@ class ModelConfig:
             "int8": dataclasses.replace(_QUANTIZED, consent="qlora", engines=("ddp",)),
         },
         tries=("none", "nf4"),
+        leaves={"layers": _quantized, "gathered": _quantized},
     )
     attn_implementation: Literal[
         "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"

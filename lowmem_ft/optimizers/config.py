@@ -11,6 +11,7 @@ from typing import Any, Literal
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.wsl import is_wsl
+from lowmem_ft.memory.step_parts import NOTHING, Held, StepFacts, as_it_is, gone_unless
 from lowmem_ft.optimizers.key_help import freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
@@ -39,6 +40,16 @@ class _EffectsOfRows(Mapping[OptimizerName, Effect]):
         return len(OPTIMIZERS)
 
 
+def _state_on_device(held: Held, name: OptimizerName, step: StepFacts) -> Held:
+    form = OPTIMIZERS[name].bitsandbytes
+    return NOTHING if form is not None and form.paged else held
+
+
+def _gradients_that_wait(held: Held, in_backward: bool, step: StepFacts) -> Held:
+    """Leave all gradients of a step in backward that clips them: they wait for their norm."""
+    return held if not in_backward or step.clips else NOTHING
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer by name and its hyperparameters; the learning rate is ``training.learning_rate``.
@@ -52,6 +63,7 @@ class OptimizerConfig:
         frees=freed_state(),
         costs="8bit: state rounded to 256 levels; all but AdamW: other mathematics and learning rates",
         effects=_EffectsOfRows(),
+        leaves={"state": _state_on_device},
     )
     betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {values_of('betas')}.")
     eps: float | None = knob(None, f"Term that prevents division by zero; {values_of('eps')}.")
@@ -63,6 +75,7 @@ class OptimizerConfig:
         costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
         effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
         tries=("fp32", "bf16", "8bit"),
+        leaves={"state": as_it_is},
     )
     master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
         "fp32",
@@ -80,6 +93,7 @@ class OptimizerConfig:
             "none": Effect(fidelity="other mathematics", consent="plain_bf16"),
         },
         tries=("fp32", "split16", "split24", "stochastic_rounding", "none"),
+        leaves={"state": as_it_is},
     )
     in_backward: bool = knob(
         False,
@@ -91,6 +105,7 @@ class OptimizerConfig:
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", engines=("fsdp2",), traits=("updates in backward",))},
         tries=(False, True),
+        leaves={"gradients": _gradients_that_wait, "sums": gone_unless(False)},
     )
     weight_decay: float = knob(
         0.0, "Decoupled weight decay (sgd: L2 penalty), not applied to biases and norms."

@@ -1,53 +1,50 @@
 """Lower bounds of a step of a recipe: bytes at rest, matrix products, and bytes over the host link.
 
-Nothing here is an estimate: these numbers only spare a search the combinations that cannot work. Each bound holds
-whatever the other settings are (``tests/planner/test_bounds.py`` checks them against estimates). The only activations
-counted are those that autograd cannot do without: inputs of trained matrices and of attention, inputs of checkpointed
-layers, and logits.
+Nothing here is an estimate: these numbers only spare a search the combinations that cannot work. Bytes are those of a
+step without techniques, of which each memory knob states what it leaves (``memory/step_parts.py``); one that states
+nothing makes all bounds 0. The only activations counted are those that autograd cannot do without: inputs of trained
+matrices and of attention, inputs of checkpointed layers, and logits. ``tests/planner/test_bounds.py`` checks the bounds
+against estimates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.knob import NO_EFFECT
+from lowmem_ft.memory.step_parts import (
+    NOTHING,
+    PARTS,
+    Held,
+    Part,
+    Statement,
+    StepFacts,
+    StepParts,
+    gone_unless,
+)
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
-from lowmem_ft.techniques.activation_offload import SMALLEST_BYTES
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
-BYTES_KEYS = ("model", "adapter", "optimizer", "offload", "accumulation", "training", "distributed")
-"""Groups that the bounds of device bytes read; those of seconds, of the host and of activations read the next too."""
-
-STEP_KEYS = (*BYTES_KEYS, "checkpointing", "data")
-
-ACTIVATION_KEYS = (
-    "model.dtype",
-    "adapter.name",
-    "accumulation.order",
-    "training",
-    "checkpointing",
-    "data.max_length",
-    "loss.chunk_tokens",
-    "tiling",
-    "offload.activations",
-)
+PRODUCT_KEYS = ("model", "adapter.name", "training", "checkpointing", "data.max_length")
+"""Keys and groups that the bound of products reads, in addition to those of :func:`unknown_knobs`."""
 
 _LOGIT_BYTES = 8.0
 """Bytes per logit of a model's own loss, which holds float32 logits and their gradients together."""
-
-_QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
-"""Bytes per element, without the scales."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,53 +150,86 @@ def _width(layer: nn.Module, hf_config: PreTrainedConfig) -> int:
     return width
 
 
-def device_bytes(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Return device bytes of the process at the end of a step's last backward or last forward pass, the larger."""
-    forward = bytes_before_backward(recipe, shape) + activation_bytes(recipe, shape)
-    return gpu.context_bytes + max(bytes_after_backward(recipe, shape), forward)
+def parts_of(recipe: Recipe, shape: ModelShape) -> StepParts:
+    """Return what a recipe's knobs leave of each part of its step."""
+    return {part: held_of(part, recipe, shape, statements_of(part)) for part in PARTS}
 
 
-def bytes_after_backward(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of weights, state and gradients at the end of the last backward pass."""
-    if recipe.distributed.cpu_offload:
-        return 0.0
-    return _weights(recipe, shape) + _state(recipe, shape) + _gradients(recipe, shape)
+def statements_of(part: Part) -> list[tuple[RecipeKey, Statement]]:
+    """Return the statements about a part in the recipe's order, with their keys; of an unknown knob, that it is gone.
 
-
-def bytes_before_backward(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of weights, state and earlier micro-batches' gradients at the end of the last forward pass."""
-    if recipe.distributed.cpu_offload:
-        return _gathered(recipe, shape)
-    before = 0.0
-    if _sums_over_passes(recipe) and not recipe.optimizer.in_backward:
-        before = _gradients(recipe, shape)
-    return _weights(recipe, shape) + _gathered(recipe, shape) + _state(recipe, shape) + before
-
-
-def activation_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the least bytes that autograd keeps, at the end of the last forward pass.
-
-    A layer keeps the inputs of its trained matrices and of attention, a checkpointed one its own input; in vertical
-    order for all micro-batches. A model's own loss holds all logits of these tokens.
+    The part depends on the values of these keys alone, and on what no plan changes.
     """
-    begins, again = begin_bytes(recipe, shape), share_again(recipe, shape)
-    is_kept = recipe.adapter.name == "none" and recipe.tiling.mlp == 1 and recipe.offload.activations != "all"
-    kept = kept_tokens(recipe, shape) * activation_itemsize(recipe, shape) * shape.widths if is_kept else 0.0
-    has_logits = recipe.loss.chunk_tokens is None and recipe.tiling.head == 1
-    logits = _LOGIT_BYTES * kept_tokens(recipe, shape) * shape.vocab_size if has_logits else 0.0
-    return again * begins + (1.0 - again) * kept + logits
+    known = [
+        (key, key.leaves[part])
+        for key in recipe_keys().values()
+        if key.leaves is not None and part in key.leaves
+    ]
+    return [*known, *((key, gone_unless()) for key in unknown_knobs())]
 
 
-def begin_bytes(recipe: Recipe, shape: ModelShape, *, on_host: bool = False) -> float:
-    """Return the bytes of all layers' inputs, if all are checkpointed and their inputs are kept there.
+def unknown_knobs() -> list[RecipeKey]:
+    """Return the memory knobs that do not state what they leave: they may free anything."""
+    return [key for key in recipe_keys().values() if key.effects is not None and key.leaves is None]
 
-    Leaves out what selective checkpointing keeps of attention: that is nothing with dropout or without a fused kernel.
-    """
-    width = shape.hidden_size * activation_itemsize(recipe, shape)
-    stays = recipe.offload.activations == "all" and micro_batch_tokens(recipe, shape) * width < SMALLEST_BYTES
-    if (recipe.offload.activations == "none") is on_host or (stays and on_host):
-        return 0.0
-    return float(kept_tokens(recipe, shape) * shape.num_layers * width)
+
+def _is_on(key: RecipeKey, recipe: Recipe) -> bool:
+    return key.leaves is not None or key.effect_of(key.value_in(recipe)) is not NO_EFFECT
+
+
+def held_of(
+    part: Part, recipe: Recipe, shape: ModelShape, statements: Sequence[tuple[RecipeKey, Statement]]
+) -> Held:
+    """Return what a recipe's knobs leave of one part, by :func:`statements_of` it."""
+    held, facts = _plain(part, recipe, shape), _facts(recipe, shape)
+    for key, statement in statements:
+        if _is_on(key, recipe):
+            held = statement(held, key.value_in(recipe), facts)
+    return held
+
+
+def _plain(part: Part, recipe: Recipe, shape: ModelShape) -> Held:
+    """Return a part of a step without techniques, at the recipe's sizes and types."""
+    itemsize, optimizer = shape.dtype_of(recipe).itemsize, recipe.optimizer
+    tokens = micro_batch_tokens(recipe, shape)
+    if part in ("layers", "gathered"):
+        return Held(itemsize * shape.layer_parameters)
+    if part == "outer":
+        return Held(itemsize * shape.outer_parameters)
+    if part == "rest":
+        return Held(itemsize * (shape.parameters - shape.layer_parameters - shape.outer_parameters))
+    if part == "state":
+        masters = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
+        in_addition = sum(dtype.itemsize for dtype in masters) if optimizer.row.takes_formats else 0
+        return Held((optimizer.state_bytes + in_addition) * shape.parameters)
+    if part == "gradients":
+        return Held(itemsize * shape.parameters)
+    if part == "sums":
+        return Held(4.0 * shape.parameters) if recipe.training.gradient_accumulation_steps > 1 else NOTHING
+    if part == "saved":
+        return Held(host=itemsize * shape.parameters)
+    if part == "inputs":
+        return Held(shape.num_layers * tokens * shape.hidden_size * activation_itemsize(recipe, shape))
+    if part == "activations":
+        return Held(tokens * activation_itemsize(recipe, shape) * shape.widths)
+    return Held(_LOGIT_BYTES * tokens * shape.vocab_size)
+
+
+def _facts(recipe: Recipe, shape: ModelShape) -> StepFacts:
+    return StepFacts(
+        num_layers=shape.num_layers,
+        share_checkpointed=recipe.checkpointing.share_of(shape.num_layers),
+        num_micro_batches=recipe.training.gradient_accumulation_steps,
+        layer_input_bytes=micro_batch_tokens(recipe, shape)
+        * shape.hidden_size
+        * activation_itemsize(recipe, shape),
+        weight_itemsize=shape.dtype_of(recipe).itemsize,
+        trains_all=recipe.adapter.name == "none",
+        clips=recipe.training.max_grad_norm is not None,
+        steps_in_backward=recipe.optimizer.in_backward,
+        strategy=recipe.distributed.strategy,
+        num_processes=recipe.distributed.num_processes or 1,
+    )
 
 
 def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
@@ -207,62 +237,72 @@ def micro_batch_tokens(recipe: Recipe, shape: ModelShape) -> int:
     return recipe.training.per_device_train_batch_size * (recipe.data.max_length or shape.longest_row)
 
 
-def kept_tokens(recipe: Recipe, shape: ModelShape) -> int:
-    """Return the tokens whose activations exist at once: in vertical order those of all micro-batches."""
-    is_vertical = recipe.accumulation.order == "vertical"
-    num_micro_batches = recipe.training.gradient_accumulation_steps if is_vertical else 1
-    return num_micro_batches * micro_batch_tokens(recipe, shape)
-
-
 def activation_itemsize(recipe: Recipe, shape: ModelShape) -> int:
     """Return the bytes per element of what layers compute."""
     return compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision).itemsize
 
 
-def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return host bytes while a model is saved: the process, what is offloaded (unless to files), and a file's weights.
+def device_bytes(parts: StepParts, gpu: Gpu) -> Any:
+    """Return device bytes of the process at the end of a step's last backward or last forward pass, the larger.
 
-    Layer inputs are offloaded to buffers that are kept.
+    Args:
+        parts: of one recipe, or of many as arrays.
+        gpu: the device.
     """
-    begins = share_again(recipe, shape) * begin_bytes(recipe, shape, on_host=True)
-    weights = _waiting_weight_bytes(recipe, shape)
-    waiting = weights + (state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0)
-    if recipe.distributed.cpu_offload:
-        waits = _weights(recipe, shape) + state_bytes(recipe, shape) + _gradients(recipe, shape)
-        return PROCESS_BESIDE_GPU_BYTES + begins + waits
-    if recipe.offload.optimizer == "host" and _gradients_wait(recipe):
-        waiting += _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
-    if recipe.offload.folder is not None:
-        waiting = 0.0
-    saved = 0.0
-    if recipe.adapter.name == "none":
-        held = _kept_share(recipe) * shape.parameters * shape.dtype_of(recipe).itemsize
-        saved = min(held - weights, MAX_SHARD_BYTES)
-    return PROCESS_BESIDE_GPU_BYTES + waiting + begins + saved
+    forward = parts["gathered"].device + parts["sums"].device + activation_bytes(parts)
+    return gpu.context_bytes + weight_and_state_bytes(parts) + np.maximum(gradient_bytes(parts), forward)
 
 
-def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+def bytes_after_backward(parts: StepParts) -> Any:
+    """Return the device bytes of weights, state and gradients at the end of the last backward pass."""
+    return weight_and_state_bytes(parts) + gradient_bytes(parts)
+
+
+def weight_and_state_bytes(parts: StepParts) -> Any:
+    """Return the device bytes of weights and state at rest."""
+    return sum(parts[part].device for part in ("layers", "outer", "rest", "state"))
+
+
+def gradient_bytes(parts: StepParts) -> Any:
+    """Return the device bytes of gradients at the end of the last backward pass."""
+    return np.maximum(parts["gradients"].device, parts["sums"].device)
+
+
+def activation_bytes(parts: StepParts) -> Any:
+    """Return the least device bytes that autograd keeps, at the end of the last forward pass."""
+    return sum(parts[part].device for part in ("inputs", "activations", "logits"))
+
+
+def host_bytes(parts: StepParts) -> Any:
+    """Return host bytes while a model is saved: the process, what waits there, and the weights of a file.
+
+    Buffers of layer inputs are kept for the next step.
+    """
+    weights = [parts[part] for part in ("layers", "outer", "rest")]
+    others = (
+        parts["state"].host + np.maximum(parts["gradients"].host, parts["sums"].host) + parts["inputs"].host
+    )
+    waiting = sum(held.host + held.disk for held in weights)
+    saved = np.minimum(np.maximum(0.0, parts["saved"].host - waiting), MAX_SHARD_BYTES)
+    return PROCESS_BESIDE_GPU_BYTES + sum(held.host for held in weights) + others + saved
+
+
+def seconds(recipe: Recipe, parts: StepParts, shape: ModelShape, gpu: Gpu) -> float:
     """Return the seconds of a step's products on the device or of its host-link copies, whichever take longer."""
-    copied = copied_state_bytes(recipe, shape) + copied_weight_bytes(recipe, shape)
-    return max(product_seconds(recipe, shape, gpu), copied / host_link_rate(gpu))
+    return max(product_seconds(recipe, shape, gpu), link_seconds(parts, gpu))
+
+
+def link_seconds(parts: StepParts, gpu: Gpu) -> Any:
+    """Return the seconds of copying state to the device and back, and layers there, once in each step."""
+    return sum(held.link for held in parts.values()) / host_link_rate(gpu)
 
 
 def product_seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
-    """Return the seconds of a step's matrix products, at the device's best rate."""
+    """Return the seconds of a step's matrix products at the device's best rate; 0 with a knob that may save some."""
+    if any(_is_on(key, recipe) for key in unknown_knobs()):
+        return 0.0
     dtype = compute_dtype(shape.dtype_of(recipe), recipe.training.mixed_precision)
     return _flops(recipe, shape) / matmul_rate(gpu, str(dtype).removeprefix("torch."))
-
-
-def copied_state_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state copied to the device and back in each step."""
-    return state_bytes(recipe, shape) if recipe.offload.optimizer == "host" else 0.0
-
-
-def copied_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of layers copied to the device in each pass; with FSDP2's offload, this rank's shard once."""
-    if recipe.distributed.cpu_offload:
-        return _weights(recipe, shape)
-    return _streamed_bytes(recipe, shape) if recipe.offload.parameters == "stream" else 0.0
 
 
 def _flops(recipe: Recipe, shape: ModelShape) -> float:
@@ -276,105 +316,5 @@ def _flops(recipe: Recipe, shape: ModelShape) -> float:
         # Frozen: there is no gradient of the weight, nor of the first layer's input.
         passes = 2.0 + 2.0 * max(0, shape.num_layers - 1) / max(1, shape.num_layers)
     head = 6.0 if recipe.adapter.name == "none" else 4.0
-    return (
-        tokens * (passes * shape.products + 2.0 * share_again(recipe, shape) * shape.products_again)
-        + learnt * head * shape.head_products
-    )
-
-
-def share_again(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the share of layers that are computed twice."""
-    config = recipe.checkpointing
-    if config.mode == "none" or not shape.num_layers:
-        return 0.0
-    return len(range(0, shape.num_layers - config.skip_last_layers, config.every_n_layers)) / shape.num_layers
-
-
-def _layer_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of all decoder layers at rest."""
-    itemsize = shape.dtype_of(recipe).itemsize
-    quantized = _QUANTIZED_BYTES.get(recipe.model.quantization, itemsize)
-    return shape.products * quantized + (shape.layer_parameters - shape.products) * min(itemsize, quantized)
-
-
-def _streamed_share(recipe: Recipe, shape: ModelShape) -> float:
-    return max(0, shape.num_layers - recipe.offload.resident_layers) / max(1, shape.num_layers)
-
-
-def _streamed_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    return _layer_weight_bytes(recipe, shape) * _streamed_share(recipe, shape)
-
-
-def _waiting_weight_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return host bytes of streamed weights: layers, and in full training also the embedding and the head."""
-    if recipe.offload.parameters != "stream":
-        return 0.0
-    outer = shape.outer_parameters * shape.dtype_of(recipe).itemsize if recipe.adapter.name == "none" else 0
-    return _streamed_bytes(recipe, shape) + outer
-
-
-def _kept_share(recipe: Recipe) -> float:
-    """Return the share of weights, gradients and state that one process keeps."""
-    config = recipe.distributed
-    return 1 / (config.num_processes or 1) if config.strategy == "fsdp2" else 1.0
-
-
-def _weights(recipe: Recipe, shape: ModelShape) -> float:
-    layers = _layer_weight_bytes(recipe, shape)
-    if recipe.offload.parameters == "stream":
-        staying = 1 - _streamed_share(recipe, shape)
-        slots = min(2, shape.num_layers - recipe.offload.resident_layers) / max(1, shape.num_layers)
-        return layers * (staying + max(0.0, slots))
-    whole = layers + (shape.parameters - shape.layer_parameters) * shape.dtype_of(recipe).itemsize
-    return _kept_share(recipe) * whole
-
-
-def _gathered(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of whole layers that FSDP2 holds from forward to backward, in addition to the rank's shard."""
-    config = recipe.distributed
-    stays = config.strategy == "fsdp2" and not config.reshards
-    return _layer_weight_bytes(recipe, shape) if stays else 0.0
-
-
-def state_bytes(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of optimizer state, wherever it is stored: averages, and master tensors of 16-bit weights."""
-    optimizer = recipe.optimizer
-    if recipe.adapter.name != "none":
-        return 0.0
-    if not optimizer.row.takes_formats:
-        return _kept_share(recipe) * optimizer.state_bytes * shape.parameters
-    beside = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
-    a_parameter = optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)
-    return _kept_share(recipe) * a_parameter * shape.parameters
-
-
-def _state(recipe: Recipe, shape: ModelShape) -> float:
-    form = recipe.optimizer.row.bitsandbytes
-    is_elsewhere = recipe.offload.optimizer == "host" or (form is not None and form.paged)
-    return 0.0 if is_elsewhere else state_bytes(recipe, shape)
-
-
-def _gradients(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of trained weights' gradients: all exist at once unless the optimizer steps in backward."""
-    if recipe.adapter.name != "none":
-        return 0.0
-    itemsize = shape.dtype_of(recipe).itemsize
-    if recipe.optimizer.in_backward:
-        waits_here = _gradients_wait(recipe) and recipe.offload.optimizer == "device"
-        return _kept_share(recipe) * shape.parameters * itemsize if waits_here else 0.0
-    summed = _sums_over_passes(recipe) and recipe.accumulation.dtype == "float32"
-    return _kept_share(recipe) * shape.parameters * (4 if summed else itemsize)
-
-
-def _sums_over_passes(recipe: Recipe) -> bool:
-    """Return whether a backward pass adds to the gradients of earlier micro-batches."""
-    return recipe.training.gradient_accumulation_steps > 1 and recipe.accumulation.order == "horizontal"
-
-
-def _gradients_wait(recipe: Recipe) -> bool:
-    """Return whether gradients wait for their norm while the optimizer steps in backward."""
-    return (
-        recipe.optimizer.in_backward
-        and recipe.training.max_grad_norm is not None
-        and recipe.adapter.name == "none"
-    )
+    again = 2.0 * recipe.checkpointing.share_of(shape.num_layers) * shape.products_again
+    return tokens * (passes * shape.products + again) + learnt * head * shape.head_products

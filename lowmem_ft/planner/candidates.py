@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.memory.step_parts import PARTS, Held, Part, StepParts
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity
@@ -39,24 +40,20 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
         The candidates, in the order of the space.
     """
     choices_ND = np.array(space.combinations, dtype=np.int64).reshape(len(space.combinations), -1)
-
-    def each(keys: Sequence[str], *of: Callable[[Recipe], float]) -> NDArray[np.float64]:
-        if gpu is None:
-            return np.zeros((len(of), len(choices_ND)))
-        return _by_what_is_read(space, choices_ND, keys, of)
-
-    after_N, forward_N = each(
-        bounds.BYTES_KEYS,
-        lambda recipe: bounds.bytes_after_backward(recipe, shape),
-        lambda recipe: bounds.bytes_before_backward(recipe, shape),
-    )
-    (activations_N,) = each(bounds.ACTIVATION_KEYS, lambda recipe: bounds.activation_bytes(recipe, shape))
-    seconds_N, host_N = each(
-        bounds.STEP_KEYS,
-        lambda recipe: bounds.seconds(recipe, shape, _known(gpu)),
-        lambda recipe: bounds.host_bytes(recipe, shape),
-    )
-    context_bytes = 0 if gpu is None else gpu.context_bytes
+    nothing_N = np.zeros(len(choices_ND))
+    seconds_N = device_bytes_N = host_bytes_N = nothing_N
+    if gpu is not None:
+        unknown = [key.path for key in bounds.unknown_knobs()]
+        parts: StepParts = {part: _held(space, choices_ND, part, shape) for part in PARTS}
+        (products_N,) = _by_what_is_read(
+            space,
+            choices_ND,
+            [*bounds.PRODUCT_KEYS, *unknown],
+            lambda recipe: (bounds.product_seconds(recipe, shape, gpu),),
+        )
+        seconds_N = np.maximum(products_N, bounds.link_seconds(parts, gpu))
+        device_bytes_N = bounds.device_bytes(parts, gpu) + nothing_N
+        host_bytes_N = bounds.host_bytes(parts) + nothing_N
     given_up_N, price_N = _ranks(space, choices_ND)
     return Candidates(
         choices_ND=choices_ND,
@@ -64,9 +61,21 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
         after_N=price_N,
         changes_N=_complexities(space, choices_ND),
         seconds_N=seconds_N,
-        device_bytes_N=with_headroom(context_bytes + np.maximum(after_N, forward_N + activations_N)),
-        host_bytes_N=with_headroom(host_N),
+        device_bytes_N=with_headroom(device_bytes_N),
+        host_bytes_N=with_headroom(host_bytes_N),
     )
+
+
+def _held(space: Space, choices_ND: Ints, part: Part, shape: bounds.ModelShape) -> Held:
+    """Return what each combination leaves of a part, as arrays."""
+    statements = bounds.statements_of(part)
+    rows = _by_what_is_read(
+        space,
+        choices_ND,
+        [key.path for key, _ in statements],
+        lambda recipe: bounds.held_of(part, recipe, shape, statements),
+    )
+    return Held(*rows)
 
 
 def prior_of(
@@ -80,7 +89,7 @@ def prior_of(
         device_N[place], host_N[place] = expected_bytes(recipe, shape, gpu)
         effort_N[place] = expectations.effort(recipe)
         if gpu is not None:
-            seconds_N[place] = expectations.seconds(recipe, shape, gpu)
+            seconds_N[place] = expectations.seconds(recipe, shape, bounds.parts_of(recipe, shape), gpu)
     expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
         "device_bytes": (device_N, candidates.device_bytes_N),
         "effort": (effort_N, nothing_N),
@@ -94,13 +103,9 @@ def prior_of(
 def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) -> Bytes:
     """Return the expected bytes with headroom; the host's are 0 on a processor, where host and device are the same."""
     context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
-    host = 0.0 if gpu is None else expectations.host_bytes(recipe, shape)
-    return with_headroom(context_bytes + expectations.device_bytes(recipe, shape)), with_headroom(host)
-
-
-def _known(gpu: Gpu | None) -> Gpu:
-    assert gpu is not None, "only asked for on a GPU"
-    return gpu
+    parts = bounds.parts_of(recipe, shape)
+    host = 0.0 if gpu is None else expectations.host_bytes(parts)
+    return with_headroom(context_bytes + expectations.device_bytes(recipe, shape, parts)), with_headroom(host)
 
 
 def _ranks(space: Space, choices_ND: Ints) -> tuple[Ints, Ints]:
@@ -151,21 +156,22 @@ def _filled(own: list[int], places: Sequence[int], values: Sequence[int]) -> lis
 
 
 def _by_what_is_read(
-    space: Space, choices_ND: Ints, keys: Sequence[str], of: Sequence[Callable[[Recipe], float]]
+    space: Space, choices_ND: Ints, keys: Sequence[str], of: Callable[[Recipe], Sequence[float]]
 ) -> NDArray[np.float64]:
-    """Return numbers for each combination, one row per function, computed once per distinct value of the keys read."""
+    """Return numbers for each combination, one row per number, computed once per distinct value of the keys read."""
     reader = Rule(keys=tuple(keys), problems=lambda recipe: ())
     places = [
         place
         for place, dimension in enumerate(space.dimensions)
         if any(reader.reads(key) for key in dimension.keys)
     ]
-    read_UD, inverse_N = np.unique(choices_ND[:, places], axis=0, return_inverse=True)
+    sizes = [len(space.dimensions[place].choices) for place in places]
+    number_N = choices_ND[:, places] @ np.cumprod([1, *sizes], dtype=np.int64)[: len(places)]
+    _, first_U, inverse_N = np.unique(number_N, return_index=True, return_inverse=True)
     values = []
-    for read in read_UD.tolist():
+    for read in choices_ND[first_U][:, places].tolist():
         settings: dict[str, Any] = {}
         for place, index in zip(places, read, strict=True):
             settings |= space.dimensions[place].choices[index]
-        recipe = with_settings(space.recipe, settings)
-        values.append([number(recipe) for number in of])
-    return np.array(values).T[:, inverse_N.reshape(-1)]
+        values.append(of(with_settings(space.recipe, settings)))
+    return np.array(values).T[:, inverse_N]

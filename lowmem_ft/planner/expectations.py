@@ -9,6 +9,7 @@ plan.
 from __future__ import annotations
 
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.memory.step_parts import StepParts
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.bounds import ModelShape
 from lowmem_ft.recipe import Recipe
@@ -43,36 +44,38 @@ _LOGIT_BYTES = {True: 12.0, False: 8.0}
 """Bytes per logit at the peak, by whether all logits exist at once."""
 
 
-def device_bytes(recipe: Recipe, shape: ModelShape) -> float:
+def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
     """Return the expected bytes of the process at its peak, without its context."""
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
     token_bytes = _kept_of_a_token(recipe, shape)
-    at_once = bounds.kept_tokens(recipe, shape) if chunk is None else min(tokens, chunk)
+    at_once = _kept_tokens(recipe, shape) if chunk is None else min(tokens, chunk)
     logits = _LOGIT_BYTES[chunk is None] * shape.vocab_size * at_once
     working = max(tokens * token_bytes, logits) + _layers_at_work(recipe, shape)
-    again, offloads_all = bounds.share_again(recipe, shape), recipe.offload.activations == "all"
-    kept = bounds.kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)
-    begins = bounds.begin_bytes(recipe, shape)
+    again = recipe.checkpointing.share_of(shape.num_layers)
+    offloads_all = recipe.offload.activations == "all"
+    kept = _kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)
     attended = _attended_bytes(recipe, shape) if recipe.checkpointing.mode == "selective" else 0.0
-    waiting = again * (begins + attended) + (1 - again) * kept
-    return working + max(
-        bounds.bytes_after_backward(recipe, shape),
-        bounds.bytes_before_backward(recipe, shape) + waiting,
+    waiting = parts["inputs"].device + again * attended + (1 - again) * kept
+    before = parts["gathered"].device + parts["sums"].device
+    return (
+        working + bounds.weight_and_state_bytes(parts) + max(bounds.gradient_bytes(parts), before + waiting)
     )
 
 
-def host_bytes(recipe: Recipe, shape: ModelShape) -> float:
+def host_bytes(parts: StepParts) -> float:
     """Return the expected host bytes at the peak: about the bound, which leaves out little."""
-    return _HOST_SHARE * bounds.host_bytes(recipe, shape)
+    return _HOST_SHARE * bounds.host_bytes(parts)
 
 
-def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
+def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu) -> float:
     """Return the expected seconds of a step: products, other traffic of device memory, and exposed copies."""
-    again = bounds.share_again(recipe, shape)
+    again = recipe.checkpointing.share_of(shape.num_layers)
     products = bounds.product_seconds(recipe, shape, gpu)
     pieces = (_TILED_MLP if recipe.tiling.mlp > 1 else 0.0) + (_TILED_HEAD if recipe.tiling.head > 1 else 0.0)
-    computed = products * (1.0 + pieces / (1.0 + again / 3.0)) + _moved_bytes(recipe, shape) / gpu.bandwidth
-    state, weights = bounds.copied_state_bytes(recipe, shape), bounds.copied_weight_bytes(recipe, shape)
+    computed = (
+        products * (1.0 + pieces / (1.0 + again / 3.0)) + _moved_bytes(recipe, shape, parts) / gpu.bandwidth
+    )
+    state, weights = parts["state"].link, parts["layers"].link + parts["outer"].link + parts["rest"].link
     passes = recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
     copied = (state + 2 * passes * weights) / host_link_rate(gpu)
     waited = (0.0 if recipe.optimizer.in_backward else state) + 0.5 * passes * weights
@@ -83,12 +86,12 @@ def seconds(recipe: Recipe, shape: ModelShape, gpu: Gpu) -> float:
     )
 
 
-def _moved_bytes(recipe: Recipe, shape: ModelShape) -> float:
+def _moved_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
     """Return the bytes moved by all kernels other than products: activations, summed gradients, and updates."""
     training, itemsize = recipe.training, shape.dtype_of(recipe).itemsize
     num_micro_batches = training.gradient_accumulation_steps
     tokens = bounds.micro_batch_tokens(recipe, shape) * num_micro_batches
-    times = _TIMES_MOVED + _TIMES_MOVED_AGAIN * bounds.share_again(recipe, shape)
+    times = _TIMES_MOVED + _TIMES_MOVED_AGAIN * recipe.checkpointing.share_of(shape.num_layers)
     mixes_types = (training.mixed_precision == "no") == (itemsize < 4)
     has_float32 = itemsize == 4 or recipe.adapter.name != "none"
     casts = _CASTS if mixes_types and has_float32 else 1.0
@@ -96,7 +99,7 @@ def _moved_bytes(recipe: Recipe, shape: ModelShape) -> float:
     if recipe.adapter.name != "none":
         return activations
     summed = (num_micro_batches - 1) * _SUMMED_BYTES * shape.parameters
-    updated = _TIMES_UPDATED * (bounds.state_bytes(recipe, shape) + 2 * itemsize * shape.parameters)
+    updated = _TIMES_UPDATED * (sum(parts["state"][:3]) + 2 * itemsize * shape.parameters)
     return activations + summed + updated
 
 
@@ -126,10 +129,17 @@ def effort(recipe: Recipe) -> float:
     return max(1.0, recipe.training.gradient_accumulation_steps / 4)
 
 
+def _kept_tokens(recipe: Recipe, shape: ModelShape) -> int:
+    """Return the tokens whose activations exist at once: in vertical order those of all micro-batches."""
+    is_vertical = recipe.accumulation.order == "vertical"
+    num_micro_batches = recipe.training.gradient_accumulation_steps if is_vertical else 1
+    return num_micro_batches * bounds.micro_batch_tokens(recipe, shape)
+
+
 def _attended_bytes(recipe: Recipe, shape: ModelShape) -> float:
     """Return the bytes that selective checkpointing keeps of attention: as many as a layer's input has."""
     width = shape.hidden_size * bounds.activation_itemsize(recipe, shape)
-    return float(bounds.kept_tokens(recipe, shape) * shape.num_layers * width)
+    return float(_kept_tokens(recipe, shape) * shape.num_layers * width)
 
 
 def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
 from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.memory.step_parts import PARTS_BY_TOKENS, as_it_is
 
 MOST_EPOCHS = 1_000_000
 
@@ -26,6 +27,7 @@ class TrainingConfig:
         frees="a smaller micro-batch: activations, in proportion to its tokens",
         costs="a smaller micro-batch: less work per kernel; gradient_accumulation_steps keeps the sum",
         effects=NO_EFFECT,
+        leaves=PARTS_BY_TOKENS,
     )
     per_device_eval_batch_size: int | None = knob(
         None, "The same for evaluation; null: per_device_train_batch_size."
@@ -37,6 +39,7 @@ class TrainingConfig:
         costs="n smaller passes instead of one; the gradients stay allocated between them",
         effects=NO_EFFECT,
         off=1,
+        leaves={**PARTS_BY_TOKENS, "sums": as_it_is},
     )
 
     learning_rate: float = knob(2e-5, "Peak learning rate.")
@@ -81,6 +84,7 @@ class TrainingConfig:
             "fp16": Effect(fidelity="unbiased rounding"),
         },
         tries=("no", "bf16", "fp16"),
+        leaves=PARTS_BY_TOKENS,
     )
     use_cpu: bool = knob(False, "Train on the CPU even if there is an accelerator.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")

@@ -16,17 +16,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.techniques.config import OffloadConfig
+from lowmem_ft.techniques.config import SMALLEST_OFFLOADED_BYTES, OffloadConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
-
-SMALLEST_BYTES = 64 * 1024
-"""Smallest tensor in bytes that ``offload.activations=all`` moves: a smaller one's copy costs more than it saves."""
-
 
 _ON_THEIR_WAY = {"inputs": 1, "all": 4}
 """Tensors still on the device when the next one is saved: one layer's compute time is enough to copy its input."""
@@ -127,7 +123,7 @@ def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
 
             def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
                 stays = (
-                    tensor.nbytes < SMALLEST_BYTES
+                    tensor.nbytes < SMALLEST_OFFLOADED_BYTES
                     or tensor.device.type != waiting_room.device.type
                     or tensor.untyped_storage()._cdata in weights
                     or not _is_dense(tensor)

@@ -9,6 +9,71 @@ from typing import Literal
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import NO_EFFECT, Checkpointed, Effect, Trait, knob
 from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.memory.step_parts import (
+    NOTHING,
+    PARTS_BY_TOKENS,
+    Held,
+    StepFacts,
+    as_it_is,
+    gone_unless,
+    on_host_at,
+)
+
+SMALLEST_OFFLOADED_BYTES = 64 * 1024
+"""Activations smaller than this stay on the device with ``offload.activations=all``."""
+
+
+def _inputs_of_checkpointed(held: Held, mode: str, step: StepFacts) -> Held:
+    """Leave out what selective checkpointing keeps: nothing with dropout or without a fused attention kernel."""
+    return held.times(step.share_checkpointed)
+
+
+def _activations_of_others(held: Held, mode: str, step: StepFacts) -> Held:
+    return held.times(1.0 - step.share_checkpointed)
+
+
+def _inputs_on_host(held: Held, which: str, step: StepFacts) -> Held:
+    if which == "all" and step.layer_input_bytes < SMALLEST_OFFLOADED_BYTES:
+        return NOTHING
+    return held if which == "none" else held.on_host()
+
+
+def _waiting_gradients_on_host(held: Held, place: str, step: StepFacts) -> Held:
+    return held.on_host() if place == "host" and step.steps_in_backward else held
+
+
+def _resident_or_next(held: Held, num_resident: int, step: StepFacts) -> Held:
+    """Leave the resident layers on the device, of those streamed, and two that are copied there in turn."""
+    num_streamed, whole = max(0, step.num_layers - num_resident), held.host
+    share, next_two = (number / max(1, step.num_layers) for number in (num_streamed, min(2, num_streamed)))
+    return Held(whole * (1 - share + next_two), whole * share, link=whole * share) if whole else held
+
+
+def _outer_streamed(held: Held, place: str, step: StepFacts) -> Held:
+    """Leave embedding and head on the host if they are trained; frozen ones count nowhere."""
+    if place == "device":
+        return held
+    return held.on_host() if step.trains_all else NOTHING
+
+
+def _on_disk(held: Held, folder: str | None, step: StepFacts) -> Held:
+    return held if folder is None else held._replace(host=0.0, disk=held.host)
+
+
+def _of_all_micro_batches(held: Held, order: str, step: StepFacts) -> Held:
+    return held.times(step.num_micro_batches) if order == "vertical" else held
+
+
+def _summed_in_weights_type(held: Held, dtype: str, step: StepFacts) -> Held:
+    return held.times(step.weight_itemsize / 4) if dtype == "weights" else held
+
+
+def _share_of_rank(held: Held, strategy: str | None, step: StepFacts) -> Held:
+    return held.times(1 / step.num_processes) if strategy == "fsdp2" else held
+
+
+def _gathered(held: Held, reshards: bool | None, step: StepFacts) -> Held:
+    return held if step.strategy == "fsdp2" and reshards is False else NOTHING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +93,7 @@ class CheckpointingConfig:
         "for 2 bytes * tokens * hidden a layer in bf16",
         effects={mode: Effect(cost="time") for mode in ("full", "selective", "auto")},
         tries=("none", "selective", "full"),
+        leaves={"inputs": _inputs_of_checkpointed, "activations": _activations_of_others},
     )
     every_n_layers: int = knob(
         1,
@@ -35,6 +101,7 @@ class CheckpointingConfig:
         costs="memory: the other layers keep their activations",
         effects={1: Effect(cost="time")},
         counts_layers="period",
+        leaves={"inputs": as_it_is, "activations": as_it_is},
     )
     skip_last_layers: int = knob(
         0,
@@ -43,6 +110,7 @@ class CheckpointingConfig:
         effects={0: Effect(cost="time")},
         counts_layers="last",
         tries=(48, 32, 24, 16, 8, 4, 0),
+        leaves={"inputs": as_it_is, "activations": as_it_is},
     )
 
     @property
@@ -51,6 +119,12 @@ class CheckpointingConfig:
         if self.mode == "none":
             return "no layer"
         return "every layer" if self.takes_every_layer else "some layers"
+
+    def share_of(self, num_layers: int) -> float:
+        """Return the share of so many layers that are checkpointed."""
+        if self.mode == "none" or not num_layers:
+            return 0.0
+        return len(range(0, num_layers - self.skip_last_layers, self.every_n_layers)) / num_layers
 
     @property
     def takes_every_layer(self) -> bool:
@@ -112,6 +186,7 @@ class LossConfig:
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
         tries=(None, 1024),
+        leaves={"logits": gone_unless(None)},
     )
     label_smoothing_factor: float = knob(
         0.0,
@@ -156,6 +231,7 @@ class OffloadConfig:
             "all": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=_ACTIVATIONS_ON_HOST),
         },
         tries=("none", "inputs"),  # copying all activations takes longer than recomputing them
+        leaves={"inputs": _inputs_on_host, "activations": gone_unless("none", "inputs")},
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
@@ -165,6 +241,7 @@ class OffloadConfig:
         costs="the state crosses PCIe twice a step",
         effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=("state on host",))},
         tries=("device", "host"),
+        leaves={"state": on_host_at("host", crosses=True), "gradients": _waiting_gradients_on_host},
     )
     parameters: Literal["device", "stream"] = knob(
         "device",
@@ -179,6 +256,11 @@ class OffloadConfig:
             )
         },
         tries=("device", "stream"),
+        leaves={
+            "layers": on_host_at("stream", crosses=True),
+            "outer": _outer_streamed,
+            "rest": gone_unless("device"),
+        },
     )
     resident_layers: int = knob(
         0,
@@ -187,6 +269,7 @@ class OffloadConfig:
         effects={0: Effect(cost="host link")},
         counts_layers="last",
         tries=(0, 4, 8, 16, 32),
+        leaves={"layers": _resident_or_next},
     )
     folder: str | None = knob(
         None,
@@ -196,6 +279,7 @@ class OffloadConfig:
         costs="what RAM cannot hold is read from disk and written back in each step; copies are not pinned",
         effects=Effect(cost="disk"),
         tries=(None,),
+        leaves=dict.fromkeys(("layers", "outer", "state", "gradients"), _on_disk),
     )
 
     def problems(self) -> list[str]:
@@ -231,6 +315,7 @@ class AccumulationConfig:
         costs="vertical: the layers' inputs of all micro-batches live at once",
         effects={"vertical": Effect(needs_checkpointed="every layer", traits=("whole window at once",))},
         tries=("horizontal", "vertical"),
+        leaves={**dict.fromkeys(PARTS_BY_TOKENS, _of_all_micro_batches), "sums": gone_unless("horizontal")},
     )
     dtype: Literal["float32", "weights"] = knob(
         "float32",
@@ -239,6 +324,7 @@ class AccumulationConfig:
         costs="weights: each micro-batch's share is rounded to the sum's 8 bits",
         effects={"weights": Effect(fidelity="other mathematics", consent="bf16_sums")},
         tries=("float32", "weights"),
+        leaves={"sums": _summed_in_weights_type},
     )
 
 
@@ -254,6 +340,7 @@ class TilingConfig:
         effects=Effect(cost="time", engines=("ddp", "fsdp2", "zero2")),
         off=1,
         tries=(1, 4),
+        leaves={"activations": gone_unless(1)},
     )
     head: int = knob(
         1,
@@ -263,6 +350,7 @@ class TilingConfig:
         effects=Effect(cost="time"),
         off=1,
         tries=(1, 8),
+        leaves={"logits": gone_unless(1)},
     )
 
     def problems(self) -> list[str]:
@@ -309,6 +397,12 @@ class DistributedConfig:
             "zero3": Effect(cost="time"),
         },
         tries=("ddp", "fsdp2"),
+        leaves={
+            **dict.fromkeys(
+                ("layers", "outer", "rest", "state", "gradients", "sums", "saved"), _share_of_rank
+            ),
+            "gathered": as_it_is,
+        },
     )
     num_processes: int | None = knob(
         None, "Number of processes on all machines together, one per device; null: as launched."
@@ -322,6 +416,7 @@ class DistributedConfig:
         costs="true: the weights cross the link once more",
         effects={True: Effect(cost="time"), None: Effect(cost="time")},
         tries=(False, None),
+        leaves={"gathered": _gathered},
     )
     cpu_offload: bool | None = knob(
         None,
@@ -330,6 +425,11 @@ class DistributedConfig:
         frees="true: each process's part of weights, gradients and state on its device",
         costs="true: the part crosses PCIe for each gathering, and the host's processor computes the updates",
         effects={True: Effect(cost="host link")},
+        leaves={
+            **dict.fromkeys(("layers", "outer", "rest"), on_host_at(True, crosses=True)),
+            **dict.fromkeys(("state", "gradients", "sums"), on_host_at(True)),
+            "saved": gone_unless(None, False),
+        },
     )
     sync_each_batch: bool = knob(
         True,
@@ -338,6 +438,7 @@ class DistributedConfig:
         frees="true: 4 bytes a parameter while several micro-batches are summed",
         costs="true: gradients cross the link once a micro-batch instead of once a step",
         effects={True: Effect(cost="time")},
+        leaves={"sums": as_it_is},
     )
 
     @property
@@ -423,6 +524,10 @@ class AdapterConfig:
         costs="other mathematics: the update of each matrix has rank r",
         effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
         tries=("none", "lora"),
+        leaves={
+            **dict.fromkeys(("state", "gradients", "sums", "activations", "saved"), gone_unless("none")),
+            "outer": as_it_is,
+        },
     )
     r: int = knob(16, "Rank of the adapters.")
     lora_alpha: float = knob(32.0, "The adapters' product is scaled by lora_alpha / r (rsLoRA: / sqrt(r)).")

@@ -10,8 +10,10 @@ from transformers import LlamaConfig
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
+from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.models import load_model_config
 from lowmem_ft.planner import bounds
+from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.space.search_space import space_of, with_settings
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
@@ -74,10 +76,11 @@ LADDER = {
 def assert_bounded(recipe, shape):
     gpu, estimate = find_gpu(GPU), estimate_memory(recipe, GPU)
     assert estimate.step is not None
+    parts = bounds.parts_of(recipe, shape)
     for name, bound, found in (
-        ("device", bounds.device_bytes(recipe, shape, gpu), estimate.process_peak_bytes),
-        ("host", bounds.host_bytes(recipe, shape), estimate.host_peak_bytes),
-        ("seconds", bounds.seconds(recipe, shape, gpu), estimate.step.seconds),
+        ("device", bounds.device_bytes(parts, gpu), estimate.process_peak_bytes),
+        ("host", bounds.host_bytes(parts), estimate.host_peak_bytes),
+        ("seconds", bounds.seconds(recipe, parts, shape, gpu), estimate.step.seconds),
     ):
         assert 0 < bound <= found, (name, bound, found, recipe)
     return estimate
@@ -104,10 +107,11 @@ def test_the_bound_of_the_host_leaves_little_open(make_recipe, shape):
     rung = LADDER["streamed"] | {"offload.activations": "inputs", "offload.resident_layers": 1}
     recipe = with_settings(make_recipe(), rung)
     assert_bounded(recipe, shape)
-    without = bounds.host_bytes(with_settings(recipe, {"offload.activations": "none"}), shape)
-    assert without + bounds.begin_bytes(recipe, shape, on_host=True) == bounds.host_bytes(recipe, shape)
+    without = bounds.parts_of(with_settings(recipe, {"offload.activations": "none"}), shape)
+    parts = bounds.parts_of(recipe, shape)
+    assert bounds.host_bytes(without) + parts["inputs"].host == bounds.host_bytes(parts)
     host_peak = estimate_memory(recipe, GPU).host_peak_bytes - PROCESS_BESIDE_GPU_BYTES
-    assert bounds.host_bytes(recipe, shape) - PROCESS_BESIDE_GPU_BYTES > 0.8 * host_peak
+    assert bounds.host_bytes(parts) - PROCESS_BESIDE_GPU_BYTES > 0.8 * host_peak
 
 
 @pytest.mark.parametrize("name", ["recomputed", "every other layer", "the model's own loss", "in backward"])
@@ -127,7 +131,10 @@ def test_the_bound_of_the_device_leaves_little_open(name, tmp_path):
     )
     shape = shape_in(recipe)
     estimate = assert_bounded(recipe, shape)
-    assert bounds.device_bytes(recipe, shape, find_gpu(GPU)) > 0.88 * estimate.process_peak_bytes
+    assert (
+        bounds.device_bytes(bounds.parts_of(recipe, shape), find_gpu(GPU))
+        > 0.88 * estimate.process_peak_bytes
+    )
 
 
 @pytest.mark.slow
@@ -145,7 +152,9 @@ def test_of_combinations_at_random(make_recipe, shape):
 def test_a_rung_that_bounds_nothing_is_seen(optimizer, state_bytes, make_recipe, shape):
     """The bound of what lies still is most of what a plain run takes: it is no bound of half the model."""
     recipe = make_recipe("loss.chunk_tokens=256", *optimizer)
-    assert bounds.bytes_after_backward(recipe, shape) == shape.parameters * (4 + state_bytes + 4)
+    assert bounds.bytes_after_backward(bounds.parts_of(recipe, shape)) == shape.parameters * (
+        4 + state_bytes + 4
+    )
 
 
 def test_attention_that_draws_dropout_is_not_kept(tmp_path):
@@ -187,4 +196,20 @@ def test_of_activations_those_count_that_backward_needs(make_recipe, shape):
         ([*one, "checkpointing.mode=full", "offload.activations=inputs"], 0),
         ([*one, "adapter.name=lora"], 0),
     ):
-        assert bounds.activation_bytes(make_recipe(*settings), shape) == expected, settings
+        assert bounds.activation_bytes(bounds.parts_of(make_recipe(*settings), shape)) == expected, settings
+
+
+def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):
+    """Each part is computed once for all combinations that agree in the knobs that state something of it."""
+    recipe, gpu = (
+        make_recipe("plan.allow=[qlora,bf16_sums,shorter_rows]", "training.max_grad_norm=1"),
+        find_gpu(GPU),
+    )
+    space = space_of(recipe, num_layers=2, has_bfloat16=True)
+    candidates = candidates_of(space, shape, gpu)
+    for place in random.Random(0).sample(range(len(candidates)), 200):
+        one = space.recipe_of(space.combinations[place])
+        parts = bounds.parts_of(one, shape)
+        assert candidates.device_bytes_N[place] == with_headroom(bounds.device_bytes(parts, gpu))
+        assert candidates.host_bytes_N[place] == with_headroom(bounds.host_bytes(parts))
+        assert candidates.seconds_N[place] == bounds.seconds(one, parts, shape, gpu)

@@ -29,10 +29,11 @@ def test_what_is_expected_of_a_step_is_near_its_estimate(file):
         shape, gpu = Target.of(recipe, card).shape, find_gpu(card)
         for row in rows:
             changed, found = with_settings(recipe, row["settings"]), row["on"][card]
-            device_bytes = gpu.context_bytes + expectations.device_bytes(changed, shape)
+            parts = bounds.parts_of(changed, shape)
+            device_bytes = gpu.context_bytes + expectations.device_bytes(changed, shape, parts)
             errors["device"].append(math.log(device_bytes / (0.94 * found["device_bytes"])))
             errors["seconds"].append(
-                math.log(expectations.seconds(changed, shape, gpu) / found["step_seconds"])
+                math.log(expectations.seconds(changed, shape, parts, gpu) / found["step_seconds"])
             )
     assert len(errors["seconds"]) > 50
     assert statistics.median(map(abs, errors["seconds"])) < 0.15
@@ -47,10 +48,11 @@ def test_bounds_hold_at_full_size_and_could_not_be_a_seventh_higher():
     shares: dict[str, list[float]] = {"device": [], "host": [], "seconds": []}
     for row in rows:
         changed, found = with_settings(recipe, row["settings"]), row["on"][card]
-        device, host = bounds.device_bytes(changed, shape, gpu), bounds.host_bytes(changed, shape)
+        parts = bounds.parts_of(changed, shape)
+        device, host = bounds.device_bytes(parts, gpu), bounds.host_bytes(parts)
         shares["device"].append(with_headroom(device) / found["device_bytes"])
         shares["host"].append(with_headroom(host) / found["host_bytes"])
-        shares["seconds"].append(bounds.seconds(changed, shape, gpu) / found["step_seconds"])
+        shares["seconds"].append(bounds.seconds(changed, parts, shape, gpu) / found["step_seconds"])
     highest = {of: max(values) for of, values in shares.items()}
     assert all(share <= 1 for share in highest.values()), highest
     assert min(highest["device"], highest["host"]) > 0.95, highest

@@ -82,7 +82,7 @@ def test_a_process_holds_its_part_of_a_large_model(space_on_two):
     for combination in space.combinations:
         recipe = space.recipe_of(combination)
         config = recipe.distributed
-        held[config.strategy, config.reshards] = bounds.bytes_after_backward(recipe, shape)
+        held[config.strategy, config.reshards] = bounds.bytes_after_backward(bounds.parts_of(recipe, shape))
     assert held["ddp", True] >= 16 * 10**9
     assert held["fsdp2", True] == held["fsdp2", False] == pytest.approx(held["ddp", True] / 2, rel=1e-3)
 
@@ -117,10 +117,11 @@ def shape_in(recipe) -> bounds.ModelShape:
 def assert_bounded(recipe, shape) -> None:
     gpu, estimate = find_gpu("l4"), estimate_memory(recipe, "l4")
     assert estimate.step is not None
+    parts = bounds.parts_of(recipe, shape)
     for name, bound, found in (
-        ("device", bounds.device_bytes(recipe, shape, gpu), estimate.process_peak_bytes),
-        ("host", bounds.host_bytes(recipe, shape), estimate.host_peak_bytes),
-        ("seconds", bounds.seconds(recipe, shape, gpu), estimate.step.seconds),
+        ("device", bounds.device_bytes(parts, gpu), estimate.process_peak_bytes),
+        ("host", bounds.host_bytes(parts), estimate.host_peak_bytes),
+        ("seconds", bounds.seconds(recipe, parts, shape, gpu), estimate.step.seconds),
     ):
         assert 0 < bound <= found, (name, bound, found, recipe.distributed)
 

@@ -144,7 +144,7 @@ def test_a_tensor_saved_twice_waits_once_and_weights_stay(monkeypatch):
         def forward(self, x):
             return (torch.sin(x) * torch.cos(x) + x @ self.weight).sum()
 
-    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED_BYTES", 1)
     model, host = Twice(), HostMemory(CPU)
     x = torch.randn(HIDDEN, HIDDEN, requires_grad=True)
     with enable_activation_offload(model, OffloadConfig(activations="all"), host):
@@ -172,7 +172,7 @@ def test_strides_survive_and_tensors_with_gaps_or_overlaps_stay(monkeypatch):
         def forward(self, *tensors):
             return Keep.apply(*tensors)
 
-    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED_BYTES", 1)
     monkeypatch.setattr(activation_offload, "_ON_THEIR_WAY", {"all": 1})
     seen = []
     x = torch.randn(6, 4, 5, requires_grad=True)
@@ -206,7 +206,7 @@ def test_memory_written_to_between_two_uses_is_two_tensors(monkeypatch):
         def backward(ctx, gradient):
             return ctx.saved_tensors[0] * gradient, None
 
-    monkeypatch.setattr(activation_offload, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED_BYTES", 1)
     monkeypatch.setattr(activation_offload, "_ON_THEIR_WAY", {"all": 1})
     model = Model()
     x = torch.randn(256, requires_grad=True)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects, Trait
+from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects, Leaves, Trait
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {
@@ -96,6 +96,7 @@ class RecipeKey:
     off: Any
     counts_layers: CountedLayers
     tries: tuple[Any, ...]
+    leaves: Leaves | None = field(hash=False)
 
     @property
     def choices(self) -> tuple[str, ...]:
