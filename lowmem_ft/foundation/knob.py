@@ -66,6 +66,7 @@ class Effect:
         needs_checkpointed: which layers have to be checkpointed.
         engines: engines of several processes with which it works; a test or a trace shows each.
         consent: the word in ``plan.allow`` without which a planner does not choose the value; empty: none is needed.
+        saves: whether the value frees memory by itself; False: it only makes values of other knobs possible.
         traits: its properties, which ``recipe.reading.keys.key_with`` looks for in a recipe.
     """
 
@@ -74,6 +75,7 @@ class Effect:
     needs_checkpointed: Checkpointed = "no layer"
     engines: tuple[Engine, ...] = ENGINES
     consent: str = ""
+    saves: bool = True
     traits: tuple[Trait, ...] = ()
 
 

@@ -40,7 +40,7 @@ class ModelConfig:
     dtype: Literal["float32", "bfloat16", "float16", "auto"] = knob(
         "float32",
         "Type of the weights; auto: the checkpoint's own.",
-        frees="bfloat16: 2 bytes a parameter for weights and 2 for gradients",
+        frees="in 16 bits, 2 bytes a parameter for weights and 2 for gradients",
         costs=(
             "bfloat16: activations and gradients have 8 bits of precision; it needs master weights (see "
             "optimizer.master)"
@@ -52,7 +52,7 @@ class ModelConfig:
     quantization: Literal["none", "nf4", "int8"] = knob(
         "none",
         "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation) or 8 (LLM.int8); needs an adapter.",
-        frees="nf4: 1.48 of bf16's 2 bytes a weight of a linear layer; int8: 1",
+        frees="nf4: 1.48 of 2 bytes a weight of a linear layer; int8: 1",
         costs="rounded weights, unpacked for each use",
         effects={
             "nf4": dataclasses.replace(_QUANTIZED, consent="qlora"),

@@ -81,10 +81,7 @@ class OptimizerConfig:
         "fp32",
         "What is kept in addition to bfloat16 weights, so that small updates are not lost; split16 and fp32 are "
         "exact.",
-        frees=(
-            "of fp32's 4 bytes a parameter in addition to the weight: split16 2, split24 3, stochastic_rounding and "
-            "none 4"
-        ),
+        frees="4 bytes a parameter next to a bfloat16 weight become 2 (split16), 1 (split24) or 0 (the others)",
         costs="split24: 24 of 32 bits, without bias; stochastic_rounding: noise; none: small updates are lost",
         effects={
             "split16": Effect(),

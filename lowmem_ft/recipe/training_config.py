@@ -77,7 +77,7 @@ class TrainingConfig:
     mixed_precision: Literal["no", "bf16", "fp16"] = knob(
         "no",
         "Type that matrix products compute in, by autocast; weights keep model.dtype.",
-        frees="bf16, fp16: about half of the activations kept for the backward pass",
+        frees="about half of the activations kept for the backward pass",
         costs="products round to 8 (bf16) or 11 (fp16) bits; fp16 adds a loss scaler",
         effects={
             "bf16": Effect(fidelity="unbiased rounding"),

@@ -98,15 +98,18 @@ class CheckpointingConfig:
     every_n_layers: int = knob(
         1,
         "Checkpoint layers 0, n, 2n, ...; 1 checkpoints every layer.",
-        costs="memory: the other layers keep their activations",
+        frees="1: the activations of the layers in between",
+        costs="1: one more forward of these layers",
         effects={1: Effect(cost="time")},
         counts_layers="period",
         leaves={"inputs": as_it_is, "activations": as_it_is},
+        tries=(1,),
     )
     skip_last_layers: int = knob(
         0,
         "Exclude the last n layers: backward reaches them first, so their activations live shortest.",
-        costs="memory: the activations of n layers",
+        frees="0: the activations of n layers",
+        costs="0: one more forward of these layers",
         effects={0: Effect(cost="time")},
         counts_layers="last",
         tries=(48, 32, 24, 16, 8, 4, 0),
@@ -224,7 +227,7 @@ class OffloadConfig:
     activations: Literal["none", "inputs", "all"] = knob(
         "none",
         "inputs: the inputs of checkpointed layers; all: every activation that backward needs.",
-        frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in bf16",
+        frees="inputs: 2 bytes * tokens * hidden a checkpointed layer in 16 bits",
         costs="two copies over PCIe; overlapped with compute for inputs, rarely for all",
         effects={
             "inputs": Effect(cost="host link", needs_checkpointed="some layers", traits=_ACTIVATIONS_ON_HOST),
@@ -265,10 +268,11 @@ class OffloadConfig:
     resident_layers: int = knob(
         0,
         "With parameters=stream, the number of last decoder layers that stay on the device.",
-        costs="memory: the weights of n layers",
+        frees="0: the weights of n layers",
+        costs="0: these weights cross PCIe twice a step",
         effects={0: Effect(cost="host link")},
         counts_layers="last",
-        tries=(0, 4, 8, 16, 32),
+        tries=(32, 16, 8, 4, 0),
         leaves={"layers": _resident_or_next},
     )
     folder: str | None = knob(
@@ -313,7 +317,11 @@ class AccumulationConfig:
         "layer after the other.",
         frees="vertical: gradients are finished layer by layer, so that the optimizer can step inside backward",
         costs="vertical: the layers' inputs of all micro-batches live at once",
-        effects={"vertical": Effect(needs_checkpointed="every layer", traits=("whole window at once",))},
+        effects={
+            "vertical": Effect(
+                needs_checkpointed="every layer", saves=False, traits=("whole window at once",)
+            )
+        },
         tries=("horizontal", "vertical"),
         leaves={**dict.fromkeys(PARTS_BY_TOKENS, _of_all_micro_batches), "sums": gone_unless("horizontal")},
     )
@@ -521,7 +529,7 @@ class AdapterConfig:
         frees=(
             "gradients and optimizer state of everything except the adapters (less than 1 % of the parameters)"
         ),
-        costs="other mathematics: the update of each matrix has rank r",
+        costs="other mathematics: the update of each matrix has rank r, and needs a higher learning rate",
         effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
         tries=("none", "lora"),
         leaves={

@@ -25,6 +25,7 @@ LEAN = [
     "checkpointing.mode=full",
     "adapter.name=lora",
     "model.dtype=bfloat16",
+    "training.mixed_precision=bf16",
     "model.quantization=nf4",
     "offload.activations=inputs",
     "offload.parameters=stream",
@@ -181,7 +182,7 @@ def test_a_gpu_without_bfloat16_is_offered_float16(folder, few_bytes):
     recipe = make_recipe(folder, "loss.chunk_tokens=64", "checkpointing.mode=full", "adapter.name=lora")
     few_bytes({"model.dtype=float16": 50}, device=50)
     changes = cheapest_changes(recipe, "t4")
-    assert changes.fitting[0].overrides == ("model.dtype=float16", "training.mixed_precision=fp16")
+    assert changes.fitting[0].overrides == ("training.mixed_precision=fp16", "model.dtype=float16")
     offered = [override for change in changes.fitting for override in change.overrides]
     assert offered
     assert not any("bf" in override for override in offered)

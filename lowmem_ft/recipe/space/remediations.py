@@ -1,37 +1,52 @@
-"""Remediations for a recipe that needs too much device memory: changes of its settings, the cheapest first."""
+"""Changes with which a recipe needs less device memory, derived from the knobs and the rules, the cheapest first.
+
+A change moves one memory knob to a leaner value, by the order of its ``tries``, and brings along the fewest settings
+that the rules ask for then. Its price is what the knobs' ``effects`` state. No technique is named here: one that states
+its values and effects, and whose rules are written, is offered.
+"""
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from lowmem_ft.foundation.knob import COSTS, FIDELITIES
-from lowmem_ft.optimizers.table import OPTIMIZERS, Capability, OptimizerRow
-from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.foundation.knob import COSTS, FIDELITIES, Effect
+from lowmem_ft.optimizers.table import OPTIMIZERS
+from lowmem_ft.recipe.plan_config import INCLUDED, Consent
+from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
-from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.recipe.space.search_space import ROWS, Rule, recipe_rules, with_settings
+from lowmem_ft.recipe.tree import Recipe
 
-CHUNK_TOKENS = 1024
+OFFERED: tuple[Consent, ...] = ("lora", "qlora", "shorter_rows")
+"""Mathematics that a change may give up, the least missed first: another model or other data, as the user sees.
 
-SHORTEST_LENGTH = 512
-"""Smallest ``data.max_length``, in tokens, that a remediation suggests."""
+A rounding that loses small values is never offered.
+"""
 
 LONG_ROWS = 2048
 """Tokens per row from which tiling an MLP is worthwhile."""
+
+MOST_SETTINGS = 8
+"""The most settings of a change, with those that it brings along."""
 
 Half = Literal["bf16", "fp16"]
 """The 16-bit type that a run can compute in."""
 
 _DTYPES: dict[Half, str] = {"bf16": "bfloat16", "fp16": "float16"}
 
-_FOR_STREAMING: tuple[Capability, ...] = (
-    "updates_by_slices",
-    "steps_in_backward",
-    "moves_state_by_chunks",
-)
+_OF_TRAINED_WEIGHTS = ("optimizer.", "offload.optimizer")
+"""Keys that free next to nothing where adapters alone are trained."""
+
+_FORMATS = ("model.dtype", "optimizer.master", "optimizer.state")
+"""Keys that decide the bytes of a parameter at rest."""
+
+_TAKEN_BACK = {"model.dtype": "bfloat16", "optimizer.master": "fp32", "training.mixed_precision": "no"}
+"""Types that a change may go back to, where another type asks for them: no technique is given up for it."""
 
 Settings = dict[str, Any]
 """New values by dotted key."""
@@ -65,10 +80,7 @@ class Remediation:
 
     def is_exact_for(self, recipe: Recipe) -> bool:
         """Return whether a recipe trains the same numbers with this change, up to the order of sums."""
-        effects = (
-            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
-        )
-        return all(effect.fidelity == "exact" for effect in effects)
+        return all(effect.fidelity == "exact" for effect in self._effects(recipe))
 
     def keeps_mathematics_of(self, recipe: Recipe) -> bool:
         """Return whether a recipe trains the same model by the same update with this change, up to rounding."""
@@ -76,19 +88,22 @@ class Remediation:
 
     def price(self, recipe: Recipe) -> tuple[int, int]:
         """Return a sort key of the change's price: its cost, then its fidelity; other mathematics is most expensive."""
-        effects = [
-            recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()
-        ]
-        fidelity = max(FIDELITIES.index(effect.fidelity) for effect in effects)
-        if FIDELITIES[fidelity] == "other mathematics":
-            return len(COSTS), 0
-        return max(COSTS.index(effect.cost) for effect in effects), fidelity
+        effects = self._effects(recipe)
+        if any(effect.fidelity == "other mathematics" for effect in effects):
+            return len(COSTS), max(OFFERED.index(effect.consent) for effect in effects if effect.consent)
+        return (
+            max(COSTS.index(effect.cost) for effect in effects),
+            max(FIDELITIES.index(effect.fidelity) for effect in effects),
+        )
+
+    def _effects(self, recipe: Recipe) -> list[Effect]:
+        return [recipe_keys()[path].effect_of_change(recipe, value) for path, value in self.settings.items()]
 
 
 def remediations_for(
     recipe: Recipe, *, num_processes: int = 1, has_bfloat16: bool = True
-) -> Iterator[Remediation]:
-    """Yield changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
+) -> list[Remediation]:
+    """Return changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
 
     Each includes the settings that it requires (``optimizer.in_backward`` may require checkpointing of every layer), so
     that it works alone as well as after any of those before it; of two values for one key the later counts.
@@ -98,267 +113,210 @@ def remediations_for(
         num_processes: processes that train together; some changes work only in one process.
         has_bfloat16: whether the device computes with bfloat16; without it, float16 and a loss scale take its place.
 
-    Yields:
+    Returns:
         The changes.
     """
-    engine = engine_of(recipe, num_processes)
-
-    def problems_with(changed: Recipe) -> set[str]:
-        return set() if engine is None else set(problems_with_engine(changed, engine))
-
-    known = problems_with(recipe)
     half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
-    for way in sorted(_remediations_for(recipe, half), key=lambda way: way.price(recipe)):
-        if known.issuperset(problems_with(way.applied_to(recipe))):
-            yield way
+    engine = engine_of(recipe, num_processes)
+    rules = [*recipe_rules(), *_advice(half)]
+    if engine is not None:
+        rules.append(Rule(keys=(), problems=lambda changed: list(problems_with_engine(changed, engine))))
+    alone = _Completion(recipe, rules, half)
+    ways = []
+    for key, settings in _moves(recipe, half):
+        completed = alone.completed(settings)
+        if completed is not None and _is_leaner(key, recipe, with_settings(recipe, completed)):
+            ways.append(Remediation(settings=completed, why=_why(key, settings[key.path])))
+    for _ in range(2):  # what a change needs after others makes it dearer, and so decides its place
+        ways.sort(key=lambda way: (way.price(recipe), len(way.settings)))
+        ways = list(_works_after_others(recipe, ways, rules, half))
+    return ways
 
 
-def _remediations_for(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    yield from _at_no_cost(recipe, half)
-    yield from _for_time(recipe)
-    if recipe.adapter.name == "none":
-        yield from _of_the_optimizer(recipe, half)
-    yield from _over_the_host_link(recipe, half)
-    yield from _with_other_mathematics(recipe, half)
+def _works_after_others(
+    recipe: Recipe, ways: Sequence[Remediation], rules: Sequence[Rule], half: Half
+) -> Iterator[Remediation]:
+    """Yield the changes, each with what it also needs after any or all of those before it."""
+    changed, together = [recipe], recipe
+    for way in ways:
+        settings = way.settings
+        for before in (*changed[1:], together, recipe):
+            settings = _Completion(before, rules, half).completed(settings) or settings
+        complete = Remediation(settings=settings, why=way.why)
+        changed.append(complete.applied_to(recipe))
+        together = complete.applied_to(together)
+        yield complete
 
 
-def _at_no_cost(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Yield changes with the same mathematics and speed, some in other types; masters keep the bits that they drop."""
-    training = recipe.training
-    if recipe.loss.chunk_tokens is None:
-        yield Remediation(settings={"loss.chunk_tokens": CHUNK_TOKENS}, why="keeps no logits")
-    if training.per_device_train_batch_size > 1:
-        yield Remediation(
-            settings={
-                "training.per_device_train_batch_size": 1,
-                "training.gradient_accumulation_steps": _rows_per_step(recipe),
-                **(_finished_gradients(recipe) if recipe.optimizer.in_backward else {}),
-            },
-            why="the same mathematics in smaller pieces",
-        )
-    if training.mixed_precision == "no" and recipe.model.dtype == "float32" and _may_autocast(recipe, half):
-        yield Remediation(settings={"training.mixed_precision": half}, why="about half of the activations")
-    if recipe.adapter.name != "none" and recipe.model.dtype != _DTYPES[half]:
-        yield Remediation(settings=_frozen_in(half), why="2 of 4 bytes a frozen weight")
-    if half == "bf16" and recipe.adapter.name == "none" and _can_spare_master_bytes(recipe, to=2):
-        yield Remediation(
-            settings=_bfloat16_with_master(recipe, "split16"),
-            why="float32 weights in two halves: gradients and products use one, master keeps the other",
-        )
+def _moves(recipe: Recipe, half: Half) -> Iterator[tuple[RecipeKey, Settings]]:
+    """Yield each memory knob's leaner values."""
+    is_trained = recipe.adapter.name == "none"
+    for path, key in recipe_keys().items():
+        if path == "model.dtype" if is_trained else path.startswith(_OF_TRAINED_WEIGHTS):
+            continue  # the type of trained weights goes with their master
+        if path == ROWS[0] and key.value_in(recipe) > 1:
+            yield (
+                key,
+                {ROWS[0]: 1, ROWS[1]: key.value_in(recipe) * recipe.training.gradient_accumulation_steps},
+            )
+        for value in _leaner_values(key, recipe, half):
+            yield key, {path: value}
 
 
-def _for_time(recipe: Recipe) -> Iterator[Remediation]:
-    """Yield changes with the same numbers, some of which are recomputed or computed in smaller pieces."""
-    config = recipe.checkpointing
-    if config.mode == "none":
-        yield Remediation(
-            settings=_every_layer(recipe),
-            why="the activations inside the layers, for a second forward pass",
-        )
-    elif _every_layer(recipe):
-        yield Remediation(settings=_every_layer(recipe), why="every layer is recomputed")
-    if config.mode == "selective":
-        yield Remediation(
-            settings={"checkpointing.mode": "full"}, why="the attention's outputs, which are computed again"
-        )
-    length = recipe.data.max_length
-    may_be_tiled = recipe.model.quantization != "int8" and (length is None or length >= LONG_ROWS)
-    if recipe.tiling.mlp == 1 and may_be_tiled:
-        yield Remediation(
-            settings={"tiling.mlp": 4}, why="3 of 4 of the activations inside the MLP of a layer"
-        )
-    if recipe.tiling.head == 1:
-        yield Remediation(
-            settings={"loss.chunk_tokens": recipe.loss.chunk_tokens or CHUNK_TOKENS, "tiling.head": 8},
-            why="what the head holds for its logits, which are computed twice",
-        )
+def _leaner_values(key: RecipeKey, recipe: Recipe, half: Half) -> Iterator[Any]:
+    """Yield the values of a knob that need less memory: at one price the leanest, of other data the nearest."""
+    if key.effects is None:
+        return
+    own, at_price = key.value_in(recipe), dict[Effect, list[Any]]()
+    for value in _after(key.tries, own):
+        effect = key.effect_of_change(recipe, value)
+        has_effect = isinstance(key.effects, Effect) or value in key.effects
+        if has_effect and effect.saves and effect.consent in ("", *OFFERED) and _may_be(value, half):
+            at_price.setdefault(effect, []).append(value)
+    for effect, values in at_price.items():
+        is_nearest = effect.fidelity == "other mathematics" and own is not None
+        yield values[0 if is_nearest else -1]
 
 
-def _of_the_optimizer(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Yield changes to gradients, optimizer state, and the lower bits of the weights themselves."""
+def _after(tries: Sequence[Any], own: Any) -> Sequence[Any]:
+    """Return the values that need less than a recipe's own; a number that is not among them is compared with them."""
+    if own in tries:
+        return tries[tries.index(own) + 1 :]
+    numbers = [value for value in tries if isinstance(value, int)]
+    if isinstance(own, int) and numbers:
+        rises = numbers[0] < numbers[-1]
+        return [value for value in numbers if (value > own) == rises]
+    return numbers if own is None else ()
+
+
+def _may_be(value: Any, half: Half) -> bool:
+    """Return whether a value is of the device's 16-bit type, or of none."""
+    return value not in (("fp16", "float16") if half == "bf16" else ("bf16", "bfloat16"))
+
+
+def _is_leaner(key: RecipeKey, recipe: Recipe, changed: Recipe) -> bool:
+    return key.path not in _FORMATS or _bytes_at_rest(changed) < _bytes_at_rest(recipe)
+
+
+def _bytes_at_rest(recipe: Recipe) -> float:
+    """Return the bytes of a parameter and its state; float32 counts as 16 bits and a full copy."""
+    dtype, optimizer = recipe.model.dtype, recipe.optimizer
+    if recipe.adapter.name != "none":
+        return 4 if dtype == "float32" else 2
+    beside = {"fp32": 4, "split16": 2, "split24": 1}.get(optimizer.master, 0)
+    has_master = optimizer.row.takes_formats or dtype != "bfloat16"
+    return 2 + (beside if has_master else 0) + optimizer.state_bytes
+
+
+def _why(key: RecipeKey, value: Any) -> str:
+    is_other = key.effect_of(value).fidelity == "other mathematics"
+    return f"{key.frees}; costs: {key.costs}" if is_other else f"{key.frees}"
+
+
+def _advice(half: Half) -> tuple[Rule, ...]:
+    """Return rules that a user may break, and that a change keeps to."""
+
+    def autocast(recipe: Recipe) -> Sequence[str]:
+        is_trained = recipe.adapter.name == "none"
+        is_idle = recipe.model.dtype != "float32" and recipe.training.mixed_precision == "bf16"
+        return ["All weights are bfloat16 without autocast."] if is_trained and is_idle else []
+
+    def adapters(recipe: Recipe) -> Sequence[str]:
+        types = recipe.model.dtype, recipe.training.mixed_precision
+        needs_types = recipe.adapter.name != "none" and types != (_DTYPES[half], half)
+        return ["Frozen weights have 16 bits, and products with adapters too."] if needs_types else []
+
+    def loss_scale(recipe: Recipe) -> Sequence[str]:
+        types = recipe.model.dtype, recipe.training.mixed_precision
+        return ["Gradients through float16 weights need a loss scale."] if types == ("float16", "no") else []
+
+    def tiles(recipe: Recipe) -> Sequence[str]:
+        is_short = recipe.data.max_length is not None and recipe.data.max_length < LONG_ROWS
+        return ["Short rows gain little by tiles."] if is_short and recipe.tiling.mlp > 1 else []
+
+    types = ("adapter.name", "model.dtype", "training.mixed_precision")
+    return (
+        *(Rule(keys=types, problems=rule) for rule in (autocast, adapters, loss_scale)),
+        Rule(keys=("tiling.mlp",), problems=tiles),
+    )
+
+
+class _Completion:
+    """Settings with what else the rules ask for; what a recipe breaks already stays as it is.
+
+    Args:
+        recipe: the recipe to change.
+        rules: the rules to keep.
+        half: the device's 16-bit type.
+    """
+
+    def __init__(self, recipe: Recipe, rules: Sequence[Rule], half: Half) -> None:
+        self._recipe = recipe
+        self._half: Half = half
+        self._rules = [(rule, set(rule.problems(recipe))) for rule in rules]
+
+    def completed(self, settings: Mapping[str, Any]) -> Settings | None:
+        """Return settings with the fewest others that break no rule, the leanest of these first, or None.
+
+        Args:
+            settings: new values by dotted key, which stay.
+        """
+        number, seen = itertools.count(), list[Settings]()
+        waiting: list[tuple[int, int, Settings]] = [(0, 0, dict(settings))]
+        while waiting:
+            *_, tried = heapq.heappop(waiting)
+            broken = self._broken_by(tried)
+            if broken is None:
+                return tried
+            for more in self._moves(broken, tried, _consents(self._recipe, settings)):
+                further = {**more, **tried}
+                if further not in seen and len(further) <= MOST_SETTINGS:
+                    seen.append(further)
+                    heapq.heappush(waiting, (len(further), next(number), further))
+        return None
+
+    def _broken_by(self, settings: Settings) -> Rule | None:
+        changed = with_settings(self._recipe, settings)
+        for rule, known in self._rules:
+            is_read = not rule.keys or any(rule.reads(path) for path in settings)
+            if is_read and not known.issuperset(rule.problems(changed)):
+                return rule
+        return None
+
+    def _moves(self, rule: Rule, tried: Settings, consents: Collection[str]) -> Iterator[Settings]:
+        """Yield settings of what a rule reads: leaner values, the leanest first, then types that are taken back.
+
+        Where a rule reads a key that is no memory knob, such as clipping, the choice is the user's.
+        """
+        if any(path in recipe_keys() and recipe_keys()[path].effects is None for path in rule.keys):
+            return
+        for path, key in recipe_keys().items():
+            if path in tried or not rule.reads(path):
+                continue
+            if path == "optimizer.name":
+                yield from _stand_in(self._recipe)
+            own = key.value_in(self._recipe)
+            values = [*reversed(_after(key.tries, own)), _TAKEN_BACK.get(path, own)]
+            for value in values:
+                consent = key.effect_of_change(self._recipe, value).consent
+                if value != own and consent in ("", *consents) and _may_be(value, self._half):
+                    yield {path: value}
+
+
+def _consents(recipe: Recipe, settings: Mapping[str, Any]) -> set[str]:
+    """Return what settings give up, with what that includes."""
+    words = {recipe_keys()[path].effect_of_change(recipe, value).consent for path, value in settings.items()}
+    return words | {INCLUDED[word] for word in words if word in INCLUDED}
+
+
+def _stand_in(recipe: Recipe) -> Iterator[Settings]:
+    """Yield the optimizer that has what the recipe's own lacks, with state and masters of about its size."""
     optimizer = recipe.optimizer
-    may_step = _can(recipe, "steps_in_backward") and _may_step_in_backward(recipe, half)
-    if not optimizer.in_backward and may_step:
-        yield Remediation(
-            settings=_in_backward(recipe),
-            why=(
-                "gradients are applied as backward finishes them; with max_grad_norm they are kept in the weights' "
-                "type"
-            ),
-        )
-    smallest_bytes = _stand_in(recipe).state_bytes("8bit")
-    if _can(recipe, "takes_state_formats") and smallest_bytes < optimizer.state_bytes:
-        yield Remediation(
-            settings={**_with(recipe, "takes_state_formats"), "optimizer.state": "8bit"},
-            why="6 of AdamW's 8 state bytes a parameter; averages are rounded, without bias",
-        )
-    if half == "bf16" and _can_spare_master_bytes(recipe, to=1):
-        yield Remediation(
-            settings=_bfloat16_with_master(recipe, "split24"),
-            why="1 of the 2 additional bytes of a bfloat16 weight; 24 of 32 bits remain, without bias",
-        )
-
-
-def _over_the_host_link(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Yield changes that offload tensors to host memory."""
-    offload, trained = recipe.offload, recipe.adapter.name == "none"
-    if offload.activations == "none":
-        yield Remediation(
-            settings={**_every_layer(recipe), "offload.activations": "inputs"},
-            why="the inputs of checkpointed layers are kept on the host",
-        )
-    if trained and offload.optimizer == "device" and _can(recipe, "moves_state_by_chunks"):
-        yield Remediation(
-            settings={**_with(recipe, "moves_state_by_chunks"), "offload.optimizer": "host"},
-            why="state and master are kept on the host, and cross PCIe twice a step",
-        )
-    may_stream = _can(recipe, *_FOR_STREAMING) and _may_step_in_backward(recipe, half)
-    if offload.parameters == "device" and (not trained or may_stream):
-        unscaled = trained and half == "fp16"
-        yield Remediation(
-            settings={**(_streamed(recipe, half) if trained else {}), "offload.parameters": "stream"},
-            why="all weights except for two layers, which are copied to the device in turn"
-            + ("; in float32, because the loss scale comes too late for them" if unscaled else ""),
-        )
-    elif offload.resident_layers > 0:
-        yield Remediation(
-            settings={"offload.resident_layers": 0}, why="every layer's weights are copied to the device"
-        )
-
-
-def _with_other_mathematics(recipe: Recipe, half: Half) -> Iterator[Remediation]:
-    """Yield changes to another model, or to other data."""
-    frozen: Settings = {}
-    if recipe.adapter.name == "none":
-        frozen = {
-            "adapter.name": "lora",
-            "optimizer.master": "fp32",
-            **_frozen_in(half),
-            "training.mixed_precision": half,
-        }
-        yield Remediation(
-            settings=frozen,
-            why="gradients and state of everything except low-rank adapters; needs a higher learning rate",
-        )
-    if recipe.model.quantization == "none" and not recipe.model.is_gguf:
-        yield Remediation(
-            settings={**frozen, "model.quantization": "nf4"},
-            why="1.5 of 2 bytes a frozen weight, which is rounded, and unpacked for each use",
-        )
-    length = recipe.data.max_length
-    if length is None or length > SHORTEST_LENGTH:
-        shorter = SHORTEST_LENGTH if length is None else max(SHORTEST_LENGTH, length // 2)
-        yield Remediation(
-            settings={"data.max_length": shorter},
-            why="activations grow with the length of rows; truncates examples",
-        )
-
-
-def _rows_per_step(recipe: Recipe) -> int:
-    return recipe.training.per_device_train_batch_size * recipe.training.gradient_accumulation_steps
-
-
-def _every_layer(recipe: Recipe) -> Settings:
-    """Return the settings that checkpoint every layer; empty if every layer is checkpointed already."""
-    config = recipe.checkpointing
-    if config.mode == "none":
-        return {"checkpointing.mode": "full"}
-    if (config.every_n_layers, config.skip_last_layers) == (1, 0):
-        return {}
-    return {"checkpointing.every_n_layers": 1, "checkpointing.skip_last_layers": 0}
-
-
-def _stand_in(recipe: Recipe) -> OptimizerRow:
-    """Return the row of the optimizer that replaces the recipe's own where that lacks a capability."""
-    return OPTIMIZERS[recipe.optimizer.row.stand_in or recipe.optimizer.name]
-
-
-def _has(row: OptimizerRow, capabilities: tuple[Capability, ...]) -> bool:
-    return all(getattr(row, capability) for capability in capabilities)
-
-
-def _can(recipe: Recipe, *capabilities: Capability) -> bool:
-    """Return whether the recipe's optimizer, or its stand-in, has all capabilities."""
-    return _has(recipe.optimizer.row, capabilities) or _has(_stand_in(recipe), capabilities)
-
-
-def _with(recipe: Recipe, *capabilities: Capability) -> Settings:
-    """Return the settings that add the capabilities: the stand-in optimizer, with state of about the same size."""
-    optimizer = recipe.optimizer
-    if _has(optimizer.row, capabilities):
-        return {}
+    if optimizer.row.stand_in is None:
+        return
     settings: Settings = {"optimizer.name": optimizer.row.stand_in}
-    if optimizer.row.state_bytes() < _stand_in(recipe).state_bytes():
+    if optimizer.row.state_bytes() < OPTIMIZERS[optimizer.row.stand_in].state_bytes():
         settings["optimizer.state"] = "8bit"
     if recipe.model.dtype == "bfloat16" and recipe.adapter.name == "none":
         settings["optimizer.master"] = "split16"
-    return settings
-
-
-def _master_bytes(recipe: Recipe) -> int:
-    """Return the master's bytes per 16-bit trained weight; float32 weights count as bfloat16 with a full copy."""
-    if recipe.model.dtype != "bfloat16":
-        return 4 if recipe.optimizer.master == "fp32" else 2
-    if not recipe.optimizer.row.takes_formats:
-        return 0
-    return {"fp32": 4, "split16": 2, "split24": 1}.get(recipe.optimizer.master, 0)
-
-
-def _can_spare_master_bytes(recipe: Recipe, *, to: int) -> bool:
-    return _can(recipe, "takes_formats") and _master_bytes(recipe) > to
-
-
-def _bfloat16_with_master(recipe: Recipe, master: str) -> Settings:
-    """Return the settings of bfloat16 weights with a master, without autocast: products are already in bfloat16."""
-    settings = {**_with(recipe, "takes_formats"), "optimizer.master": master}
-    if recipe.model.dtype != "bfloat16":
-        settings |= {"model.dtype": "bfloat16", "training.mixed_precision": "no"}
-    return settings
-
-
-def _frozen_in(half: Half) -> Settings:
-    """Return the settings of frozen 16-bit weights; gradients through float16 weights need a loss scale."""
-    return {"model.dtype": _DTYPES[half], **({"training.mixed_precision": half} if half == "fp16" else {})}
-
-
-def _may_autocast(recipe: Recipe, half: Half) -> bool:
-    """Return whether autocast is possible: a loss scale must reach the head, and is checked at the end of backward."""
-    if half == "bf16" or recipe.adapter.name != "none":
-        return True
-    may_step = not recipe.optimizer.in_backward or _may_step_in_backward(recipe, half)
-    return recipe.offload.parameters == "device" and may_step
-
-
-def _may_step_in_backward(recipe: Recipe, half: Half) -> bool:
-    """Return whether steps in backward are possible: a loss scale is checked first, while weights wait for the norm."""
-    return half == "bf16" or recipe.training.max_grad_norm is not None
-
-
-def _finished_gradients(recipe: Recipe) -> Settings:
-    """Return the settings for one gradient per weight and step: vertical order sums those of several micro-batches."""
-    if _rows_per_step(recipe) == 1 or recipe.accumulation.order == "vertical":
-        return {}
-    return {**_every_layer(recipe), "accumulation.order": "vertical"}
-
-
-def _in_backward(recipe: Recipe) -> Settings:
-    if recipe.optimizer.in_backward:
-        return {}
-    return {
-        **_with(recipe, "steps_in_backward"),
-        **_finished_gradients(recipe),
-        "optimizer.in_backward": True,
-    }
-
-
-def _streamed(recipe: Recipe, half: Half) -> Settings:
-    """Return the settings that streaming of trained weights requires."""
-    on_host = {} if recipe.offload.optimizer == "host" else {"offload.optimizer": "host"}
-    unscaled = {"training.mixed_precision": "no"} if half == "fp16" else {}
-    return {
-        **_with(recipe, *_FOR_STREAMING),
-        **_every_layer(recipe),
-        **_in_backward(recipe),
-        **on_host,
-        **unscaled,
-    }
+    yield settings

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 
+from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
-from lowmem_ft.recipe.space.remediations import SHORTEST_LENGTH, Remediation, remediations_for
+from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.rules.rule import reads
+from lowmem_ft.recipe.space import search_space
+from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.yaml"))
@@ -68,19 +73,19 @@ def test_they_go_from_no_cost_to_other_mathematics():
         "loss.chunk_tokens=1024",
         "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
         "training.mixed_precision=bf16",
-        "optimizer.master=split16 model.dtype=bfloat16 training.mixed_precision=no",
+        "training.mixed_precision=no model.dtype=bfloat16 optimizer.master=split16",
         "checkpointing.mode=full",
         "tiling.mlp=4",
         "loss.chunk_tokens=1024 tiling.head=8",
         "checkpointing.mode=full accumulation.order=vertical optimizer.in_backward=true",
         "optimizer.state=8bit",
-        "optimizer.master=split24 model.dtype=bfloat16 training.mixed_precision=no",
-        "checkpointing.mode=full offload.activations=inputs",
+        "training.mixed_precision=no model.dtype=bfloat16 optimizer.master=split24",
         "offload.optimizer=host",
-        "checkpointing.mode=full accumulation.order=vertical optimizer.in_backward=true offload.optimizer=host "
+        "checkpointing.mode=full offload.activations=inputs",
+        "offload.optimizer=host checkpointing.mode=full accumulation.order=vertical optimizer.in_backward=true "
         "offload.parameters=stream",
-        "adapter.name=lora optimizer.master=fp32 model.dtype=bfloat16 training.mixed_precision=bf16",
-        "adapter.name=lora optimizer.master=fp32 model.dtype=bfloat16 training.mixed_precision=bf16 "
+        "optimizer.master=fp32 training.mixed_precision=bf16 model.dtype=bfloat16 adapter.name=lora",
+        "optimizer.master=fp32 training.mixed_precision=bf16 model.dtype=bfloat16 adapter.name=lora "
         "model.quantization=nf4",
         "data.max_length=2048",
     ]
@@ -146,18 +151,37 @@ def test_a_device_without_bfloat16_gets_float16_beside_adapters_and_float32_wher
         recipe = load_recipe(None, ["model=any", *settings])
         return [way.overrides_text for way in remediations_for(recipe, has_bfloat16=False)]
 
-    assert "model.dtype=float16 training.mixed_precision=fp16" in told("adapter.name=lora")
-    assert "model.dtype=float16 training.mixed_precision=fp16" in told(
-        "adapter.name=lora", "training.mixed_precision=fp16"
-    )
+    assert "training.mixed_precision=fp16 model.dtype=float16" in told("adapter.name=lora")
+    assert "model.dtype=float16" in told("adapter.name=lora", "training.mixed_precision=fp16")
     trained = told()
     assert "training.mixed_precision=fp16" in trained
-    lora = "adapter.name=lora optimizer.master=fp32 model.dtype=float16 training.mixed_precision=fp16"
+    lora = "training.mixed_precision=fp16 model.dtype=float16 adapter.name=lora"
     assert lora in trained
     (streamed,) = [text for text in trained if "offload.parameters=stream" in text]
     assert "training.mixed_precision=no" in streamed
     unclipped = told("training.max_grad_norm=null", "optimizer.in_backward=true")
     assert "training.mixed_precision=fp16" not in unclipped
+
+
+def test_a_knob_that_states_leaner_values_and_their_effect_is_offered(monkeypatch):
+    key = recipe_keys()["training.logging_steps"]
+    states = {"effects": Effect(cost="time"), "off": 10, "tries": (10, 20), "frees": "half of the lines"}
+    monkeypatch.setitem(recipe_keys(), key.path, dataclasses.replace(key, **states))
+    (way,) = [way for way in remediations_for(load_recipe(None, ["model=any"])) if key.path in way.settings]
+    assert (way.overrides_text, way.why) == ("training.logging_steps=20", "half of the lines")
+
+
+def test_a_change_brings_along_what_a_rule_asks_for_that_is_written_once(monkeypatch):
+    @reads("tiling.head", "checkpointing.mode")
+    def tiles_need_recomputation(recipe):
+        is_met = recipe.tiling.head == 1 or recipe.checkpointing.mode == "full"
+        return None if is_met else "tiling.head needs checkpointing.mode=full."
+
+    assert "tiling.head=8" in overrides("model=any")
+    monkeypatch.setattr(search_space, "CONFLICTS", (*search_space.CONFLICTS, tiles_need_recomputation))
+    texts = overrides("model=any")
+    assert "checkpointing.mode=full tiling.head=8" in texts
+    assert "tiling.head=8" not in texts
 
 
 def test_float32_masters_of_bfloat16_weights_lose_the_half_that_is_there_twice():
@@ -178,7 +202,7 @@ def test_8_bit_optimizers_of_others_become_ours_of_the_same_size():
 
 def test_checkpointing_in_part_can_become_checkpointing_in_full():
     texts = overrides("model=any", "checkpointing.mode=selective", "checkpointing.skip_last_layers=2")
-    assert "checkpointing.every_n_layers=1 checkpointing.skip_last_layers=0" in texts
+    assert "checkpointing.skip_last_layers=0" in texts
     assert "checkpointing.mode=full" in texts
 
 
@@ -192,7 +216,8 @@ def test_mlps_are_worked_on_in_pieces_where_rows_are_long():
 
 
 def test_rows_are_not_suggested_below_the_shortest_length():
-    assert f"data.max_length={SHORTEST_LENGTH}" in overrides("model=any", "data.max_length=600")
+    assert "data.max_length=512" in overrides("model=any", "data.max_length=600")
+    assert not any("max_length" in text for text in overrides("model=any", "data.max_length=512"))
 
 
 def test_a_change_leaves_the_rest_of_the_recipe_alone():
@@ -210,10 +235,12 @@ def test_a_change_is_as_dear_as_what_it_brings_along():
     assert texts.index("training.mixed_precision=bf16") < texts.index(smaller)
 
 
-def test_what_a_recipe_has_given_up_already_costs_nothing_again():
-    settings = ["model=any", "optimizer.master=split24", "optimizer.state=8bit", "model.dtype=auto"]
-    first, *_ = overrides(*settings)
-    assert first == "optimizer.master=split24 model.dtype=bfloat16 training.mixed_precision=no"
+def test_what_a_recipe_has_given_up_already_is_not_given_up_again():
+    """An optimizer with other mathematics becomes another one, which lacks no more of AdamW's."""
+    recipe = load_recipe(None, ["model=any", "optimizer.name=lion_8bit"])
+    (way,) = [way for way in remediations_for(recipe) if way.settings.get("offload.optimizer") == "host"][:1]
+    assert way.settings["optimizer.name"] == "lion"
+    assert way.keeps_mathematics_of(recipe)
 
 
 # --- several processes ------------------------------------------------------------------------------------------------
@@ -226,9 +253,9 @@ def test_several_processes_are_told_nothing_that_works_in_one_only(recipe):
     def problems(changed):
         return set(problems_with_processes(changed, 2))
 
-    for way in remediations_for(plain):
-        is_told = way in list(remediations_for(plain, num_processes=2))
-        assert is_told == (problems(way.applied_to(plain)) <= problems(plain))
+    several = [way.applied_to(plain) for way in remediations_for(plain, num_processes=2)]
+    for changed in (way.applied_to(plain) for way in remediations_for(plain)):
+        assert (changed in several) == (problems(changed) <= problems(plain))
 
 
 def test_what_several_processes_are_told():

@@ -26,7 +26,7 @@ def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
         "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
         "training.mixed_precision=bf16",
         "checkpointing.mode=full",
-        "optimizer.master=split16 model.dtype=bfloat16",
+        "model.dtype=bfloat16 optimizer.master=split16",
         "optimizer.state=8bit",
         "offload.optimizer=host",
         "data.max_length",
@@ -37,7 +37,7 @@ def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
 
 def test_a_card_without_bfloat16_is_told_of_float16(tiny):
     message = str(does_not_fit(tiny("adapter.name=lora"), MEMORY, "at step 1", has_bfloat16=False))
-    assert "model.dtype=float16 training.mixed_precision=fp16" in message
+    assert "training.mixed_precision=fp16 model.dtype=float16" in message
     assert "bf" not in message
 
 
@@ -47,7 +47,7 @@ def test_what_is_done_already_is_not_suggested(tiny):
         "model.dtype=bfloat16",
         "optimizer.master=split24",
         "optimizer.state=8bit",
-        "tiling.head=4",
+        "tiling.head=8",
         "data.max_length=128",
     )
     message = str(does_not_fit(lean, MEMORY, "at step 1"))
