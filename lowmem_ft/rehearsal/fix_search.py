@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.estimator.changes import Change, ChangeSearch
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.changes import Change, ChangeSearch, Outlook
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.rehearsal.rehearse import rehearse
@@ -52,6 +53,7 @@ class FixSearch:
         kept: cached traces of the estimates, as for :func:`lowmem_ft.estimate_memory`.
         on_estimate: called before each estimate, with the number of those made.
         on_step: as for :func:`~lowmem_ft.rehearsal.rehearse`.
+        outlook_of: returns bounds and expectations of a recipe's variants on a GPU, which save estimates.
     """
 
     def __init__(
@@ -61,10 +63,17 @@ class FixSearch:
         kept: KeptTraces | None = None,
         on_estimate: Callable[[int], None] = lambda num_estimates: None,
         on_step: Callable[[int, int], None] = lambda step, shapes: None,
+        outlook_of: Callable[[Recipe, Gpu], Outlook | None] = lambda recipe, gpu: None,
     ) -> None:
         self._found, self._kept, self._on_step = found, kept, on_step
+        recipe = _with_rows_as_they_are(found)
         self._search = ChangeSearch(
-            _with_rows_as_they_are(found), found.gpu, kept=kept, on_estimate=on_estimate, exact=True
+            recipe,
+            found.gpu,
+            kept=kept,
+            on_estimate=on_estimate,
+            exact=True,
+            outlook=outlook_of(recipe, found.gpu),
         )
 
     def __iter__(self) -> Iterator[Fix]:

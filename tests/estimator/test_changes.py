@@ -11,7 +11,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import changes as changes_module
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.changes import cheapest_changes
+from lowmem_ft.estimator.changes import Changes, ChangeSearch
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
@@ -73,6 +73,12 @@ def few_bytes(recipe, monkeypatch):
 def has(recipe: Recipe, override: str) -> bool:
     key, _, value = override.partition("=")
     return str(operator.attrgetter(key)(recipe)).lower() == value
+
+
+def cheapest_changes(recipe: Recipe, gpu, budget: Budget | None = None, **options) -> Changes:
+    search = ChangeSearch(recipe, gpu, budget=budget, **options)
+    assert len(list(search)) <= 3
+    return search.found(complete=True)
 
 
 def make_recipe(folder: str, *settings: str) -> Recipe:
@@ -176,6 +182,47 @@ def test_with_long_traces_a_first_answer_is_enough(recipe, few_bytes, monkeypatc
     assert changes.all_together is None
     assert all(changed.adapter.name == "none" for changed in made)
     assert len(made) < 15
+
+
+class Known:
+    """An outlook that knows what each change frees of 100 bytes."""
+
+    def __init__(self, freed: dict[str, int], device: int, error: int = 0) -> None:
+        self.freed, self.device, self.error = freed, device, error
+
+    def needs(self, recipe: Recipe) -> int:
+        return 100 - sum(count for override, count in self.freed.items() if has(recipe, override))
+
+    def cannot_fit(self, recipe: Recipe) -> bool:
+        return self.needs(recipe) > 1.2 * self.device
+
+    def should_fit(self, recipe: Recipe) -> bool:
+        return self.needs(recipe) + self.error <= self.device
+
+
+FREED = {"loss.chunk_tokens=1024": 10, "offload.optimizer=host": 50, "offload.activations=inputs": 10}
+
+
+@pytest.mark.parametrize("error", [0, -15, 15], ids=["right", "hopeful", "fearful"])
+def test_bounds_and_expectations_save_estimates_and_change_no_answer(recipe, few_bytes, monkeypatch, error):
+    few_bytes(FREED, device=40)
+    monkeypatch.setattr(changes_module, "ENOUGH_EVENTS", 1)
+    made = []
+    estimated = changes_module.estimate_memory
+
+    def counted(changed: Recipe, *args, **kwargs) -> MemoryEstimate:
+        made.append(changed)
+        return estimated(changed, *args, **kwargs)
+
+    monkeypatch.setattr(changes_module, "estimate_memory", counted)
+    plain = cheapest_changes(recipe, "l4").fitting
+    num_plain = len(made)
+    told = cheapest_changes(recipe, "l4", outlook=Known(FREED, 40, error)).fitting
+    assert [change.overrides for change in told] == [change.overrides for change in plain]
+    assert "offload.optimizer=host" in plain[0].overrides
+    assert len(made) - num_plain < num_plain
+    if not error:
+        assert len(made) - num_plain <= 3
 
 
 def test_a_gpu_without_bfloat16_is_offered_float16(folder, few_bytes):

@@ -249,6 +249,7 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
     from lowmem_ft.estimator.changes import ChangeSearch
     from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planner.outlook import outlook_for
 
     kept = KeptTraces.of_user()
     found: list[Change] = []
@@ -257,7 +258,8 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
         raise_if_stopped()
         say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
-    search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate)
+    outlook = outlook_for(recipe, gpu)
+    search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate, outlook=outlook)
     with stops_remembered() as raise_if_stopped:
         try:
             with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):

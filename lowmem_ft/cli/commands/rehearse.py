@@ -127,6 +127,7 @@ def _rehearse(arguments: list[str]) -> int:
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
     """Return the report on rehearsed changes, up to the first that fits; add them to the values."""
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planner.outlook import outlook_for
     from lowmem_ft.rehearsal.fix_search import FixSearch
     from lowmem_ft.reports.rehearsal_table import fixes_table
 
@@ -143,7 +144,13 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
             raise_if_stopped()
             say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
 
-        mending = FixSearch(found, kept=KeptTraces.of_user(), on_estimate=before_an_estimate, on_step=on_step)
+        mending = FixSearch(
+            found,
+            kept=KeptTraces.of_user(),
+            on_estimate=before_an_estimate,
+            on_step=on_step,
+            outlook_of=outlook_for,
+        )
         with contextlib.suppress(KeyboardInterrupt):
             for mend in mending:
                 tried.append(mend)

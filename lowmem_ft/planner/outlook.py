@@ -1,0 +1,47 @@
+"""Bounds and expectations of recipes on one device, for searches that estimate little."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.planner import bounds
+from lowmem_ft.planner.candidates import expected_bytes
+from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.recipe import Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannersOutlook:
+    """The planner's bounds and expectations of a recipe's variants.
+
+    Args:
+        target: the model, its GPU and the limits.
+        gpu: the GPU.
+    """
+
+    target: Target
+    gpu: Gpu
+
+    def cannot_fit(self, recipe: Recipe) -> bool:
+        """Return whether a lower bound exceeds the memory that there is."""
+        needed = (
+            bounds.device_bytes(recipe, self.target.shape, self.gpu),
+            bounds.host_bytes(recipe, self.target.shape),
+        )
+        return any(self.target.limits.missing(*needed))
+
+    def should_fit(self, recipe: Recipe) -> bool:
+        """Return whether the expected bytes, with headroom, are there."""
+        return not any(self.target.limits.missing(*expected_bytes(recipe, self.target.shape, self.gpu)))
+
+
+def outlook_for(recipe: Recipe, gpu: str | Gpu | None) -> PlannersOutlook | None:
+    """Return the outlook of a recipe's variants on a device; None for a processor, of which no bounds are known.
+
+    Args:
+        recipe: a recipe of the model, with the budget.
+        gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
+    """
+    target = Target.of(recipe, gpu)
+    return None if target.gpu is None else PlannersOutlook(target=target, gpu=target.gpu)
