@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -99,9 +100,54 @@ class DataConfig:
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null: this one.")
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves, before any file is read; empty if they are valid."""
-        return [message for broken, message in self._rules() if broken]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves, before any file is read."""
+        held_out = self.eval_path is not None or self.eval_split is not None
+        for key in ("max_samples", "shuffle_buffer_size", "num_proc"):
+            value = getattr(self, key)
+            if value is not None and value < 1:
+                yield f"data.{key} is at least 1, got {value}."
+        if self.num_proc is not None and self.num_proc > MOST_PROCESSES:
+            yield f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the number of cores."
+        if self.max_length is not None and self.max_length < 2:
+            yield f"data.max_length is at least 2 (one token predicts the next), got {self.max_length}."
+        if self.packing and self.group_by_length:
+            yield (
+                "data.packing fills every row, so data.group_by_length=true has nothing to group. Set one of them to "
+                "false."
+            )
+        if self.streaming and self.group_by_length:
+            yield (
+                "data.group_by_length needs all lengths beforehand, which data.streaming=true does not have. Set one "
+                "of them to false."
+            )
+        if self.streaming and self.num_proc is not None:
+            yield (
+                f"data.num_proc={self.num_proc} works on files that are tokenized beforehand, not with "
+                "data.streaming=true. Set data.num_proc=null."
+            )
+        if self.group_by_length and not self.shuffle:
+            yield (
+                "data.group_by_length reorders examples, so it needs data.shuffle=true, got false. "
+                "Set data.group_by_length=false to keep the order of the files."
+            )
+        if self.eval_size is not None and self.eval_size <= 0:
+            yield (
+                f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size:g}. "
+                "Set data.eval_size=null to hold out nothing."
+            )
+        if self.eval_size is not None and self.eval_size > 1 and not float(self.eval_size).is_integer():
+            yield f"data.eval_size above 1 is a whole number of examples, got {self.eval_size:g}."
+        if self.eval_size is not None and held_out:
+            yield (
+                "data.eval_size takes the held-out part from the training data, but data.eval_path or "
+                "data.eval_split is set already. Set only one of them."
+            )
+        if self.eval_size is not None and self.streaming:
+            yield (
+                "data.eval_size chooses among all examples, which data.streaming=true does not know beforehand. "
+                "Use data.eval_path or data.eval_split."
+            )
 
     def refuse_positions(self, limit: int | None) -> None:
         """Reject rows that are longer than a model accepts.
@@ -117,64 +163,3 @@ class DataConfig:
                 f"data.max_length is at most what the model takes, {limit} tokens, got {self.max_length}. "
                 f"Set data.max_length={limit} or less, or null for the model's limit."
             )
-
-    def _rules(self) -> list[tuple[bool, str]]:
-        at_least_one = {
-            "max_samples": self.max_samples,
-            "shuffle_buffer_size": self.shuffle_buffer_size,
-            "num_proc": self.num_proc,
-        }
-        held_out = self.eval_path is not None or self.eval_split is not None
-        return [
-            *(
-                (value is not None and value < 1, f"data.{key} is at least 1, got {value}.")
-                for key, value in at_least_one.items()
-            ),
-            (
-                self.num_proc is not None and self.num_proc > MOST_PROCESSES,
-                f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the number of cores.",
-            ),
-            (
-                self.max_length is not None and self.max_length < 2,
-                f"data.max_length is at least 2 (one token predicts the next), got {self.max_length}.",
-            ),
-            (
-                self.packing and self.group_by_length,
-                "data.packing fills every row, so data.group_by_length=true has nothing to group. Set one of them to "
-                "false.",
-            ),
-            (
-                self.streaming and self.group_by_length,
-                "data.group_by_length needs all lengths beforehand, which data.streaming=true does not have. Set one "
-                "of them to false.",
-            ),
-            (
-                self.streaming and self.num_proc is not None,
-                f"data.num_proc={self.num_proc} works on files that are tokenized beforehand, not with "
-                "data.streaming=true. Set data.num_proc=null.",
-            ),
-            (
-                self.group_by_length and not self.shuffle,
-                "data.group_by_length reorders examples, so it needs data.shuffle=true, got false. "
-                "Set data.group_by_length=false to keep the order of the files.",
-            ),
-            (
-                self.eval_size is not None and self.eval_size <= 0,
-                f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size or 0:g}. "
-                "Set data.eval_size=null to hold out nothing.",
-            ),
-            (
-                self.eval_size is not None and self.eval_size > 1 and not float(self.eval_size).is_integer(),
-                f"data.eval_size above 1 is a whole number of examples, got {self.eval_size or 0:g}.",
-            ),
-            (
-                self.eval_size is not None and held_out,
-                "data.eval_size takes the held-out part from the training data, but data.eval_path or "
-                "data.eval_split is set already. Set only one of them.",
-            ),
-            (
-                self.eval_size is not None and self.streaming,
-                "data.eval_size chooses among all examples, which data.streaming=true does not know beforehand. "
-                "Use data.eval_path or data.eval_split.",
-            ),
-        ]

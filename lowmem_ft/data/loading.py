@@ -38,7 +38,7 @@ from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_t
 from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
 from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.data.text.unused_fields import columns_left, columns_to_read, keys_left
-from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.errors import DataError, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +97,7 @@ def load_data(
     """
     if config.path is None:
         raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
-    if problems := config.problems():
-        raise DataError(*problems)
+    raise_problems(config.problems(), DataError)
     config = replace(config, max_length=_max_length(config, max_positions))
     limits = LengthLimits(max_length=config.max_length, of_model=max_positions)
     if int(os.environ.get("RANK", "0")) > 0:

@@ -11,7 +11,7 @@ from transformers import PretrainedConfig
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
-from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.models import max_positions
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
@@ -52,8 +52,7 @@ def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:
     Raises:
         DataError: if a micro-batch or a step is too large, or rows have no length.
     """
-    if problems := oversized_steps(recipe, row_length(recipe, hf_config)):
-        raise DataError(*problems)
+    raise_problems(oversized_steps(recipe, row_length(recipe, hf_config)), DataError)
 
 
 def row_length(recipe: Recipe, hf_config: PretrainedConfig) -> int:

@@ -57,10 +57,10 @@ def user_error(kind: type[UserError], problems: tuple[str, ...]) -> UserError:
     return error
 
 
-def raise_problems(problems: Iterable[str]) -> None:
-    """Raise a ``UserError`` with the problems, if there are any."""
+def raise_problems(problems: Iterable[str], kind: type[UserError] = UserError) -> None:
+    """Raise an error of a kind with all the problems, if there are any."""
     if found := tuple(problems):
-        raise UserError(*found)
+        raise kind(*found)
 
 
 def raise_together(*checks: Callable[[], object]) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL, memory_snapshot
 from lowmem_ft.virtual_gpu.active import ActiveGpu, active_gpu_or_none
@@ -45,7 +45,7 @@ def record_snapshot(path: Path | str, *, max_entries: int = 100_000) -> Iterator
     Source: torch.cuda.memory._record_memory_history and pytorch issues 129674 (its history has no bound) and 153571.
     """
     path = Path(path)
-    _check(path, max_entries)
+    raise_problems(_problems(path, max_entries))
     gpu = active_gpu_or_none()
     with _recording_trace(gpu, max_entries) if gpu is not None else _recording(max_entries) as snapshot:
         try:
@@ -78,26 +78,19 @@ def _recording_trace(gpu: ActiveGpu, max_entries: int) -> Iterator[Any]:
     yield snapshot
 
 
-def _check(path: Path, max_entries: int) -> None:
-    problems = []
+def _problems(path: Path, max_entries: int) -> Iterator[str]:
     if not path.absolute().parent.is_dir():
-        problems.append(
-            f"A snapshot is written into a folder that exists, got {path}. Make {path.parent} first."
-        )
+        yield f"A snapshot is written into a folder that exists, got {path}. Make {path.parent} first."
     elif path.is_dir():
-        problems.append(
-            f"A snapshot is a file, got the folder {path}. Name a file in it, such as run.pickle."
-        )
+        yield f"A snapshot is a file, got the folder {path}. Name a file in it, such as run.pickle."
     if max_entries < 1:
-        problems.append(f"max_entries is at least 1, got {max_entries}. Leave it out for 100,000.")
+        yield f"max_entries is at least 1, got {max_entries}. Leave it out for 100,000."
     if not torch.cuda.is_available():
-        problems.append(
+        yield (
             "A snapshot is the history of CUDA's allocator, and torch finds no CUDA device here. On a CPU, "
             "activation_report and find_leaks show what is held; inside the block of a `VirtualGPU`, a snapshot shows "
             "what a GPU would hold."
         )
-    if problems:
-        raise UserError(*problems)
 
 
 def _write(path: Path, snapshot: dict[str, Any], max_entries: int) -> None:

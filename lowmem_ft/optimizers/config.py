@@ -131,38 +131,36 @@ class OptimizerConfig:
             for name, default in self.row.hyperparameters.items()
         }
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break on any device: not taken by the optimizer, or out of range."""
-        return [
-            *_unused(self),
-            *_beyond_its_capabilities(self),
-            *_format_of_nothing(self),
-            *_out_of_range(self),
-        ]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break on any device: not taken by the optimizer, or out of range."""
+        yield from _unused(self)
+        yield from _beyond_its_capabilities(self)
+        yield from _format_of_nothing(self)
+        yield from _out_of_range(self)
 
-    def problems_on(self, device_type: str, kernels: str) -> list[str]:
-        """Return the rules that the optimizer breaks on a device.
+    def problems_on(self, device_type: str, kernels: str) -> Iterator[str]:
+        """Yield the rules that the optimizer breaks on a device.
 
         Args:
             device_type: torch's name for it.
             kernels: the device type whose kernels it runs: another one if the device is virtual.
         """
         if self.row.devices is not None and kernels not in self.row.devices:
-            return [
+            yield (
                 f"optimizer.name={self.name} runs on {', '.join(self.row.devices)}, got device {device_type}. "
                 f"Set optimizer.name={self.row.elsewhere}."
-            ]
-        return self.problems_on_wsl() if device_type == "cuda" and is_wsl() else []
+            )
+        elif device_type == "cuda" and is_wsl():
+            yield from self.problems_on_wsl()
 
-    def problems_on_wsl(self) -> list[str]:
-        """Return the rules that the optimizer breaks on a GPU under WSL: no state that would spill to the host."""
-        if self.row.bitsandbytes is None or not self.row.bitsandbytes.paged:
-            return []
-        return [
-            f"optimizer.name={self.name} lets state spill to host memory, which CUDA on WSL cannot: its managed memory "
-            f"is never larger than the GPU's. Set optimizer.name={self.row.elsewhere}, or "
-            f"optimizer.name={self.row.stand_in} and offload.optimizer=host."
-        ]
+    def problems_on_wsl(self) -> Iterator[str]:
+        """Yield the rules that the optimizer breaks on a GPU under WSL: no state that would spill to the host."""
+        if self.row.bitsandbytes is not None and self.row.bitsandbytes.paged:
+            yield (
+                f"optimizer.name={self.name} lets state spill to host memory, which CUDA on WSL cannot: its managed "
+                f"memory is never larger than the GPU's. Set optimizer.name={self.row.elsewhere}, or "
+                f"optimizer.name={self.row.stand_in} and offload.optimizer=host."
+            )
 
     def require_packages(self) -> None:
         """Reject an optimizer of bitsandbytes if the package is not installed.

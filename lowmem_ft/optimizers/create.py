@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from transformers.trainer_pt_utils import get_parameter_names
 
 from lowmem_ft.foundation.devices import kernels_of
-from lowmem_ft.foundation.errors import MissingPackageError, UserError
+from lowmem_ft.foundation.errors import UserError, raise_problems, raise_together
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.optimizers.table import optimizers_that
@@ -89,13 +89,11 @@ def check_optimizer(config: OptimizerConfig, device: torch.device) -> None:
         UserError: naming every hyperparameter that is out of range or that the optimizer does not have, a device
             it does not run on, and bitsandbytes if it is needed and not installed.
     """
-    problems = [*config.problems(), *config.problems_on(device.type, kernels_of(device))]
-    try:
-        config.require_packages()
-    except MissingPackageError as missing:
-        problems += missing.problems
-    if problems:
-        raise UserError(*problems)
+    raise_together(
+        lambda: raise_problems(config.problems()),
+        lambda: raise_problems(config.problems_on(device.type, kernels_of(device))),
+        config.require_packages,
+    )
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

@@ -19,7 +19,8 @@ from lowmem_ft.planner.ranking import Prior, Quantity
 from lowmem_ft.planner.search import Candidates, Limits
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.recipe.space.search_space import Rule, Space, asks_consent, with_settings
+from lowmem_ft.recipe.rules.rule import reads
+from lowmem_ft.recipe.space.search_space import Space, asks_consent, with_settings
 from lowmem_ft.system.process_size import LIBRARIES_BYTES
 
 Ints = NDArray[np.int64]
@@ -159,7 +160,7 @@ def _by_what_is_read(
     space: Space, choices_ND: Ints, keys: Sequence[str], of: Callable[[Recipe], Sequence[float]]
 ) -> NDArray[np.float64]:
     """Return numbers for each combination, one row per number, computed once per distinct value of the keys read."""
-    reader = Rule(keys=tuple(keys), problems=lambda recipe: ())
+    reader = reads(*keys)(lambda recipe: ())
     places = [
         place
         for place, dimension in enumerate(space.dimensions)

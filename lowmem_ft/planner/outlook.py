@@ -25,11 +25,8 @@ class PlannersOutlook:
 
     def cannot_fit(self, recipe: Recipe) -> bool:
         """Return whether a lower bound exceeds the memory that there is."""
-        needed = (
-            bounds.device_bytes(recipe, self.target.shape, self.gpu),
-            bounds.host_bytes(recipe, self.target.shape),
-        )
-        return any(self.target.limits.missing(*needed))
+        parts = bounds.parts_of(recipe, self.target.shape)
+        return any(self.target.limits.missing(bounds.device_bytes(parts, self.gpu), bounds.host_bytes(parts)))
 
     def should_fit(self, recipe: Recipe) -> bool:
         """Return whether the expected bytes, with headroom, are there."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,8 @@ from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import keys_with
-from lowmem_ft.recipe.rules.budget_limits import beyond_device, beyond_host
-from lowmem_ft.recipe.space.search_space import Rule
+from lowmem_ft.recipe.rules.budget_limits import refuse_budget
+from lowmem_ft.recipe.rules.rule import Rule, reads
 from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -71,12 +71,7 @@ class Target:
         is_here = gpu is None or (name is None and torch.cuda.is_available())
         budget = recipe.budget
         per_machine = recipe.distributed.per_machine
-        problems = [
-            *beyond_device(budget, gpu),
-            *beyond_host(budget, gpu, is_here=is_here, num_processes=per_machine),
-        ]
-        if problems:
-            raise UserError(*problems)
+        refuse_budget(budget, gpu, is_here, recipe.distributed.per_machine)
         if budget.host is None and is_here:
             budget = dataclasses.replace(budget, host=f"{tightest_host_limit(None).available_bytes}B")
         verdict = limits(gpu, budget, per_machine)
@@ -136,21 +131,16 @@ def _or_infinite(num_bytes: int | None) -> float:
 def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
     """Return what a run checks before it builds anything: types, optimizer and attention of the device."""
 
-    def problems(recipe: Recipe) -> Sequence[str]:
+    @reads(
+        *("model", "adapter", "training.mixed_precision", "optimizer.name", "data.packing"),
+        *keys_with("no loss scale"),
+    )
+    def rule(recipe: Recipe) -> Iterator[str]:
         machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
         try:
             with machine:
                 plan_session(recipe, VirtualRuntime(machine, recipe.training), hf_config)
         except UserError as error:
-            return error.problems
-        return ()
+            yield from error.problems
 
-    keys = (
-        "model",
-        "adapter",
-        "training.mixed_precision",
-        *keys_with("no loss scale"),
-        "optimizer.name",
-        "data.packing",
-    )
-    return Rule(keys=keys, problems=problems)
+    return rule

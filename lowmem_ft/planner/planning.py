@@ -27,7 +27,8 @@ from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
-from lowmem_ft.recipe.space.search_space import Rule, Space, consent_keys, space_of, words_of
+from lowmem_ft.recipe.rules.rule import reads
+from lowmem_ft.recipe.space.search_space import Space, consent_keys, space_of, words_of
 from lowmem_ft.system.signals import stops_remembered
 
 MAX_EFFORT = 18
@@ -217,12 +218,14 @@ def _space(recipe: Recipe, target: Target, *, must_use: str | None, may_be_empty
         UserError: if there is not one and ``may_be_empty`` is false.
     """
 
-    def unused(changed: Recipe) -> Sequence[str]:
-        return () if must_use in words_of(recipe, changed) else ("an earlier search gave up less",)
+    @reads(*consent_keys())
+    def unused(changed: Recipe) -> Iterator[str]:
+        if must_use not in words_of(recipe, changed):
+            yield "an earlier search gave up less"
 
     rules = list(target.rules)
     if must_use is not None:
-        rules.append(Rule(keys=consent_keys(), problems=unused))
+        rules.append(unused)
     space = space_of(
         recipe, num_layers=target.shape.num_layers, has_bfloat16=target.has_bfloat16, rules=rules
     )

@@ -13,7 +13,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.device_target import CPU, limits
-from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE
@@ -58,10 +58,9 @@ def with_plan(recipe: Recipe, folder: RunFolder | None = None) -> tuple[Recipe, 
         UserError: if there are several processes, the run's folder is in the way, or the recipe cannot be planned.
         DoesNotFitError: if nothing fits; the message says how much memory the nearest combination lacks.
     """
-    if problems := problems_with_processes(
-        recipe, read_launch(use_cpu=recipe.training.use_cpu).num_processes
-    ):
-        raise UserError(*problems)
+    raise_problems(
+        problems_with_processes(recipe, read_launch(use_cpu=recipe.training.use_cpu).num_processes)
+    )
     saved = _saved_recipe(recipe, folder)
     if saved is not None:
         logger.info("Resuming with the memory settings that the run was planned with.")

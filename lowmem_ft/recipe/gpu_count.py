@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from lowmem_ft.catalog.gpu_catalog import split_count
-from lowmem_ft.foundation.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
@@ -31,8 +31,7 @@ def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tup
     """
     count, name = (None, gpu) if gpu is None else split_count(gpu)
     config = recipe.distributed
-    if problems := [*_problems(config, count, gpu)]:
-        raise RecipeError(*problems)
+    raise_problems([*_problems(config, count, gpu)], RecipeError)
     num_processes = count or config.num_processes or 1
     if num_processes == 1:
         return recipe, name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,10 +33,8 @@ class PlanConfig:
         (), "Keys that a plan must not change, such as [optimizer.state, checkpointing.mode]."
     )
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with these values in themselves; may be empty."""
-        return [
-            f"plan.{name} must not repeat a name, got {', '.join(twice)} twice. Leave one out."
-            for name, words in (("allow", self.allow), ("keep", self.keep))
-            if (twice := sorted({word for word in words if words.count(word) > 1}))
-        ]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        for name, words in (("allow", self.allow), ("keep", self.keep)):
+            if twice := sorted({word for word in words if words.count(word) > 1}):
+                yield f"plan.{name} must not repeat a name, got {', '.join(twice)} twice. Leave one out."

@@ -119,9 +119,10 @@ class TrainingConfig:
         "Whether a repository that the upload creates is private; null: the hub's default.",
     )
 
-    def problems(self) -> list[str]:
-        """Return what is wrong with these values in themselves; may be empty."""
-        return [*_not_positive(self), *_out_of_range(self)]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        yield from _not_positive(self)
+        yield from _out_of_range(self)
 
 
 def require_tracker(name: str) -> None:

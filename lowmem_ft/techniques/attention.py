@@ -12,9 +12,9 @@ from transformers.utils import is_flash_attn_2_available
 
 from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
 from lowmem_ft.foundation.devices import is_virtual, kernels_of
-from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError, raise_problems
 from lowmem_ft.techniques.device_rules import (
-    attention_problem,
+    attention_problems,
     flash_attention_obstacle,
     varlen_attention_obstacle,
 )
@@ -114,8 +114,7 @@ def choose_attention(
             f"{_KEY}={requested} needs an architecture that supports it; {config.model_type} supports "
             f"{', '.join(supported)}. Set {_KEY} to one of them, or to auto."
         )
-    if problem := attention_problem(requested, **facts, needs_kernel=needs_kernel):
-        raise UserError(problem)
+    raise_problems(attention_problems(requested, **facts, needs_kernel=needs_kernel))
     if requested == "flash_attention_2" and not is_virtual(device) and not is_flash_attn_2_available():
         raise MissingFlashAttentionError
     if requested == VARLEN_ATTENTION:

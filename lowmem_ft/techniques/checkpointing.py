@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -61,8 +61,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
 
 
 def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
-    if problems := [*config.problems(), *config.problems_with(num_layers)]:
-        raise UserError(*problems)
+    raise_problems((*config.problems(), *config.problems_with(num_layers)))
     return range(0, num_layers - config.skip_last_layers, config.every_n_layers)
 
 

@@ -147,35 +147,32 @@ class CheckpointingConfig:
                 "checkpointing.mode=full."
             )
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break for any model; layer numbers are checked once a model is there."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break for any model; layer numbers are checked once a model is there."""
         if self.every_n_layers < 1:
-            problems.append(
+            yield (
                 f"checkpointing.every_n_layers must be at least 1, got {self.every_n_layers}. "
                 "Set it to 1 to checkpoint every layer."
             )
         if self.skip_last_layers < 0:
-            problems.append(
+            yield (
                 f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. Set it to 0 to "
                 "exclude no layer."
             )
         if self.mode == "auto" and not self.takes_every_layer:
-            problems.append(
+            yield (
                 "checkpointing.mode=auto chooses the layers itself, got "
                 f"every_n_layers={self.every_n_layers} and skip_last_layers={self.skip_last_layers}. "
                 "Leave these out, or set checkpointing.mode=full."
             )
-        return problems
 
-    def problems_with(self, num_layers: int) -> list[str]:
-        """Return the rules that these values break for a model with ``num_layers`` layers; empty if they are valid."""
-        if self.mode == "none" or self.skip_last_layers < num_layers:
-            return []
-        return [
-            f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} layers, "
-            f"got {self.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
-        ]
+    def problems_with(self, num_layers: int) -> Iterator[str]:
+        """Yield the rules that these values break for a model with ``num_layers`` layers."""
+        if self.mode != "none" and self.skip_last_layers >= num_layers:
+            yield (
+                f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} "
+                f"layers, got {self.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,25 +193,23 @@ class LossConfig:
         "Share of each label that is spread over the whole vocabulary in training, not in evaluation.",
     )
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves; empty if they are valid."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
         if self.chunk_tokens is not None and self.chunk_tokens < 1:
-            problems.append(
+            yield (
                 f"loss.chunk_tokens must be at least 1, got {self.chunk_tokens}. "
                 "Set it to 1024, or to null for the model's own loss."
             )
         if not 0 <= self.label_smoothing_factor < 1:
-            problems.append(
+            yield (
                 f"loss.label_smoothing_factor is from 0 to below 1, got {self.label_smoothing_factor}. Try 0.1, or 0 "
                 "to switch smoothing off."
             )
         if self.label_smoothing_factor and self.chunk_tokens is None:
-            problems.append(
+            yield (
                 f"loss.label_smoothing_factor={self.label_smoothing_factor} needs loss.chunk_tokens, got null: the "
                 "model's own loss does not smooth. Set loss.chunk_tokens=1024 or loss.label_smoothing_factor=0."
             )
-        return problems
 
 
 _ACTIVATIONS_ON_HOST: tuple[Trait, ...] = ("activations on host", "layers fetched ahead")
@@ -286,25 +281,23 @@ class OffloadConfig:
         leaves=dict.fromkeys(("layers", "outer", "state", "gradients"), _on_disk),
     )
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves; empty if they are valid."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
         if self.folder is not None and self.optimizer == self.parameters == "device":
-            problems.append(
+            yield (
                 f"offload.folder={self.folder} needs something offloaded to the host, got offload.optimizer=device "
                 "and offload.parameters=device. Set offload.optimizer=host or offload.parameters=stream, or leave "
                 "offload.folder out."
             )
         if self.resident_layers < 0:
-            problems.append(
+            yield (
                 f"offload.resident_layers must be at least 0, got {self.resident_layers}. Set it to 0 to stream all."
             )
         if self.resident_layers > 0 and self.parameters == "device":
-            problems.append(
+            yield (
                 f"offload.resident_layers={self.resident_layers} needs offload.parameters=stream, got device. "
                 "Set offload.parameters=stream or leave offload.resident_layers out."
             )
-        return problems
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -361,13 +354,11 @@ class TilingConfig:
         leaves={"logits": gone_unless(1)},
     )
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves; empty if they are valid."""
-        return [
-            f"tiling.{name} must be at least 1, got {getattr(self, name)}. Set it to 1 for no tiles."
-            for name in ("mlp", "head")
-            if getattr(self, name) < 1
-        ]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        for name in ("mlp", "head"):
+            if getattr(self, name) < 1:
+                yield f"tiling.{name} must be at least 1, got {getattr(self, name)}. Set it to 1 for no tiles."
 
     def refuse_vocabulary(self, rows: int) -> None:
         """Reject more vocabulary tiles than the vocabulary has rows.
@@ -464,20 +455,19 @@ class DistributedConfig:
         """True if DeepSpeed runs the optimizer, and sums and clips the gradients."""
         return self.strategy in ("zero2", "zero3")
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves; empty if they are valid."""
-        problems = [*self._problems_of_numbers()]
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        yield from self._problems_of_numbers()
         for name, other, strategies in (
             ("reshard_after_forward", False, ("fsdp2",)),
             ("cpu_offload", True, ("fsdp2", "zero2", "zero3")),
             ("sync_each_batch", False, ("fsdp2",)),
         ):
             if getattr(self, name) == other and self.strategy not in (None, *strategies):
-                problems.append(
+                yield (
                     f"distributed.{name}={str(other).lower()} is for distributed.strategy={' or '.join(strategies)}, "
                     f"got {self.strategy}. Set distributed.strategy=fsdp2, or leave distributed.{name} out."
                 )
-        return problems
 
     def _problems_of_numbers(self) -> Iterator[str]:
         processes, machines = self.num_processes, self.num_machines
@@ -547,23 +537,21 @@ class AdapterConfig:
     use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
 
-    def problems(self) -> list[str]:
-        """Return the rules that these values break by themselves; empty if they are valid."""
-        problems = []
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
         if self.name == "none" and self != AdapterConfig():
-            problems.append("adapter settings need adapter.name=lora, got none. Set it, or leave them out.")
+            yield "adapter settings need adapter.name=lora, got none. Set it, or leave them out."
         if not 1 <= self.r <= MOST_RANK:
-            problems.append(f"adapter.r is from 1 to {MOST_RANK}, got {self.r}. Try 16.")
+            yield f"adapter.r is from 1 to {MOST_RANK}, got {self.r}. Try 16."
         if not self.lora_alpha > 0:
-            problems.append(f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r.")
+            yield f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r."
         if not 0 <= self.lora_dropout < 1:
-            problems.append(f"adapter.lora_dropout is from 0 to below 1, got {self.lora_dropout}. Try 0.05.")
+            yield f"adapter.lora_dropout is from 0 to below 1, got {self.lora_dropout}. Try 0.05."
         if not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
-            problems.append(
+            yield (
                 "adapter.target_modules is [all-linear], or names of layers such as [q_proj, v_proj]; got "
                 f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
             )
-        return problems
 
     def refuse_rank(self, hidden_size: int) -> None:
         """Reject a rank above that of any matrix of the model.

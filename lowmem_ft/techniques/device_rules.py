@@ -5,6 +5,8 @@ Nothing here imports torch, so that a recipe that the GPU cannot run is rejected
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 _ATTENTION = "model.attn_implementation"
 _AMPERE = (8, 0)
 """The first compute capability that flash-attn 2 has kernels for, both the package's and torch's own."""
@@ -19,8 +21,8 @@ def precision_problems(
     device_name: str,
     frozen: bool,
     scales_loss: bool,
-) -> list[str]:
-    """Return the rules broken by weights and autocast that a device cannot compute with, or that would train wrongly.
+) -> Iterator[str]:
+    """Yield the rules broken by weights and autocast that a device cannot compute with, or that would train wrongly.
 
     Args:
         dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
@@ -31,16 +33,15 @@ def precision_problems(
         frozen: whether these weights are frozen, next to adapters in float32.
         scales_loss: whether a loss scale would reach the gradients of trained weights.
 
-    Returns:
+    Yields:
         A sentence for each broken rule.
     """
-    problems = (
-        _float16_base_problems(dtype, mixed_precision, has_bfloat16, is_cpu)
-        if frozen
-        else float16_problems(dtype, mixed_precision)
-    )
+    if frozen:
+        yield from _float16_base_problems(dtype, mixed_precision, has_bfloat16, is_cpu)
+    else:
+        yield from float16_problems(dtype, mixed_precision)
     if mixed_precision == "fp16" and is_cpu:
-        problems.append(
+        yield (
             f"training.mixed_precision=fp16 needs a GPU, got device {device_name}. Set training.mixed_precision=bf16 "
             "or training.mixed_precision=no."
         )
@@ -50,14 +51,13 @@ def precision_problems(
     }
     asked = " and ".join(setting for setting, is_set in settings.items() if is_set)
     if asked and not has_bfloat16:
-        problems.append(
+        yield (
             "bfloat16 needs a GPU that computes with it (NVIDIA: Ampere, 2020, or newer), got "
             f"{asked} on {device_name}. {_without_bfloat16(frozen, scales_loss)}"
         )
-    return problems
 
 
-def attention_problem(
+def attention_problems(
     implementation: str,
     *,
     device_type: str,
@@ -65,8 +65,8 @@ def attention_problem(
     compute_type: str,
     compute_capability: tuple[int, int] | None,
     needs_kernel: bool = True,
-) -> str | None:
-    """Return the rule that a kernel requested by name breaks on a device, or on a virtual one; None if it is valid.
+) -> Iterator[str]:
+    """Yield the rules that a kernel requested by name breaks on a device, or on a virtual one.
 
     Args:
         implementation: ``model.attn_implementation``.
@@ -84,22 +84,18 @@ def attention_problem(
             compute_type=compute_type,
             compute_capability=compute_capability,
         )
-        return (
-            f"{_ATTENTION}={implementation} needs {obstacle}. Set {_ATTENTION}=sdpa, or auto."
-            if obstacle
-            else None
-        )
-    if implementation == "flex_attention" and kernels != device_type:
-        return (
+        if obstacle:
+            yield f"{_ATTENTION}={implementation} needs {obstacle}. Set {_ATTENTION}=sdpa, or auto."
+    elif implementation == "flex_attention" and kernels != device_type:
+        yield (
             f"{_ATTENTION}=flex_attention compiles a kernel on the GPU itself, whose memory cannot be estimated "
             f"without one. Set {_ATTENTION}=sdpa to estimate, or auto."
         )
-    if implementation == "flex_attention" and device_type == "cpu":
-        return (
+    elif implementation == "flex_attention" and device_type == "cpu":
+        yield (
             f"{_ATTENTION}=flex_attention needs an accelerator to train, because torch has no backward pass for it on "
             f"the CPU; got device cpu. Set {_ATTENTION}=sdpa, or auto."
         )
-    return None
 
 
 def varlen_attention_obstacle(
@@ -138,38 +134,37 @@ def flash_attention_obstacle(
     return None
 
 
-def float16_problems(dtype: str, mixed_precision: str) -> list[str]:
-    """Return the rules that the types of trained weights break on any device: float16 has too small a range."""
-    problems = []
+def float16_problems(dtype: str, mixed_precision: str) -> Iterator[str]:
+    """Yield the rules that the types of trained weights break on any device: float16 has too small a range."""
     if dtype == "float16":
-        problems.append(
+        yield (
             "Weights to be trained are float32 or bfloat16, got model.dtype=float16: its range is too small for "
             "updates. Set model.dtype=float32, with training.mixed_precision=fp16 for speed."
         )
     if mixed_precision == "fp16" and dtype != "float32":
-        problems.append(
+        yield (
             "training.mixed_precision=fp16 needs float32 weights, because the loss scaler unscales their gradients in "
             f"float32; got model.dtype={dtype}. Set model.dtype=float32."
         )
-    return problems
 
 
-def _float16_base_problems(dtype: str, mixed_precision: str, may_bfloat16: bool, is_cpu: bool) -> list[str]:
-    """Return the rules broken. Frozen weights may be float16: a loss scale keeps gradients through them in range."""
+def _float16_base_problems(
+    dtype: str, mixed_precision: str, may_bfloat16: bool, is_cpu: bool
+) -> Iterator[str]:
+    """Yield the rules broken. Frozen weights may be float16: a loss scale keeps gradients through them in range."""
     if dtype == "float16" and mixed_precision != "fp16":
         loss_scale = "Set training.mixed_precision=fp16"
         way_out = f"{loss_scale}, or model.dtype=bfloat16." if may_bfloat16 else f"{loss_scale}."
-        return [
+        yield (
             "Frozen weights in model.dtype=float16 need training.mixed_precision=fp16, whose loss scale keeps small "
             f"gradients from vanishing; got {mixed_precision}. "
             + ("That needs a GPU: set model.dtype=bfloat16." if is_cpu else way_out)
-        ]
+        )
     if dtype == "bfloat16" and mixed_precision == "fp16":
-        return [
+        yield (
             "training.mixed_precision=fp16 needs model.dtype=float16 or float32, got bfloat16, whose range float16 "
             f"does not have. Set model.dtype=float16{', or training.mixed_precision=bf16' if may_bfloat16 else ''}."
-        ]
-    return []
+        )
 
 
 def _without_bfloat16(frozen: bool, scales_loss: bool) -> str:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.devices import has_bfloat16, has_values, name_of
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.techniques.device_rules import precision_problems
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import local_part
@@ -47,17 +47,17 @@ def check_precision(
     Raises:
         UserError: naming every rule that is broken.
     """
-    problems = precision_problems(
-        dtype,
-        mixed_precision,
-        is_cpu=device.type == "cpu",
-        has_bfloat16=has_bfloat16(device),
-        device_name=name_of(device),
-        frozen=frozen,
-        scales_loss=scales_loss,
+    raise_problems(
+        precision_problems(
+            dtype,
+            mixed_precision,
+            is_cpu=device.type == "cpu",
+            has_bfloat16=has_bfloat16(device),
+            device_name=name_of(device),
+            frozen=frozen,
+            scales_loss=scales_loss,
+        )
     )
-    if problems:
-        raise UserError(*problems)
     if frozen and dtype == "bfloat16" and mixed_precision == "no":
         logger.info(
             "training.mixed_precision=no copies the input of each adapter to float32; with bf16 adapters compute in "

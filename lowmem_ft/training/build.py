@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
-from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, weights_dtype
@@ -121,8 +121,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         scales_loss=key_with(recipe, "no loss scale") is None,
     )
     check_optimizer(recipe.optimizer, runtime.device)
-    if problems := problems_with_processes(recipe, runtime.num_processes):
-        raise UserError(*problems)
+    raise_problems(problems_with_processes(recipe, runtime.num_processes))
     attention = choose_attention(
         recipe.model.attn_implementation,
         config=hf_config,

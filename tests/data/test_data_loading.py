@@ -330,8 +330,8 @@ def test_all_contradictions_in_the_configuration_are_reported_at_once():
         eval_split="test",
         num_proc=2,
     ).problems()
-    assert len(problems) == 7
-    assert DataConfig().problems() == []
+    assert len(list(problems)) == 7
+    assert list(DataConfig().problems()) == []
 
 
 def test_no_path_is_an_error(load):

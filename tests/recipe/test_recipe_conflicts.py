@@ -134,7 +134,7 @@ BROKEN_AND_MENDED = {
 
 
 def test_every_rule_has_an_example_here():
-    assert {conflict.rule.__name__ for conflict in CONFLICTS} == set(BROKEN_AND_MENDED)
+    assert {conflict.problems.__name__ for conflict in CONFLICTS} == set(BROKEN_AND_MENDED)
 
 
 @pytest.mark.parametrize("rule", BROKEN_AND_MENDED)
@@ -143,7 +143,7 @@ def test_a_rule_refuses_what_breaks_it_and_its_way_out_works(rule):
     with pytest.raises(RecipeError) as caught:
         load_recipe("tiny", broken)
     (problem,) = caught.value.problems
-    keys = next(conflict.keys for conflict in CONFLICTS if conflict.rule.__name__ == rule)
+    keys = next(conflict.keys for conflict in CONFLICTS if conflict.problems.__name__ == rule)
     assert any(key in problem for key in keys)
     load_recipe("tiny", mended)
 

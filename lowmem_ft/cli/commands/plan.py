@@ -22,7 +22,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     split_recipe,
     write_problem,
 )
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
@@ -64,8 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
     options, others = parser.parse_known_args(arguments)
-    if problems := parser.misspelt(others):
-        raise UserError(*problems)
+    raise_problems(parser.misspelt(others))
     recipe_name, settings = split_recipe(others, "A plan")
     _check(options)
 
@@ -229,8 +228,7 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(f"--write names a recipe file, which ends in .yaml, got {options.write}.")
     if options.write is not None and options.json is not None and options.write == options.json:
         problems.append(f"--write and --json need different files, got {options.write} for both.")
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
 
 
 def _parser() -> Parser:

@@ -24,7 +24,12 @@ from lowmem_ft.cli.estimating.estimate_options import (
     gpu_problems,
     write_problem,
 )
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, RecipeError, UserError, raise_together
+from lowmem_ft.foundation.errors import (
+    EXIT_DOES_NOT_FIT,
+    RecipeError,
+    raise_problems,
+    raise_together,
+)
 from lowmem_ft.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
@@ -67,8 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _rehearse(arguments: list[str]) -> int:
     parser = _parser()
     options, others = parser.parse_known_args(arguments)
-    if problems := parser.misspelt(others):
-        raise UserError(*problems)
+    raise_problems(parser.misspelt(others))
     recipe_name, settings = _split(others)
     _check(options)
 
@@ -207,8 +211,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.json not in (None, "-"):
         problem = write_problem("json", options.json, Path(options.json), overwrite=options.overwrite)
         problems += [problem] if problem else []
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
 
 
 def _parser() -> Parser:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.user_paths import expand_user
 
 if TYPE_CHECKING:
@@ -43,8 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             runs.append(_read(expand_user(name)))
         except UserError as error:
             problems += error.problems
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     if arguments.json:
         print(json.dumps({"schema": 1, "runs": [run.to_json() for run in runs]}, indent=2))
         return 0

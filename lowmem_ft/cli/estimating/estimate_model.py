@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
@@ -76,8 +76,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
         problems.append(
             f"--changes needs a recipe, got model={model} without one. Name one, such as {named}."
         )
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     gpu = None if options.gpu in (None, ALL_GPUS) else find_gpu(split_count(options.gpu)[1])
     limit = limit_of_positions(text_fields(recipe.model).get)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.foundation.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
 
 ALL_GPUS = "all"
 CPU = "cpu"
@@ -55,8 +55,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
     """
     parser = _parser()
     options, others = parser.parse_known_args(list(arguments))
-    if problems := parser.misspelt(others):
-        raise UserError(*problems)
+    raise_problems(parser.misspelt(others))
     if options.steps is not None:
         raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
     recipe_name, settings = split_recipe(others)
@@ -93,8 +92,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         )
     if options.changes:
         problems.append("--changes needs a recipe, got --script. Leave it out.")
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     _check(options)
     return options, list(arguments[len(own) + 1 :])
 
@@ -153,8 +151,7 @@ def _check(options: argparse.Namespace) -> None:
         if options.gpu.lower() in (ALL_GPUS, CPU):
             options.gpu = options.gpu.lower()
     problems = [*gpu_problems(options.gpu), *_file_problems(options)]
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     if options.plot is not None:
         from lowmem_ft.reports.plots.memory_plot import check_plot_path
 

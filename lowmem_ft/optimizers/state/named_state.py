@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.errors import CheckpointError, raise_problems
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state.state_parts import StateParts, state_here
@@ -116,8 +116,7 @@ def import_optimizer_state(
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in named_parameters}
     problems = _differences(optimizer, names, state.scalars)
-    if problems:
-        raise CheckpointError(*problems)
+    raise_problems(problems, CheckpointError)
     for group, saved in zip(optimizer.param_groups, state.scalars["groups"], strict=True):
         for key, value in saved["hyperparameters"].items():
             group[key] = tuple(value) if isinstance(group.get(key), tuple) else value

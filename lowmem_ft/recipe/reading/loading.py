@@ -13,7 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem_ft.foundation.errors import RecipeError, did_you_mean
+from lowmem_ft.foundation.errors import RecipeError, did_you_mean, raise_problems
 from lowmem_ft.recipe.reading.keys import (
     RecipeKey,
     describe_type,
@@ -133,8 +133,7 @@ class _Draft:
         recipe = Recipe(**self._values_of(None, Recipe), **groups)
         unreliable = {*self.wrong, *map(recipe_key_of, self.unresolved)}
         problems = [*self.problems, *self.unresolved.values(), *recipe_problems(recipe, unreliable)]
-        if problems:
-            raise RecipeError(*problems)
+        raise_problems(problems, RecipeError)
         return recipe
 
     def _values_of(self, group: str | None, config_class: type) -> dict[str, Any]:

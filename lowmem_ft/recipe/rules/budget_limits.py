@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import psutil
 
 from lowmem_ft.budget import Budget, is_of_size
 from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
-from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.models.files.model_files import least_weights
 from lowmem_ft.recipe.reading.keys import key_with
@@ -30,8 +30,8 @@ def check_budget_of_run(recipe: Recipe) -> None:
         UserError: if no device has so much.
     """
     refuse_budget_beyond_all(recipe)
-    if recipe.budget.enforce and (problems := _below_any_process(recipe, _least_weight_bytes(recipe))):
-        raise DoesNotFitError(*problems)
+    if recipe.budget.enforce:
+        raise_problems(_below_any_process(recipe, _least_weight_bytes(recipe)), DoesNotFitError)
 
 
 def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
@@ -46,20 +46,10 @@ def check_budget_of_plan(recipe: Recipe, gpu: str | None) -> None:
     """
     if gpu is None and not recipe.training.use_cpu:
         refuse_budget_beyond_all(recipe)
-        problems = _below_any_process(recipe)
+        raise_problems(_below_any_process(recipe))
     else:
         named = None if gpu in (None, "cpu") else find_gpu(gpu)
-        problems = [
-            *beyond_device(recipe.budget, named),
-            *beyond_host(
-                recipe.budget,
-                named,
-                is_here=named is None,
-                num_processes=recipe.distributed.per_machine,
-            ),
-        ]
-    if problems:
-        raise UserError(*problems)
+        refuse_budget(recipe.budget, named, named is None, recipe.distributed.per_machine)
 
 
 def refuse_budget_beyond_all(recipe: Recipe) -> None:
@@ -78,86 +68,82 @@ def refuse_budget_beyond_all(recipe: Recipe) -> None:
         )
 
 
-def beyond_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """Return problems with a budget that a device cannot offer, or that a process alone exceeds; may be empty.
-
-    Args:
-        budget: the memory that may be taken.
-        gpu: the device; None: this machine's processor.
-    """
-    if budget.device is None:
-        return ()
-    if problems := above_device(budget, gpu):
-        return problems
-    wanted, name = parse_bytes(budget.device), "this machine" if gpu is None else gpu.name
-    least = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
-    if wanted <= least:
-        return (
-            f"budget.device={budget.device} is less than the process takes on {name} before any tensor exists, "
-            f"{format_bytes(least)}. Raise it.",
-        )
-    return ()
-
-
-def above_device(budget: Budget, gpu: Gpu | None) -> Sequence[str]:
-    """Return problems with a budget of more than a device has; takes the arguments of :func:`beyond_device`."""
-    there = psutil.virtual_memory().total if gpu is None else gpu.memory_bytes
-    if budget.device is None or is_of_size(there, parse_bytes(budget.device)):
-        return ()
-    name = "this machine" if gpu is None else gpu.name
-    return (
-        f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
-        "GPU with --gpu.",
-    )
-
-
-def beyond_host(budget: Budget, gpu: Gpu | None, *, is_here: bool, num_processes: int = 1) -> Sequence[str]:
-    """Return the same problems for the host's memory.
+def refuse_budget(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: int) -> None:
+    """Refuse a budget that a device or its host cannot offer, or that the processes alone exceed.
 
     Args:
         budget: the memory that may be taken.
         gpu: the device; None: this machine's processor.
         is_here: whether the host is this machine.
-        num_processes: processes that share it.
+        num_processes: processes that share the host.
+
+    Raises:
+        UserError: if it is one of them.
     """
+    raise_problems((*_beyond_device(budget, gpu), *_beyond_host(budget, gpu, is_here, num_processes)))
+
+
+def _beyond_device(budget: Budget, gpu: Gpu | None) -> Iterator[str]:
+    above = [*above_device(budget, gpu)]
+    yield from above
+    if budget.device is None or above:
+        return
+    least, name = (LIBRARIES_BYTES, "this machine") if gpu is None else (gpu.context_bytes, gpu.name)
+    if parse_bytes(budget.device) <= least:
+        yield (
+            f"budget.device={budget.device} is less than the process takes on {name} before any tensor exists, "
+            f"{format_bytes(least)}. Raise it."
+        )
+
+
+def above_device(budget: Budget, gpu: Gpu | None) -> Iterator[str]:
+    """Yield problems with a budget of more than a device has; takes the arguments of :func:`refuse_budget`."""
+    there, name = (
+        (psutil.virtual_memory().total, "this machine") if gpu is None else (gpu.memory_bytes, gpu.name)
+    )
+    if budget.device is not None and not is_of_size(there, parse_bytes(budget.device)):
+        yield (
+            f"budget.device={budget.device} is more than {name} has, {format_bytes(there)}. Lower it, or name a larger "
+            "GPU with --gpu."
+        )
+
+
+def _beyond_host(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: int) -> Iterator[str]:
     if budget.host is None:
-        return ()
+        return
     wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
     least = num_processes * (LIBRARIES_BYTES if gpu is None else PROCESS_BESIDE_GPU_BYTES)
     if wanted <= least:
         who = (
             "the process itself takes" if num_processes == 1 else f"{num_processes} processes themselves take"
         )
-        return (
+        yield (
             f"budget.host={budget.host} is less than {who}, {format_bytes(least)} with "
-            f"{'its' if num_processes == 1 else 'their'} libraries before any tensor exists. Raise it.",
+            f"{'its' if num_processes == 1 else 'their'} libraries before any tensor exists. Raise it."
         )
-    if is_here and wanted > there:
-        return (f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it.",)
-    return ()
+    elif is_here and wanted > there:
+        yield f"budget.host={budget.host} is more than this machine has, {format_bytes(there)}. Lower it."
 
 
-def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> list[str]:
-    """Return problems with budgets below what a process takes on any device, with weights that stay on it."""
+def _below_any_process(recipe: Recipe, weight_bytes: int = 0) -> Iterator[str]:
+    """Yield problems with budgets below what a process takes on any device, with weights that stay on it."""
     contexts = [gpu.context_bytes for gpu in load_gpus().values()]
     on_device = LEAST_PROCESS_BYTES if recipe.training.use_cpu else min(LEAST_PROCESS_BYTES, *contexts)
-    problems = []
     for key, size, process_bytes in (
         ("budget.device", recipe.budget.device, on_device),
         ("budget.host", recipe.budget.host, LEAST_PROCESS_BYTES),
     ):
         wanted = process_bytes if size is None else parse_bytes(size)
         if wanted < process_bytes:
-            problems.append(
+            yield (
                 f"{key}={size} is less than the process holds before the model is loaded, at least "
                 f"{format_bytes(process_bytes)}. Raise it, or leave it out."
             )
         elif size is not None and key == "budget.device" and wanted < process_bytes + weight_bytes:
-            problems.append(
+            yield (
                 f"{key}={size} is less than the process and the weights take, at least {format_bytes(process_bytes)} "
                 f"and {format_bytes(weight_bytes)}. Raise it; `lowmem-ft plan` with the same settings finds what fits."
             )
-    return problems
 
 
 def _least_weight_bytes(recipe: Recipe) -> int:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
-from lowmem_ft.foundation.errors import RecipeError
+from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.reading.keys import accepts_none, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rules import engine_rules, memory_rules, run_rules
-from lowmem_ft.recipe.rules.rule import Conflict
+from lowmem_ft.recipe.rules.rule import Rule
 from lowmem_ft.recipe.tree import Recipe
 
 LARGEST_WHOLE_NUMBER = 2**32 - 1
@@ -30,9 +30,7 @@ def check_recipe(recipe: Recipe) -> None:
     Raises:
         RecipeError: if a value is out of its range or two values exclude each other; lists all problems.
     """
-    problems = recipe_problems(recipe)
-    if problems:
-        raise RecipeError(*problems)
+    raise_problems(recipe_problems(recipe), RecipeError)
 
 
 def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[str]:
@@ -50,21 +48,21 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
     problems = [*_empty_names(recipe), *extreme.values()]
     unreliable = {*unreliable, *extreme}
     for group in recipe_groups():
-        own_rules: Callable[[], list[str]] | None = getattr(getattr(recipe, group), "problems", None)
+        own_rules: Callable[[], Iterable[str]] | None = getattr(getattr(recipe, group), "problems", None)
         if own_rules is not None:
-            problems += [rule for rule in own_rules() if not _names_any(rule, unreliable)]
-    for conflict in CONFLICTS:
-        involved = {*conflict.keys, *(key.partition(".")[0] for key in conflict.keys)}
+            problems += [problem for problem in own_rules() if not _names_any(problem, unreliable)]
+    for rule in CONFLICTS:
+        involved = {*rule.keys, *(key.partition(".")[0] for key in rule.keys)}
         if involved.isdisjoint(unreliable):
-            problems += conflict.problems(recipe)
+            problems += rule.problems(recipe)
     return problems
 
 
-CONFLICTS: tuple[Conflict, ...] = tuple(
+CONFLICTS: tuple[Rule, ...] = tuple(
     rule
     for module in (run_rules, memory_rules, engine_rules)
     for rule in vars(module).values()
-    if isinstance(rule, Conflict)
+    if isinstance(rule, Rule)
 )
 """All rules across parts, in the order of the files."""
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 
 from lowmem_ft.catalog import Gpu
-from lowmem_ft.foundation.errors import DataError, UserError
+from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.models.files.model_files import architecture_fields, limit_of_positions, text_fields
 from lowmem_ft.recipe.reading.keys import key_with
@@ -13,7 +14,7 @@ from lowmem_ft.recipe.rules.budget_limits import above_device
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.techniques.device_rules import attention_problem, float16_problems, precision_problems
+from lowmem_ft.techniques.device_rules import attention_problems, float16_problems, precision_problems
 
 _COMPUTE_TYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
@@ -29,14 +30,13 @@ def check_device_of_estimate(recipe: Recipe, gpu: Gpu | None) -> None:
         UserError: lists all problems.
     """
     above = above_device(recipe.budget, gpu) if gpu is not None else ()
-    if problems := _problems_on(recipe, gpu):
-        *others, last = problems
-        raise UserError(*above, *others, f"{last}{_made_for(gpu, recipe)}")
-    if above:
-        raise UserError(*above)
+    problems = [*_problems_on(recipe, gpu)]
+    if problems:
+        problems[-1] += _made_for(gpu, recipe)
+    raise_problems((*above, *problems))
     length = recipe.data.max_length or limit_of_positions(text_fields(recipe.model).get)
-    if length is not None and (problems := oversized_steps(recipe, length)):
-        raise DataError(*problems)
+    if length is not None:
+        raise_problems(oversized_steps(recipe, length), DataError)
 
 
 def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
@@ -61,24 +61,23 @@ def check_device_of_run(recipe: Recipe) -> None:
     Raises:
         UserError: lists all problems.
     """
-    problems: list[str] = []
-    if recipe.training.use_cpu:
-        problems = _problems_on(recipe, None)
-    elif recipe.adapter.name == "none" and (dtype := _dtype(recipe)) is not None:
-        problems = float16_problems(dtype, recipe.training.mixed_precision)
-    if not recipe.training.use_cpu and is_wsl():
-        problems += recipe.optimizer.problems_on_wsl()
-    if problems:
-        raise UserError(*problems)
+    raise_problems(_problems_on(recipe, None) if recipe.training.use_cpu else _problems_on_any_gpu(recipe))
 
 
-def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
+def _problems_on_any_gpu(recipe: Recipe) -> Iterator[str]:
+    if recipe.adapter.name == "none" and (dtype := _dtype(recipe)) is not None:
+        yield from float16_problems(dtype, recipe.training.mixed_precision)
+    if is_wsl():
+        yield from recipe.optimizer.problems_on_wsl()
+
+
+def _problems_on(recipe: Recipe, gpu: Gpu | None) -> Iterator[str]:
     device_type, kernels = ("cpu", "cpu") if gpu is None else ("vgpu", "cuda")
-    problems = recipe.optimizer.problems_on(device_type, kernels)
+    yield from recipe.optimizer.problems_on(device_type, kernels)
     dtype, mixed_precision = _dtype(recipe), recipe.training.mixed_precision
     if dtype is None:
-        return problems
-    problems += precision_problems(
+        return
+    yield from precision_problems(
         dtype,
         mixed_precision,
         is_cpu=gpu is None,
@@ -87,7 +86,7 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
         frozen=recipe.adapter.name != "none",
         scales_loss=key_with(recipe, "no loss scale") is None,
     )
-    attention = attention_problem(
+    yield from attention_problems(
         recipe.model.attn_implementation,
         device_type=device_type,
         kernels=kernels,
@@ -95,7 +94,6 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> list[str]:
         compute_capability=None if gpu is None else gpu.compute_capability,
         needs_kernel=recipe.data.packing,
     )
-    return [*problems, attention] if attention else problems
 
 
 def _dtype(recipe: Recipe) -> str | None:

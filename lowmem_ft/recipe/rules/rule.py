@@ -1,4 +1,4 @@
-"""A rule over a recipe, with the keys that it reads."""
+"""A rule over a recipe: a generator of sentences about what is wrong with it, and the keys that it reads."""
 
 from __future__ import annotations
 
@@ -7,23 +7,26 @@ from dataclasses import dataclass
 
 from lowmem_ft.recipe.tree import Recipe
 
-Check = Callable[[Recipe], "str | Iterable[str] | None"]
-"""A function that returns what is wrong with a recipe: a sentence, several, or None."""
+Problems = Callable[[Recipe], Iterable[str]]
 
 
 @dataclass(frozen=True)
-class Conflict:
-    """A rule across parts, and the keys it reads: it is skipped if one of them could not be read."""
+class Rule:
+    """A rule, and the keys that it reads: if one of them could not be read, the rule is skipped.
 
-    rule: Check
+    Args:
+        problems: yields what is wrong with a recipe: the rule, the value seen and the way out.
+        keys: all keys that it reads; a group's name means all its keys.
+    """
+
+    problems: Problems
     keys: tuple[str, ...]
 
-    def problems(self, recipe: Recipe) -> list[str]:
-        """Return what is wrong with a recipe by this rule; may be empty."""
-        found = self.rule(recipe)
-        return [found] if isinstance(found, str) else list(found or ())
+    def reads(self, key: str) -> bool:
+        """Return whether its answer may change with a key."""
+        return key in self.keys or key.partition(".")[0] in self.keys
 
 
-def reads(*keys: str) -> Callable[[Check], Conflict]:
+def reads(*keys: str) -> Callable[[Problems], Rule]:
     """Make a function a rule that reads these keys."""
-    return lambda check: Conflict(rule=check, keys=keys)
+    return lambda problems: Rule(problems, keys)

@@ -18,27 +18,25 @@ the batches.
 
 
 @reads("model.name_or_path")
-def model_is_named(recipe: Recipe) -> str | None:
+def model_is_named(recipe: Recipe) -> Iterator[str]:
     """There is no default model."""
     if recipe.model.name_or_path is None:
-        return "model.name_or_path must name a model, got null. Set model=HUB_ID, a folder or a .gguf file."
-    return None
+        yield "model.name_or_path must name a model, got null. Set model=HUB_ID, a folder or a .gguf file."
 
 
 @reads("name", "training.output_dir")
-def name_is_that_of_a_folder(recipe: Recipe) -> str | None:
+def name_is_that_of_a_folder(recipe: Recipe) -> Iterator[str]:
     """A run writes to ``runs/NAME`` unless ``training.output_dir`` is set: ``..`` would be the current folder."""
     parts = recipe.name.split("/")
     if recipe.training.output_dir is None and {"", ".", ".."} & set(parts):
-        return (
+        yield (
             f"name becomes the name of a folder in runs/, got {recipe.name!r}. Write a word, or set "
             "training.output_dir."
         )
-    return None
 
 
 @reads("budget.device", "budget.host")
-def budget_is_readable(recipe: Recipe) -> str | None:
+def budget_is_readable(recipe: Recipe) -> Iterator[str]:
     """Both budgets must be sizes."""
     for name in ("device", "host"):
         size = getattr(recipe.budget, name)
@@ -46,8 +44,7 @@ def budget_is_readable(recipe: Recipe) -> str | None:
             if size is not None:
                 parse_bytes(size)
         except UserError as error:
-            return f"budget.{name}: {error}"
-    return None
+            yield f"budget.{name}: {error}"
 
 
 @reads("plan.keep")
@@ -59,41 +56,38 @@ def kept_keys_exist(recipe: Recipe) -> Iterator[str]:
 
 
 @reads("data.streaming", "training.max_steps")
-def streaming_needs_max_steps(recipe: Recipe) -> str | None:
+def streaming_needs_max_steps(recipe: Recipe) -> Iterator[str]:
     """A stream has no length, and a schedule needs the number of steps."""
     if recipe.data.streaming and recipe.training.max_steps == -1:
-        return (
+        yield (
             "data.streaming=true needs training.max_steps, because the length of a stream is unknown; got -1. Set "
             "training.max_steps or data.streaming=false."
         )
-    return None
 
 
 @reads("training.eval_steps", "training.eval_on_start", "data.eval_path", "data.eval_split", "data.eval_size")
-def evaluation_needs_data(recipe: Recipe) -> str | None:
+def evaluation_needs_data(recipe: Recipe) -> Iterator[str]:
     """A requested evaluation is never skipped."""
     data, training = recipe.data, recipe.training
     has_data = any(source is not None for source in (data.eval_path, data.eval_split, data.eval_size))
-    if has_data or (training.eval_steps is None and not training.eval_on_start):
-        return None
-    asked = "training.eval_on_start" if training.eval_steps is None else "training.eval_steps"
-    return (
-        f"{asked} needs held-out data, but data.eval_path, data.eval_split and data.eval_size are null. "
-        f"Set one of them, such as data.eval_size=0.05, or unset {asked}."
-    )
+    if not has_data and (training.eval_steps is not None or training.eval_on_start):
+        asked = "training.eval_on_start" if training.eval_steps is None else "training.eval_steps"
+        yield (
+            f"{asked} needs held-out data, but data.eval_path, data.eval_split and data.eval_size are null. "
+            f"Set one of them, such as data.eval_size=0.05, or unset {asked}."
+        )
 
 
 @reads("training.push_to_hub", "training.hub_model_id", "training.hub_private_repo")
-def hub_settings_need_push(recipe: Recipe) -> str | None:
+def hub_settings_need_push(recipe: Recipe) -> Iterator[str]:
     """A hub name without an upload is a forgotten switch."""
     training = recipe.training
-    if training.push_to_hub or (training.hub_model_id is None and training.hub_private_repo is None):
-        return None
-    key = "hub_model_id" if training.hub_model_id is not None else "hub_private_repo"
-    return (
-        f"training.{key}={getattr(training, key)} needs training.push_to_hub=true, got false. "
-        f"Set training.push_to_hub=true or training.{key}=null."
-    )
+    asked = [key for key in ("hub_model_id", "hub_private_repo") if getattr(training, key) is not None]
+    if asked and not training.push_to_hub:
+        yield (
+            f"training.{asked[0]}={getattr(training, asked[0])} needs training.push_to_hub=true, got false. "
+            f"Set training.push_to_hub=true or training.{asked[0]}=null."
+        )
 
 
 @reads(
@@ -103,83 +97,75 @@ def hub_settings_need_push(recipe: Recipe) -> str | None:
     "data.max_length",
     "data.packing",
 )
-def steps_have_a_size(recipe: Recipe) -> list[str]:
+def steps_have_a_size(recipe: Recipe) -> Iterator[str]:
     """Rows that are not packed may be short, however long they might be; an estimate checks again with the longest."""
     length = recipe.data.max_length if recipe.data.packing else None
     return oversized_steps(recipe, max(1, length or 1))
 
 
-def oversized_steps(recipe: Recipe, row_tokens: int) -> list[str]:
-    """Return what makes a micro-batch or a step too large with rows of so many tokens; may be empty."""
+def oversized_steps(recipe: Recipe, row_tokens: int) -> Iterator[str]:
+    """Yield what makes a micro-batch or a step too large with rows of so many tokens."""
     training, most_rows = recipe.training, max(1, MOST_TOKENS // row_tokens)
     row = "at least one" if row_tokens == 1 else f"up to {row_tokens:,}"
     tokens = f"a micro-batch has at most {MOST_TOKENS:,} tokens, and a row has {row}"
-    return [
-        f"training.{key} must be at most {most}, got {value}: {why}. Set training.{key}={most} or less."
-        for key, value, most, why in (
-            ("per_device_train_batch_size", training.per_device_train_batch_size, most_rows, tokens),
-            ("per_device_eval_batch_size", training.per_device_eval_batch_size, most_rows, tokens),
-            (
-                "gradient_accumulation_steps",
-                training.gradient_accumulation_steps,
-                MOST_MICRO_BATCHES,
-                "a step passes through the model once for each micro-batch",
-            ),
-        )
-        if value is not None and value > most
-    ]
+    passes = "a step passes through the model once for each micro-batch"
+    for key, most, why in (
+        ("per_device_train_batch_size", most_rows, tokens),
+        ("per_device_eval_batch_size", most_rows, tokens),
+        ("gradient_accumulation_steps", MOST_MICRO_BATCHES, passes),
+    ):
+        value = getattr(training, key)
+        if value is not None and value > most:
+            yield f"training.{key} must be at most {most}, got {value}: {why}. Set training.{key}={most} or less."
 
 
 @reads("training.resume_from_checkpoint", "training.overwrite_output_dir")
-def resume_needs_the_old_run(recipe: Recipe) -> str | None:
+def resume_needs_the_old_run(recipe: Recipe) -> Iterator[str]:
     """Replacing a run folder deletes the checkpoints in it."""
     training = recipe.training
     if training.resume_from_checkpoint == "auto" and training.overwrite_output_dir:
-        return (
+        yield (
             "training.resume_from_checkpoint=auto continues the run that training.overwrite_output_dir=true deletes. "
             "Unset one of them."
         )
-    return None
 
 
 @reads("training.lr_scheduler_type", "training.warmup_steps")
-def constant_schedule_has_no_warmup(recipe: Recipe) -> str | None:
+def constant_schedule_has_no_warmup(recipe: Recipe) -> Iterator[str]:
     """The schedule ``constant`` would ignore a warmup."""
     warmup = recipe.training.warmup_steps
     if recipe.training.lr_scheduler_type == "constant" and warmup > 0:
-        return (
+        yield (
             f"training.lr_scheduler_type=constant has no warmup, got training.warmup_steps={warmup:g}. "
             "Set training.lr_scheduler_type=constant_with_warmup or training.warmup_steps=0."
         )
-    return None
 
 
 @reads("training.warmup_steps", "training.max_steps")
-def warmup_ends_within_the_run(recipe: Recipe) -> str | None:
+def warmup_ends_within_the_run(recipe: Recipe) -> Iterator[str]:
     """If the number of steps follows from the data, training compares it once it has read the data."""
     training = recipe.training
-    if training.max_steps < 1 or training.warmup_steps <= training.max_steps:  # -1, or refused elsewhere
-        return None
-    return (
-        f"training.warmup_steps={training.warmup_steps:.0f} is more than training.max_steps={training.max_steps}: the "
-        "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such as 0.03."
-    )
+    if 1 <= training.max_steps < training.warmup_steps:  # below 1: -1, or refused elsewhere
+        yield (
+            f"training.warmup_steps={training.warmup_steps:.0f} is more than training.max_steps={training.max_steps}: "
+            "the learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
+            "as 0.03."
+        )
 
 
 COLUMNS = ("messages_column", "prompt_column", "input_column", "completion_column", "text_column")
 
 
 @reads(*(f"data.{name}" for name in COLUMNS))
-def columns_differ(recipe: Recipe) -> str | None:
+def columns_differ(recipe: Recipe) -> Iterator[str]:
     """A prompt that is its own completion is a mistake; columns that are left out follow from the format."""
     named = {key: getattr(recipe.data, key) for key in COLUMNS if getattr(recipe.data, key) is not None}
     twice = [key for key in named if list(named.values()).count(named[key]) > 1]
-    if not twice:
-        return None
-    return (
-        f"{' and '.join(f'data.{key}' for key in twice)} must be different columns, got {named[twice[0]]} for each. "
-        "Name the column that holds each part."
-    )
+    if twice:
+        yield (
+            f"{' and '.join(f'data.{key}' for key in twice)} must be different columns, got {named[twice[0]]} for "
+            "each. Name the column that holds each part."
+        )
 
 
 @reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs")

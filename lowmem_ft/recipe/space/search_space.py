@@ -11,7 +11,7 @@ import dataclasses
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
 from lowmem_ft.recipe.reading.keys import RecipeKey, key_with, keys_with, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import CONFLICTS
 from lowmem_ft.recipe.rules.engine_rules import problems_of_key, settings_work_with_the_strategy
+from lowmem_ft.recipe.rules.rule import Rule, reads
 
 ROWS = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
 
@@ -29,23 +30,6 @@ Combination = tuple[int, ...]
 """The index of a choice for each dimension."""
 
 Settings = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rule:
-    """A rule that excludes combinations.
-
-    Args:
-        keys: all keys that it reads, of those a plan may change; a group's name means all its keys.
-        problems: returns its objections to a recipe; empty if it has none.
-    """
-
-    keys: tuple[str, ...]
-    problems: Callable[[Recipe], Sequence[str]]
-
-    def reads(self, key: str) -> bool:
-        """Return whether its answer may change with a key."""
-        return key in self.keys or key.partition(".")[0] in self.keys
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,19 +172,24 @@ def recipe_rules() -> tuple[Rule, ...]:
         for group, config in recipe_groups().items()
         if hasattr(config, "problems")
     ]
-    across = (rule for rule in CONFLICTS if rule is not settings_work_with_the_strategy)
-    return (*own, *(Rule(keys=rule.keys, problems=rule.problems) for rule in across), *_engine_rules())
+    return (
+        *own,
+        *(rule for rule in CONFLICTS if rule is not settings_work_with_the_strategy),
+        *_engine_rules(),
+    )
 
 
 def _engine_rules() -> Iterator[Rule]:
     """Yield the rules of what works with a strategy, one per key: a single rule would run for every combination."""
 
     def rule_of(key: RecipeKey) -> Rule:
-        def problems(recipe: Recipe) -> Sequence[str]:
+        @reads("distributed.strategy", key.path)
+        def rule(recipe: Recipe) -> Iterator[str]:
             strategy = recipe.distributed.strategy
-            return [] if strategy in (None, "none") else list(problems_of_key(key, recipe, strategy))
+            if strategy not in (None, "none"):
+                yield from problems_of_key(key, recipe, strategy)
 
-        return Rule(keys=("distributed.strategy", key.path), problems=problems)
+        return rule
 
     return (rule_of(key) for key in recipe_keys().values() if key.effects is not None)
 
@@ -283,54 +272,42 @@ def _words(recipe: Recipe, changes: Settings) -> set[str]:
 def _consent_rule(recipe: Recipe) -> Rule:
     """Return the rule that a word's included value needs the word's own value: lora only with qlora's."""
 
-    def problems(changed: Recipe) -> Sequence[str]:
-        missing = sorted(words_of(recipe, changed) - set(recipe.plan.allow))
-        return [f"plan.allow does not name {', '.join(missing)}."] if missing else []
+    @reads(*consent_keys())
+    def rule(changed: Recipe) -> Iterator[str]:
+        if missing := sorted(words_of(recipe, changed) - set(recipe.plan.allow)):
+            yield f"plan.allow does not name {', '.join(missing)}."
 
-    return Rule(keys=consent_keys(), problems=problems)
+    return rule
 
 
 def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
     """Return rules against values that gain nothing together with others: they would double the estimates."""
 
-    def autocast(changed: Recipe) -> Sequence[str]:
+    @reads("model.dtype", "adapter.name", "training.mixed_precision")
+    def autocast(changed: Recipe) -> Iterator[str]:
         own, value = recipe.training.mixed_precision, changed.training.mixed_precision
         has_other_weights = changed.adapter.name != "none"  # adapters are kept in float32
         is_alike = changed.model.dtype == "bfloat16" and not has_other_weights
-        is_idle = is_alike and value != own and {value, own} == {"no", "bf16"}
-        return ["training.mixed_precision=bf16 gains nothing if all weights are bfloat16."] if is_idle else []
+        if is_alike and value != own and {value, own} == {"no", "bf16"}:
+            yield "training.mixed_precision=bf16 gains nothing if all weights are bfloat16."
 
-    def order(changed: Recipe) -> Sequence[str]:
+    @reads(*keys_with("whole window at once"), ROWS[1])
+    def order(changed: Recipe) -> Iterator[str]:
         key = key_with(changed, "whole window at once")
-        is_idle = changed.training.gradient_accumulation_steps == 1 and not key_with(
-            recipe, "whole window at once"
-        )
-        return (
-            [f"{key.setting_in(changed)} gains nothing with a single micro-batch."] if key and is_idle else []
-        )
+        is_new = not key_with(recipe, "whole window at once")
+        if key and is_new and changed.training.gradient_accumulation_steps == 1:
+            yield f"{key.setting_in(changed)} gains nothing with a single micro-batch."
 
-    def gathered(changed: Recipe) -> Sequence[str]:
-        config = changed.distributed
-        is_idle = (
-            recipe.distributed.reshard_after_forward is None and not config.reshards and config.cpu_offload
-        )
-        return (
-            [
+    @reads("distributed.reshard_after_forward", "distributed.cpu_offload")
+    def gathered(changed: Recipe) -> Iterator[str]:
+        config, is_open = changed.distributed, recipe.distributed.reshard_after_forward is None
+        if is_open and not config.reshards and config.cpu_offload:
+            yield (
                 "distributed.reshard_after_forward=false keeps on the device what distributed.cpu_offload=true moves "
                 "off it."
-            ]
-            if is_idle
-            else []
-        )
+            )
 
-    return (
-        Rule(
-            keys=("distributed.reshard_after_forward", "distributed.cpu_offload"),
-            problems=gathered,
-        ),
-        Rule(keys=("model.dtype", "adapter.name", "training.mixed_precision"), problems=autocast),
-        Rule(keys=(*keys_with("whole window at once"), ROWS[1]), problems=order),
-    )
+    return gathered, autocast, order
 
 
 def asks_consent(key: RecipeKey) -> bool:
@@ -401,7 +378,6 @@ class _Enumeration:
         for place, index in zip(places, read, strict=True):
             settings |= self._dimensions[place].choices[index]
         try:
-            problems = rule.problems(with_settings(self._recipe, settings))
+            return next(iter(rule.problems(with_settings(self._recipe, settings))), "")
         except UserError as error:
-            problems = error.problems
-        return problems[0] if problems else ""
+            return error.problems[0]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean
+from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.config import AdapterConfig
@@ -111,8 +111,7 @@ def check_adapter(config: AdapterConfig) -> None:
         UserError: if a value is out of range.
         MissingPackageError: if peft is needed and not installed.
     """
-    if problems := config.problems():
-        raise UserError(*problems)
+    raise_problems(config.problems())
     config.require_packages()
 
 
@@ -261,8 +260,7 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
         for target in config.target_modules
         if not any(name == target or name.endswith(f".{target}") for name in linear)
     ]
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     return list(config.target_modules)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.devices import has_values
-from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.config import LossConfig, TilingConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
@@ -134,8 +134,7 @@ def enable_chunked_loss(
         UserError: if a value is out of its range.
     """
     tiling = tiling or TilingConfig()
-    if problems := [*config.problems(), *tiling.problems()]:
-        raise UserError(*problems)
+    raise_problems((*config.problems(), *tiling.problems()))
     if config.chunk_tokens is None:
         return Technique()
     causal_lm = base_model(model)

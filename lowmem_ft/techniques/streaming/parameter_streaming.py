@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
@@ -91,14 +91,13 @@ def enable_parameter_streaming(
         DoesNotFitError: if the host has too little memory left.
     """
     layers = decoder_layers(model, way_out="offload.parameters=device")
-    problems = config.problems()
+    problems = [*config.problems()]
     if config.resident_layers > len(layers):
         problems.append(
             f"offload.resident_layers must be at most {len(layers)}, the number of the model's layers, got "
             f"{config.resident_layers}. Set offload.parameters=device to keep all weights on the device."
         )
-    if problems:
-        raise UserError(*problems)
+    raise_problems(problems)
     num_streamed = len(layers) - config.resident_layers
     if device.type != "cpu":  # where the experts' products keep no slices: tests/invariants
         _refuse_slices_kept_for_backward(list(layers)[:num_streamed])

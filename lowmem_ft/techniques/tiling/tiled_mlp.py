@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import has_values
-from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -60,8 +60,7 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
         UserError: if the number of tiles is less than 1.
         ModelError: if a layer's MLP cannot be found, or does not treat each token by itself.
     """
-    if problems := config.problems():
-        raise UserError(*problems)
+    raise_problems(config.problems())
     if config.mlp == 1:
         return Technique()
     mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of(layer)]

@@ -9,7 +9,7 @@ from itertools import islice
 import numpy as np
 
 from lowmem_ft.data import PreparedData
-from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences
 
@@ -31,8 +31,7 @@ def refuse_other_data(data: PreparedData, processes: Processes) -> None:
         return
     arrivals = processes.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
     way_out = "Let data.path and its files be the same on every machine."
-    if problems := list(differences(arrivals, way_out)):
-        raise DataError(*problems)
+    raise_problems(list(differences(arrivals, way_out)), DataError)
 
 
 def _facts_of(data: PreparedData) -> dict[str, str]:

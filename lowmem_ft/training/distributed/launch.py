@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.foundation.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.techniques.config import DistributedConfig, Strategy
 
@@ -177,8 +177,7 @@ def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
         RecipeError: if the two disagree, or a setting does not work with the launch; lists all problems.
     """
     config = recipe.distributed
-    if problems := [*launch.refused, *_disagreements(config, launch)]:
-        raise RecipeError(*problems)
+    raise_problems([*launch.refused, *_disagreements(config, launch)], RecipeError)
     left_open = "none" if launch.num_processes == 1 else "ddp"
     settings = {name: value for name, value in launch.settings.items() if getattr(config, name) is None}
     filled = dataclasses.replace(

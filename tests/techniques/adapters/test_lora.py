@@ -328,5 +328,5 @@ def test_what_peft_cannot_put_beside_experts_leaves_the_model_as_it_was(kind):
 
 
 def test_without_an_adapter_the_rest_is_a_forgotten_switch():
-    assert AdapterConfig().problems() == []
-    assert "need adapter.name=lora" in AdapterConfig(r=8).problems()[0]
+    assert list(AdapterConfig().problems()) == []
+    assert "need adapter.name=lora" in next(AdapterConfig(r=8).problems())
