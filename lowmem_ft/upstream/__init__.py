@@ -1,1 +1,1 @@
-"""Names of other libraries that the package uses beyond their documented interfaces, and the tested versions."""
+"""Patches of other libraries beyond their documented interfaces, and the versions that were tested."""

@@ -14,8 +14,8 @@ import torch
 import torch._subclasses.fake_tensor
 import torch.nn.attention.varlen  # noqa: F401 - registers its operators
 from torch import nn
+from upstream_names import NAMES, UpstreamName
 
-from lowmem_ft.upstream.manifest import NAMES, UpstreamName
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 BY_PATH = {name.path: name for name in NAMES}

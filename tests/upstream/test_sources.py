@@ -11,19 +11,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from upstream_names import NAMES
 
-from lowmem_ft.upstream.manifest import NAMES
 from lowmem_ft.upstream.tested import TESTED
 
 ROOT = Path(__file__).parents[2]
-MANIFEST = ROOT / "lowmem_ft" / "upstream" / "manifest"
 LISTS = ROOT / "lowmem_ft" / "hf" / "trainers" / "overridden_methods.py"
 """All methods of trainers, which ``tests/hf/trainers/test_overridden_methods.py`` holds to upstream's."""
-SOURCES = [
-    path
-    for path in sorted((ROOT / "lowmem_ft").rglob("*.py"))
-    if MANIFEST not in path.parents and path != LISTS
-]
+SOURCES = [path for path in sorted((ROOT / "lowmem_ft").rglob("*.py")) if path != LISTS]
 KNOWN = {name.name for name in NAMES} | {name.owner.rpartition(".")[2] for name in NAMES}
 
 NOT_UPSTREAM = {
@@ -33,7 +28,6 @@ NOT_UPSTREAM = {
     "_asdict": "documented, of named tuples",
     "_getframe": "documented, of sys",
     "_current_frames": "documented, of sys",
-    "_HANDLER": "of signal, for types only",
     "_exit": "documented, of os",
     "_attention": "in the names of attention operators",
     "_dynamo": "a folder of torch's sources",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.upstream.manifest.upstream_name import called, data, replaced
+from upstream_names.upstream_name import called, data, replaced
 
 _FLASH = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils.PreTrainedModel"

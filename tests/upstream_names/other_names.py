@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.upstream.manifest.upstream_name import called, data, each, replaced
+from upstream_names.upstream_name import called, data, each, replaced
 
 ACCELERATE = (
     *data("accelerate.state.PartialState", "_shared_state", "its device is chosen anew in a trace", "dict"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.upstream.manifest.upstream_name import called, data, each, replaced
+from upstream_names.upstream_name import called, data, each, replaced
 
 _FAKE = "torch._subclasses.fake_tensor"
 _DISPATCH = "torch.utils._python_dispatch"

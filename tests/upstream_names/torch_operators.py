@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.upstream.manifest.upstream_name import called, data, each
+from upstream_names.upstream_name import called, data, each
 
 _ATEN = "torch.ops.aten"
 
