@@ -10,7 +10,6 @@ import torch
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.devices import kernels_of, with_index
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.monitoring.live_tensors import live_tensors
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.monitoring.usage import MemoryUsage
 from lowmem_ft.system.memory_meter import (
@@ -20,6 +19,7 @@ from lowmem_ft.system.memory_meter import (
     read_device_memory,
     read_host_memory,
 )
+from lowmem_ft.tensors.live_tensors import live_tensors
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
 

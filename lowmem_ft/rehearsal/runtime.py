@@ -35,6 +35,7 @@ from lowmem_ft.rehearsal.window_shapes import (
     in_shape,
     tensors_of,
 )
+from lowmem_ft.tensors.live_tensors import storage_key
 from lowmem_ft.training.out_of_memory.budget_cap import Host
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.schedule import create_scheduler
@@ -311,5 +312,5 @@ def bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:
     if adapters_alone:
         return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)
     tensors = model.state_dict(keep_vars=True).values()
-    places = {(each.untyped_storage()._cdata, each.storage_offset(), each.shape): each for each in tensors}
+    places = {(storage_key(each), each.storage_offset(), each.shape): each for each in tensors}
     return sum(tensor.nbytes for tensor in places.values())

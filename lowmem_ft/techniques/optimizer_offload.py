@@ -18,6 +18,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.live_tensors import storage_key
 
 log = logging.getLogger(__name__)
 
@@ -203,7 +204,7 @@ class HostStorage:
 
     def written(self, tensor: Tensor) -> CopyEvent:
         """Return the end of the last copy back to a tensor's storage."""
-        return self._written.get(_storage(tensor), CopyEvent())
+        return self._written.get(storage_key(tensor), CopyEvent())
 
     def synchronize(self) -> None:
         """Block the host until all state is back in host memory, so that it may be read."""
@@ -231,7 +232,7 @@ class HostStorage:
         updated = self._engine.now()
         for name, home in visitor.home.items():
             end = self._engine.to_host(visitor.here[name], home, after=(updated,), keep=False)
-            visitor.slot.free = written[_storage(home)] = end
+            visitor.slot.free = written[storage_key(home)] = end
 
     def _next_slot(self, num_bytes: int) -> Slot:
         slot = self._slots[0]
@@ -278,7 +279,3 @@ def _carve(buffer: Tensor, layout: Iterable[tuple[torch.dtype, int]]) -> Iterato
 
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata

@@ -18,6 +18,8 @@ import torch
 import torch.autograd.graph
 from torch import Tensor
 
+from lowmem_ft.tensors.backward_pass import is_in_backward
+
 aten = torch.ops.aten
 
 _ENGINE: CodeType = torch.autograd.graph._engine_run_backward.__code__
@@ -70,7 +72,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 def _engine_calls() -> bool:
     """Return whether the engine itself calls the operator, rather than a backward pass written in Python."""
-    if torch._C._current_graph_task_id() == -1:
+    if not is_in_backward():
         return False
     frame: FrameType | None = sys._getframe(3)  # the caller of the dispatch mode
     while frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):

@@ -17,6 +17,7 @@ from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.signals import signals_wait_while
+from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
@@ -104,7 +105,7 @@ class VirtualMachine:
         stack.enter_context(collector_paused())
         # A backward pass on a virtual device is Python that C++ calls, and an exception would end the process there by
         # `std::terminate`, without a message.
-        stack.enter_context(signals_wait_while(lambda: torch._C._current_graph_task_id() != -1))
+        stack.enter_context(signals_wait_while(is_in_backward))
         # Autograd's own threads would not see this thread's modes.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(followed_thread())

@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
@@ -150,7 +151,7 @@ class StepWatch:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count the tokens that enter the largest embedding, except in a forward without gradients."""
         if isinstance(module, nn.Embedding) and args and torch.is_grad_enabled():
-            if self._machine.attribution.is_in_backward:
+            if is_in_backward():
                 return
             rows = module.num_embeddings
             self._tokens[rows] = self._tokens.get(rows, 0) + args[0].numel()

@@ -19,13 +19,13 @@ from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
-from lowmem_ft.techniques.modules.backward import is_in_backward
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, SupportsDeferredUpdates
 from lowmem_ft.techniques.streaming.tensors import move_the_rest
 from lowmem_ft.techniques.technique import Technique, WeightMemory
+from lowmem_ft.tensors.backward_pass import is_in_backward
 
 log = logging.getLogger(__name__)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import read_device_memory
+from lowmem_ft.tensors.live_tensors import live_tensors, storage_key
 from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, does_not_fit
@@ -88,11 +88,9 @@ def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
     """Yield the largest tensors with their names, one per storage; tensors that only backward keeps are not seen."""
     device, names = session.runtime.device, _names(session)
     by_storage: dict[int, Tensor] = {}
-    for tensor in _living_tensors():
-        if tensor.device != device:
-            continue
-        storage = tensor.untyped_storage()._cdata
-        if storage not in by_storage or id(tensor) in names:
+    for tensor in live_tensors():
+        storage = storage_key(tensor)
+        if tensor.device == device and (storage not in by_storage or id(tensor) in names):
             by_storage[storage] = tensor
 
     def rank(tensor: Tensor) -> tuple[int, bool]:
@@ -100,11 +98,6 @@ def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
 
     for tensor in sorted(by_storage.values(), key=rank, reverse=True)[:_NUM_TENSORS]:
         yield names.get(id(tensor), "intermediate result"), tensor
-
-
-def _living_tensors() -> Iterator[Tensor]:
-    # Not isinstance, which would trigger the import of lazily imported modules.
-    return (found for found in gc.get_objects() if issubclass(type(found), Tensor))
 
 
 def _names(session: Session) -> dict[int, str]:

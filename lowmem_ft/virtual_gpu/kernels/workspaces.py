@@ -20,6 +20,7 @@ import torch.nn.attention.varlen  # noqa: F401 - brings its operators
 from torch import Tensor
 
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 
@@ -71,7 +72,7 @@ def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[ob
     """
     if func not in _MATRIX_PRODUCTS:
         return
-    thread = "main" if torch._C._current_graph_task_id() == -1 else "autograd"
+    thread = "autograd" if is_in_backward() else "main"
     yield ("cublas", thread, stream), cublas_workspace_bytes(gpu.compute_capability)
     if func is aten.addmm.default:
         yield ("cublaslt", thread, stream), cublaslt_workspace_bytes(gpu.compute_capability)

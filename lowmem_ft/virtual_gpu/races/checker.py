@@ -25,6 +25,7 @@ from torch import Tensor
 
 from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.race import MemoryUse, Race
+from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.virtual_gpu.races.happens_before import Access, Conflict, Span
 from lowmem_ft.virtual_gpu.races.operands import operands, span_of, uses_of
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
@@ -207,7 +208,7 @@ class StreamChecker:
         if stream:
             self._stream_of_node.update(dict.fromkeys(range(self._last_sequence, now), stream))
         self._last_sequence = now
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             return ""
         node: Any = torch._C._current_autograd_node()
         if node is None:

@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.tensors.backward_pass import is_in_backward
 
 aten = torch.ops.aten
 
@@ -128,11 +129,6 @@ class Attribution:
         return self.phase, bool(self._stack)
 
     @property
-    def is_in_backward(self) -> bool:
-        """True if autograd runs a backward pass: a forward within it is a recomputation."""
-        return torch._C._current_graph_task_id() != -1
-
-    @property
     def inherits_module(self) -> bool:
         """True if results belong to the module of their inputs, as in an optimizer's step."""
         return self.phase in ("optimizer_step", "load", "save")
@@ -141,7 +137,7 @@ class Attribution:
         """Update phase and module; called before each operator."""
         self.is_accumulating_gradient = False
         self.module = self._stack[-1] if self._stack else ""
-        if self.is_in_backward:
+        if is_in_backward():
             self.phase = self._fixed or "backward"
             self._outside_backward = "optimizer_step"  # clipping, the step, until the next batch comes
             if not self._stack:
@@ -207,7 +203,7 @@ class Attribution:
             self.module = self._module_by_sequence.get(node._sequence_nr(), "")
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if not self._stack and not self.is_in_backward:
+        if not self._stack and not is_in_backward():
             if module not in self._names:
                 self.name_modules(module)
             if self._fixed is None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.virtual_gpu.recording.work import WorkLog
 
 T = TypeVar("T")
@@ -96,7 +97,7 @@ class AlikeRounds:
         """Update the current round; called before each operator and each event."""
         if self._num_loops:
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             self._become(self._program)
             return
         self._learn_nodes()

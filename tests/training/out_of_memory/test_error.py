@@ -100,6 +100,18 @@ def test_an_allocation_that_a_cpu_refuses_is_told_likewise(tiny, tmp_path, monke
         train(tiny(output_dir=tmp_path / "run"))
 
 
+def test_tensors_without_a_storage_are_not_counted_when_it_runs_out(tiny, tmp_path, monkeypatch):
+    sparse = torch.eye(3).to_sparse()
+
+    def out_of_memory(retries, window):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(loop.Retries, "train_step", out_of_memory)
+    with pytest.raises(DoesNotFitError, match=r"Largest tensors: "):
+        train(tiny(output_dir=tmp_path / "run"))
+    assert sparse.is_sparse
+
+
 def test_other_errors_of_torch_are_not_taken_for_it(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(loop.Retries, "train_step", lambda retries, window: torch.ones(2) @ torch.ones(3))
     with pytest.raises(RuntimeError, match="size"):

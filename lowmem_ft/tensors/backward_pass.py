@@ -1,4 +1,4 @@
-"""Detection of recomputation: whether a module's forward is the model's own, or runs again for backward."""
+"""Detection of a backward pass, and so of a recomputation: whether a forward is the model's own, or runs again."""
 
 from __future__ import annotations
 
