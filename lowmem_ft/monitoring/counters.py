@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from typing import Protocol
 
 import torch
 
@@ -26,53 +25,31 @@ from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
 _CPU = torch.device("cpu")
 
 
-class Counters(Protocol):
-    """Bytes now, and their peak since its last reset.
+class Counters:
+    """Bytes that the process holds now, and their peak since its last reset, counted by the system at no cost.
 
     Attributes:
         notes: remarks on the numbers, as sentences, by what they are about.
     """
-
-    notes: dict[str, str]
-
-    def now(self) -> MemoryUsage:
-        """Return the bytes at this moment."""
-        ...
-
-    def peak(self) -> MemoryUsage:
-        """Return the most since the last reset."""
-        ...
-
-    def peak_since_start(self) -> MemoryUsage:
-        """Return the most since the process began, as far as it is known."""
-        ...
-
-    def reset_peak(self) -> None:
-        """Reset the peak, after a call of every other reader's watcher."""
-        ...
-
-
-class _HostCounters:
-    """Bytes that the process holds, counted by the system: no cost between two readings."""
 
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self._can_reset = False
 
     def now(self) -> MemoryUsage:
-        """See :class:`Counters`."""
+        """Return the bytes at this moment."""
         return MemoryUsage(host_bytes=read_host_memory().now_bytes)
 
     def peak(self) -> MemoryUsage:
-        """See :class:`Counters`."""
-        return MemoryUsage(host_bytes=phase_peak_bytes(_CPU)) if self._can_reset else _HostCounters.now(self)
+        """Return the most since the last reset."""
+        return MemoryUsage(host_bytes=phase_peak_bytes(_CPU)) if self._can_reset else Counters.now(self)
 
     def peak_since_start(self) -> MemoryUsage:
-        """See :class:`Counters`."""
+        """Return the most since the process began, as far as it is known."""
         return MemoryUsage(host_bytes=read_host_memory().peak_bytes)
 
     def reset_peak(self) -> None:
-        """See :class:`Counters`."""
+        """Reset the peak, after a call of every other reader's watcher."""
         self._can_reset = begin_phase(_CPU)
         if not self._can_reset:
             self.notes["host"] = (
@@ -81,7 +58,7 @@ class _HostCounters:
             )
 
 
-class _StorageCounters(_HostCounters):
+class _StorageCounters(Counters):
     """Bytes of every storage on the CPU, exactly, and of the process.
 
     Args:
@@ -106,7 +83,7 @@ class _StorageCounters(_HostCounters):
         self._tracker.reset_peak()
 
 
-class _CudaCounters(_HostCounters):
+class _CudaCounters(Counters):
     """The counters of torch's allocator, which change when the host requests memory: no need to wait for kernels.
 
     Args:
@@ -150,11 +127,12 @@ class _CudaCounters(_HostCounters):
         super().reset_peak()
 
 
-class _VirtualCounters:
+class _VirtualCounters(Counters):
     """Counters of a virtual GPU's trace so far. Host memory belongs to the tracing process, and is not counted."""
 
     def __init__(self) -> None:
-        self.notes: dict[str, str] = {"process": "the virtual GPU: reserved and the catalogue's context"}
+        super().__init__()
+        self.notes["process"] = "the virtual GPU: reserved and the catalogue's context"
         self._device = torch.device("cuda", 0)
         self._outside_bytes = active_gpu().outside_bytes()
 
@@ -228,7 +206,7 @@ def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: b
     if device.type == "cuda":
         return _CudaCounters(device)
     if not exact:
-        return _HostCounters()
+        return Counters()
     tracker = StorageTracker()
     for tensor in live_tensors():
         tracker.add(tensor)

@@ -167,23 +167,9 @@ def _filled(text: str) -> str:
 
 
 def _speaks_for(error: UserError) -> bool:
-    """Return whether to print an error: the main process until the rendezvous, then the first rank that has it.
-
-    A launcher ends all ranks, including the main one, as soon as one has ended.
-    """
-    if (
-        meeting := sys.modules.get("lowmem_ft.training.distributed.rendezvous")
-    ) is not None and meeting.have_met():
-        return meeting.is_first_to_say(str(error))
+    """Return whether this process prints an error of its launch."""
     if "torch.distributed" not in sys.modules:
         return is_main_process()
-    from lowmem_ft.training.distributed.error_propagation import meeting_store
+    from lowmem_ft.training.distributed.rendezvous import is_first_to_say
 
-    store = meeting_store()
-    if store is None:
-        return is_main_process()
-    try:
-        # It counts for all ranks, also when one of them has nothing to report.
-        return store.add(f"lowmem_ft error: {error}", 1) == 1
-    except RuntimeError:
-        return True  # the store ended with its process: better twice than not at all
+    return is_first_to_say(str(error))

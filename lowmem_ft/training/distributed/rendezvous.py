@@ -25,7 +25,9 @@ import lowmem_ft
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import as_typed, recipe_keys
+from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.system.signals import NOTHING_TRAINED, signals_end_at_once
+from lowmem_ft.training.distributed.error_propagation import meeting_store
 
 PATIENCE = timedelta(minutes=10)
 """Time that a process waits for the others: importing torch from a busy network disk takes minutes."""
@@ -73,17 +75,18 @@ def rendezvous(recipe: Recipe, *, checkpoint: str | None, gpu: str = "") -> None
     _exchange(RankInfo(socket.gethostname(), (), facts, gpu))
 
 
-def have_met() -> bool:
-    """Return whether the rendezvous of this launch has taken place."""
-    return bool(_meetings)
-
-
 def is_first_to_say(text: str) -> bool:
-    """Return whether no other process has printed this text; True if the store is gone with its process."""
+    """Return whether to print a text: the main process before processes meet, then the first rank that has it.
+
+    A launcher ends all ranks, including the main one, as soon as one has ended.
+    """
+    store = _meetings[-1] if _meetings else meeting_store()
+    if store is None:
+        return is_main_process()
     try:
-        return _meetings[-1].add(f"lowmem_ft said: {text}", 1) == 1
+        return store.add(f"lowmem_ft said: {text}", 1) == 1
     except RuntimeError:
-        return True  # printing twice is better than not at all
+        return True  # the store is gone with its process, and printing twice is better than not at all
 
 
 def tell_others(error: UserError) -> None:

@@ -163,7 +163,7 @@ def waits_in_cpp(*args, **options):
     threading.Timer(0.2, send_signal).start()
     store.wait(["never written"])
 def when_it_waits():
-    while not rendezvous.have_met():
+    while not rendezvous._meetings:
         pass
     store.wait([rendezvous._key("digest", 0)])
     send_signal()
