@@ -123,7 +123,7 @@ def defined_anywhere() -> set[str]:
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(ROOT / "lowmem_ft")))
 def test_the_manifest_knows_what_a_file_takes_from_upstream(path):
     unknown = sorted(set(unknown_names(tree_of(path), defined_anywhere())))
-    assert not unknown, "write it into lowmem_ft/upstream/manifest/, or leave it alone"
+    assert not unknown, "write it into tests/upstream_names/, or leave it alone"
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def words_used() -> set[str]:
     "name", [name for name in NAMES if not name.name.endswith("_split_k")], ids=lambda n: n.path
 )
 def test_the_manifest_names_nothing_that_nobody_uses(name):
-    assert name.name in words_used(), "take it out of lowmem_ft/upstream/manifest/"
+    assert name.name in words_used(), "take it out of tests/upstream_names/"
 
 
 def dotted_strings() -> set[str]:
