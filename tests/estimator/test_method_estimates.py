@@ -19,6 +19,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, methods_with
 
 FULL = ["adapter.name=none"]
+SHORT = ["data.max_length=64", "training.gradient_accumulation_steps=2"]
 GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]
 
 
@@ -89,9 +90,7 @@ def large(tmp_path_factory) -> str:
 def rungs(large, kept):
     """On cards from too small to ample. On the Hopper, cuBLAS takes 40 MiB more than on the others."""
     cards = [*map(card, (900, 100, 400, 200, 290, 310)), card(312, like="h100-80gb")]
-    return estimate_methods(
-        large, cards, settings=[*FULL, "data.max_length=64"], is_thorough=False, kept=kept
-    )
+    return estimate_methods(large, cards, settings=[*FULL, *SHORT], is_thorough=False, kept=kept)
 
 
 def test_each_card_has_the_fastest_recipe_that_it_has_room_for(rungs, kept):
@@ -116,8 +115,8 @@ def test_the_recipe_between_keeps_a_share_of_the_layers(rungs):
 def test_many_cards_are_told_what_each_is_told_alone(rungs, large, kept):
     """The rung between was left out for many, and one that a larger card had no room for was tried on none below it."""
     assert {each.rung for each in rungs} == {"8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"}
-    for each in rungs[:-1]:
-        (alone,) = estimate_methods(large, [each.gpu], settings=[*FULL, "data.max_length=64"], kept=kept)
+    for each in (each for each in rungs if each.gpu.name in ("card-200", "card-290")):
+        (alone,) = estimate_methods(large, [each.gpu], settings=[*FULL, *SHORT], kept=kept)
         assert alone.command == each.command
         assert answer(alone) == answer(each)
 
