@@ -35,7 +35,8 @@ def large(tmp_path_factory):
 
 
 def recipe_of(folder, *settings):
-    return load_recipe("tiny", [f"model={folder}", "data.max_length=64", "training.use_cpu=false", *settings])
+    short = ["data.max_length=64", "data.eval_size=null", "training.eval_steps=null"]
+    return load_recipe("tiny", [f"model={folder}", *short, "training.use_cpu=false", *settings])
 
 
 def card(name, gib):

@@ -29,8 +29,8 @@ def waits_of_a_step(*settings, gpu="rtx-4090"):
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-@pytest.mark.parametrize("rung", RUNGS[2:], ids=lambda rung: rung.name)
-def test_a_step_waits_once_on_all_rungs(rung, packing):
+@pytest.mark.parametrize("rung", RUNGS[3::2], ids=lambda rung: rung.name)
+def test_a_step_waits_once_on_every_other_rung(rung, packing):
     """With streamed weights the host itself reads the embedding's rows, and takes the gradient of a tied one.
 
     It waits for the ids, for the rows that it sends, for the gradient at both its ends, and for its sum.
