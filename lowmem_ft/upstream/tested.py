@@ -30,7 +30,9 @@ Evidence: `make test` with the versions of constraints.txt, and with torch 2.14.
 versions (torch 2.11.0, transformers 5.17.0, accelerate 1.10.0, peft 0.21.0, bitsandbytes 0.50.0, datasets 4.0.0,
 together, Python 3.11, no CUDA), only tests/upstream: that every name relied on exists. Not run: the other tests at
 the first versions, most versions in between, and trl 1.0, which cannot be installed together with datasets 4.0.0; for
-trl itself only an example of the docs is run, if it is installed. Inside a range there is no warning."""
+trl itself only an example of the docs is run, if it is installed. With torch 2.15.0 some 2000 tests of the virtual GPU,
+techniques, FSDP2 and DDP pass, and the names are there: not yet all tests, so it is outside the range. Inside a range
+there is no warning."""
 
 _warned: set[str] = set()
 _MINOR = re.compile(r"(\d+)\.(\d+)")
