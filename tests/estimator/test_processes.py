@@ -215,6 +215,7 @@ def test_what_torch_pins_for_cpu_offload_is_rounded_up_parameter_by_parameter():
     assert sum(pinned) == sum(1 << (num_bytes - 1).bit_length() for num_bytes in shares) > sum(shares)
 
 
+@pytest.mark.slow
 def test_each_process_keeps_its_part_and_a_layer():
     settings = ("accumulation.dtype=weights",)
     alone = estimate_memory(load_recipe("1b-bf16", settings), "h100-80gb")

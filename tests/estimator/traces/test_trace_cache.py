@@ -169,6 +169,7 @@ def test_other_chunks_of_the_loss_share_what_was_shown(model: Path, depths: list
     assert len(depths) == 1
 
 
+@pytest.mark.slow
 def test_other_numbers_of_resident_layers_share_the_trace(model: Path, depths: list[int]) -> None:
     settings = (
         "adapter.name=lora",
