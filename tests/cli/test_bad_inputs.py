@@ -15,6 +15,7 @@ import errno
 import io
 import json
 import logging
+import pathlib
 import shlex
 import shutil
 import subprocess
@@ -200,6 +201,8 @@ def test_what_may_not_be_read_is_told_with_its_path(what, capsys, monkeypatch):
 
     monkeypatch.setattr("builtins.open", refusing)
     monkeypatch.setattr("io.open", refusing)
+    if accessor := getattr(pathlib, "_NormalAccessor", None):  # where Python 3.10 has kept it
+        monkeypatch.setattr(accessor, "open", staticmethod(refusing))
     command = ["train", "recipe=good.yaml", "model=good_model", "data.chat_template=template_broken.jinja"]
     assert main(command) == 2
     told = capsys.readouterr().err
