@@ -162,7 +162,7 @@ def _most_alike(line: str, output: Sequence[str], first: int, last: int) -> int:
 
     if first >= last or alike(best := max(range(first, last), key=alike)) < _ALIKE:
         raise ValueError(
-            f"nothing in the output is like the line `{line}`, with which it goes on after {LEFT_OUT}"
+            f"nothing in the output is like the line `{line}`, which continues it after {LEFT_OUT}"
         )
     return best
 

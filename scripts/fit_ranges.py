@@ -73,7 +73,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--estimate", action="store_true", help="estimate each run anew")
+    parser.add_argument("--estimate", action="store_true", help="estimate each run again")
     parser.add_argument("--rows", default="", help="estimate only runs with this text in their name")
     arguments = parser.parse_args()
     if arguments.estimate:

@@ -30,7 +30,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--folder", type=Path, help="keep runs and their logs here")
     parser.add_argument(
-        "--torchrun", action="store_true", help="launch each time anew, as a user does: ten times as slow"
+        "--torchrun", action="store_true", help="launch again each time, as a user does: ten times as slow"
     )
     arguments = parser.parse_args()
     began = time.monotonic()

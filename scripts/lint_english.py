@@ -1,4 +1,4 @@
-"""Check docstrings and comments for the project's English: first words of docstrings, and words that are not idiom.
+"""Check docstrings, comments and messages for the project's English: first words, and words that are not idiom.
 
     python scripts/lint_english.py [FILE|FOLDER ...]
 
@@ -31,27 +31,38 @@ WORDS = {
     r"beside": "next to, and, in addition to",
     r"besides": "also",
     r"anew": "again",
-    r"(all|nothing|none|anything|everything|each) but|but for": "except",
-    r"go(es|ing)? on|went on": "resume, continue",
+    r"(all|nothing|none|anything|everything|each)\s+but|but\s+for": "except",
+    r"go(es|ing)?\s+on|went\s+on": "resume, continue",
     r"(is|are|was|were) none": "there is no",
     r"(stands?|stood|lies?|lay|lying) (in(?! for)|on|at|there|here|above|below|between)": "is, is stored",
     r"nobody": "no one, or name the actor",
     r"somebody('s)?": "a user, another program",
     r"(?<!model )(?<!--)cards?": "GPU",
     r"whose ever": "whoever's",
+    r"mend(s|ed|ing)?": "fix",
+    r"without\s+a\s+word": "silently",
 }
 """Patterns and their replacements."""
+
+FEWEST_WORDS = 3
+"""Words of a message: shorter strings are keys, names and patterns."""
+
+NOT_PROSE = re.compile(r"\(Tensor.*-> ")
+"""Strings whose words a format decides: schemas of operators."""
 
 
 def findings(source: str) -> Iterator[tuple[int, str]]:
     """Yield each line of ``source`` with a finding, and the finding in words."""
-    for line, text in _docstrings(ast.parse(source)):
+    tree = ast.parse(source)
+    for line, text in _docstrings(tree):
         first = OPENINGS.match(text)
         if first is not None:
             yield (
                 line,
                 f"a docstring begins with a verb or the thing, not with {first[0]!r}: {text.splitlines()[0]}",
             )
+        yield from _words(line, text)
+    for line, text in _messages(tree):
         yield from _words(line, text)
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -77,6 +88,31 @@ def _docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
                 value = after.value
                 if isinstance(value, ast.Constant) and isinstance(value.value, str):
                     yield after.lineno, value.value
+
+
+def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Yield strings of several words: errors, log lines, help. The values in an f-string count as one word each."""
+    within = {
+        id(part)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr | ast.JoinedStr)
+        for part in _below(node)
+    }
+    for node in ast.walk(tree):
+        text = ""
+        if id(node) not in within and isinstance(node, ast.Constant) and isinstance(node.value, str):
+            text = node.value
+        elif isinstance(node, ast.JoinedStr):
+            text = "".join(
+                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+            )
+        if len(text.split()) >= FEWEST_WORDS and NOT_PROSE.match(text) is None:
+            yield getattr(node, "lineno", 1), text
+
+
+def _below(node: ast.Expr | ast.JoinedStr) -> Iterator[ast.AST]:
+    """Yield the literal of a docstring, or the literal parts of an f-string."""
+    yield from [node.value] if isinstance(node, ast.Expr) else node.values
 
 
 def main() -> int:

@@ -25,7 +25,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=60, help="how long to go on (60)")
+    parser.add_argument("--seconds", type=float, default=60, help="seconds until it stops (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
     parser.add_argument("--only", type=int, help="a seed to run alone")
     arguments = parser.parse_args()

@@ -61,7 +61,9 @@ class OptimizerConfig:
         DEFAULT_OPTIMIZER,
         "Optimizer; 8bit and 32bit ones are from bitsandbytes, paged ones spill to host memory (CUDA only).",
         frees=freed_state(),
-        costs="8bit: state rounded to 256 levels; all but AdamW: other mathematics and learning rates",
+        costs=(
+            "8bit: state rounded to 256 levels; every optimizer except AdamW: other mathematics and learning rates"
+        ),
         effects=_EffectsOfRows(),
         leaves={"state": _state_on_device},
     )

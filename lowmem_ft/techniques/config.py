@@ -515,7 +515,7 @@ class AdapterConfig:
 
     name: Literal["none", "lora"] = knob(
         "none",
-        "lora: the model's own weights are frozen, and low-rank matrices beside them are trained.",
+        "lora: the model's own weights are frozen, and low-rank matrices are trained in addition.",
         frees=(
             "gradients and optimizer state of everything except the adapters (less than 1 % of the parameters)"
         ),

@@ -120,7 +120,7 @@ class VirtualGPU(VirtualMachine):
                 outside_bytes=self._outside(),
                 tokens_per_step=tokens_per_step,
                 allowed_bytes=self.cap_bytes,
-                not_modelled=("host memory of the process beside its tensors",),
+                not_modelled=("host memory of the process other than its tensors",),
             ),
             self.trace_seconds,
         )

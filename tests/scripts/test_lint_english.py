@@ -16,9 +16,22 @@ def test_questions_and_rests_of_sentences_begin_no_docstring():
     assert lines_of(source) == [2, 5]
 
 
-def test_words_are_found_in_docstrings_and_comments_and_in_nothing_else():
+def test_words_are_found_in_docstrings_and_comments():
     source = '"""A page.\n\nIt lies beside another.\n"""\nx = "beside"  # and goes on\n'
     assert lines_of(source) == [3, 5]
+
+
+def test_words_are_found_in_messages_but_not_in_keys_values_or_schemas():
+    source = (
+        'raise ValueError(f"{beside} is none of those.")\n'
+        "print(\n"
+        '    "One "\n'
+        '    "card is enough."\n'
+        ")\n"
+        'row = {"card": 1, "all but": f"{cards} of {num_cards} beside"}\n'
+        'operator = "(Tensor weight, Tensor beside) -> Tensor"\n'
+    )
+    assert lines_of(source) == [1, 3, 6]
 
 
 def test_the_package_has_none():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from upstream_names.upstream_name import called, data, each, replaced
 
 ACCELERATE = (
-    *data("accelerate.state.PartialState", "_shared_state", "its device is chosen anew in a trace", "dict"),
+    *data("accelerate.state.PartialState", "_shared_state", "its device is chosen again in a trace", "dict"),
     *data("accelerate.state.AcceleratorState", "_shared_state", "the same", "dict"),
     *data("accelerate.state.GradientState", "_shared_state", "the same", "dict"),
     called(

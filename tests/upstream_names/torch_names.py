@@ -17,7 +17,7 @@ TORCH = (
         "torch.autograd.graph",
         "_engine_run_backward",
         "t_outputs",
-        "no other Python lies between engine and mode",
+        "there is no other Python between engine and mode",
     ),
     *each(
         "module",

@@ -96,7 +96,7 @@ def _only_whole_ones(load: Callable[..., None]) -> Callable[..., None]:
         if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
             whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
             newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-            way_out = f"resume from {newest}" if newest else "begin anew"
+            way_out = f"resume from {newest}" if newest else "start from scratch"
             raise UserError(
                 f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, but {folder} does not have it: the "
                 f"save was interrupted. Delete the folder, and {way_out}."

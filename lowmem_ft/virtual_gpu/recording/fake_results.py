@@ -281,7 +281,7 @@ class _Operator:
         names = () if cost is None else cost.irrelevant or ()
         arguments = func._schema.arguments if names else ()
         self.irrelevant = frozenset(at for at, argument in enumerate(arguments) if argument.name in names)
-        self.name = f"{func} but for {sorted(self.irrelevant)}" if self.irrelevant else str(func)
+        self.name = f"{func} except for {sorted(self.irrelevant)}" if self.irrelevant else str(func)
 
 
 def _kind(func: Any) -> Literal["view", "by call", "other"]:
