@@ -53,12 +53,12 @@ def random_bits(num_bits: int, key: int, element: int, num_elements: int, device
     num_words = -(-(skipped + num_elements) // shared)
     words = torch.arange(num_words, dtype=torch.int32, device=device)
     words.mul_(_as_int32(_WEYL)).add_(_as_int32(first_word * _WEYL + key))
-    bits = hash32_(words).view(torch.uint8 if num_bits == 8 else torch.int16)
+    bits = _hash32_(words).view(torch.uint8 if num_bits == 8 else torch.int16)
     bits = bits[skipped : skipped + num_elements].to(torch.int32)
     return bits if num_bits == 8 else bits.bitwise_and_(0xFFFF)
 
 
-def hash32_(words: Tensor) -> Tensor:
+def _hash32_(words: Tensor) -> Tensor:
     """Mix int32 words in place so that each bit of the result depends on every bit of the word.
 
     Source: Wellons, "Prospecting for Hash Functions" (lowbias32), 2018.

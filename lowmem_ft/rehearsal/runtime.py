@@ -269,7 +269,7 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
     ) -> Saved:
         save_tokenizer(tokenizer, folder)
         with self.machine.during("save"), session.techniques.at_rest():
-            weight_bytes = bytes_in_files(
+            weight_bytes = _bytes_in_files(
                 session.unwrapped_model, adapters_alone=self._recipe.adapter.name != "none"
             )
         return Saved(
@@ -307,7 +307,7 @@ def _unseen_terminal() -> Console:
     return Console(file=cast(IO[str], _Nowhere()), force_terminal=True, width=80, legacy_windows=False)
 
 
-def bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:
+def _bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:
     """Return the bytes of weights in a model's files, in which tensors that share their memory are one."""
     if adapters_alone:
         return sum(weight.nbytes for weight in model.parameters() if weight.requires_grad)

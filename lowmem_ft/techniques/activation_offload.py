@@ -57,11 +57,11 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
         return Technique()
     waiting_room = OffloadPool(host, _ON_THEIR_WAY[config.activations])
     if config.activations == "inputs":
-        return ActivationOffload(waiting_room, *_offload_inputs(model, waiting_room))
-    return ActivationOffload(waiting_room, _offload_all(model, waiting_room))
+        return _ActivationOffload(waiting_room, *_offload_inputs(model, waiting_room))
+    return _ActivationOffload(waiting_room, _offload_all(model, waiting_room))
 
 
-class ActivationOffload(Technique):
+class _ActivationOffload(Technique):
     """Activations on the host; see :func:`enable_activation_offload`."""
 
     def __init__(self, waiting_room: OffloadPool, *undo: Callable[[], object]) -> None:

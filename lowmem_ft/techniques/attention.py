@@ -47,7 +47,7 @@ class AttentionChoice:
     reason: str
 
 
-class MissingFlashAttentionError(MissingPackageError):
+class _MissingFlashAttentionError(MissingPackageError):
     """flash-attn is not installed; it needs an install line of its own."""
 
     def __init__(self) -> None:
@@ -92,7 +92,7 @@ def choose_attention(
     Raises:
         ModelError: if the architecture does not support the requested kernel.
         UserError: if the device or the compute type cannot train with it.
-        MissingFlashAttentionError: if flash-attn is requested and not installed.
+        _MissingFlashAttentionError: if flash-attn is requested and not installed.
     """
     supported = _supported_by(config)
     facts = _facts(device, compute_dtype, compute_capability)
@@ -116,7 +116,7 @@ def choose_attention(
         )
     raise_problems(attention_problems(requested, **facts, needs_kernel=needs_kernel))
     if requested == "flash_attention_2" and not is_virtual(device) and not is_flash_attn_2_available():
-        raise MissingFlashAttentionError
+        raise _MissingFlashAttentionError
     if requested == VARLEN_ATTENTION:
         register_varlen_attention()
     return AttentionChoice(implementation=requested, reason=f"requested by {_KEY}")

@@ -108,7 +108,7 @@ class InBackward(Technique):
         self._sum_of_squares = torch.zeros((), dtype=torch.float32, device=device)
         self._scale: Tensor | None = None
         self._taken: set[tuple[nn.Parameter, int]] = set()
-        self._kept = KeptGradients(device, optimizer, None if self.updates_at_once else memory)
+        self._kept = _KeptGradients(device, optimizer, None if self.updates_at_once else memory)
         self._deferred: set[nn.Parameter] = set()
         self._pending: dict[nn.Parameter, Pending] = {}
         self._is_updating = False
@@ -346,7 +346,7 @@ def _describe(in_backward: InBackward, memory: HostMemory | None) -> str:
 
 
 @dataclass
-class KeptGradients:
+class _KeptGradients:
     """Gradients in the types of their weights, kept until they are applied.
 
     Args:

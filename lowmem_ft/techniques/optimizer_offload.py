@@ -49,7 +49,7 @@ class SupportsStateOffload(Protocol):
         ...
 
 
-def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory) -> OptimizerOffload:
+def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory) -> _OptimizerOffload:
     """Keep the optimizer's state and master weights on the host, and update them on the device as before.
 
     Frees: all that the optimizer keeps in addition to the weights, except three chunks of it.
@@ -87,7 +87,7 @@ def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory
     slot_bytes = max(
         (_bytes_of(_part(kept, chunk_size / max(count, 1))) for count, kept in visitors), default=0
     )
-    handle = OptimizerOffload(optimizer, HostStorage(memory, slot_bytes))
+    handle = _OptimizerOffload(optimizer, HostStorage(memory, slot_bytes))
     optimizer.allocate_state()
     log.info(
         "Optimizer state: %s in %s; %d chunks of at most %s are copied to the device in turn.",
@@ -99,7 +99,7 @@ def enable_optimizer_offload(optimizer: SupportsStateOffload, memory: HostMemory
     return handle
 
 
-class OptimizerOffload(Technique):
+class _OptimizerOffload(Technique):
     """Optimizer state on the host, until it is moved back.
 
     Args:

@@ -40,7 +40,7 @@ _LONGEST = "longest_document"
 @functools.cache
 def register_varlen_attention() -> None:
     """Register the implementation with transformers, once per process."""
-    AttentionInterface.register(VARLEN_ATTENTION, varlen_attention_forward)
+    AttentionInterface.register(VARLEN_ATTENTION, _varlen_attention_forward)
 
 
 def border_inputs(
@@ -74,7 +74,7 @@ def document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
     """Return where the documents of each row begin, and where the last ends, counted over all rows end to end.
 
     A row with fewer documents than another repeats its end: documents without tokens, which cost nothing. So the rows
-    may be cut, and the rest flattened, as :func:`varlen_attention_forward` does.
+    may be cut, and the rest flattened, as :func:`_varlen_attention_forward` does.
 
     Args:
         position_ids_BT: on the host.
@@ -120,7 +120,7 @@ def borders_arrive(inputs: dict[str, Any]) -> Iterator[None]:
         )
 
 
-def varlen_attention_forward(
+def _varlen_attention_forward(
     module: nn.Module,
     query_BHTD: Tensor,
     key_BKTD: Tensor,

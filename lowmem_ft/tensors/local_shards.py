@@ -66,15 +66,6 @@ def _zero3() -> Any:
     return importlib.import_module("deepspeed").zero
 
 
-def local_memory(tensor: Tensor) -> torch.UntypedStorage:
-    """Return the storage of this process's part of a sharded tensor, or of any other tensor; runs no operator."""
-    if not is_sharded(tensor):
-        return tensor.untyped_storage()
-    sharded: Any = tensor
-    with torch.no_grad():
-        return sharded.to_local().untyped_storage()
-
-
 def rows_of(num_rows: int, num_processes: int, process_index: int) -> tuple[int, int]:
     """Return the first row of a process and the one after its last, as ``torch.chunk`` splits them."""
     most = -(-num_rows // num_processes)

@@ -47,7 +47,7 @@ def installed_version(library: str) -> str | None:
         return None
 
 
-def is_tested(library: str, version: str) -> bool:
+def _is_tested(library: str, version: str) -> bool:
     """Return whether a version is in the tested range of its library; pre-releases count as the release they precede.
 
     A string that is no version, such as that of a checkout, counts as untested.
@@ -79,7 +79,7 @@ def warn_if_untested() -> None:
     others = []
     for library in sorted((TESTED.keys() & sys.modules.keys()) - _warned):
         version = installed_version(library)
-        if version is not None and not is_tested(library, version):
+        if version is not None and not _is_tested(library, version):
             _warned.add(library)
             others.append(f"{library} {version} (tested: {tested_range(library)})")
     if others:

@@ -91,7 +91,7 @@ def test_orderings_of_every_kind_are_found():
         "LayerStream._load: after slot.emptied",
         "LayerStream.visit: self._engine.wait(slot.filled)",
         "LayerStream._write_back: all computing before",
-        "KeptGradients.add: source of",
+        "_KeptGradients.add: source of",
         "HostStorage._receive: visitor.slot.free = ...",
         "StreamedEmbedding._forward: self._written().synchronize()",
         "OffloadedTensor.__init__: self.on_device",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem_ft.optimizers.counter_random import CounterRandom, hash32_, random_bits
+from lowmem_ft.optimizers.counter_random import CounterRandom, _hash32_, random_bits
 
 CPU = torch.device("cpu")
 
@@ -77,4 +77,4 @@ def test_the_hash_is_lowbias32():
         return x ^ x >> 16
 
     expected = [published(word & 0xFFFFFFFF) for word in words.tolist()]
-    assert [word & 0xFFFFFFFF for word in hash32_(words).tolist()] == expected
+    assert [word & 0xFFFFFFFF for word in _hash32_(words).tolist()] == expected

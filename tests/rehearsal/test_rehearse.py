@@ -17,7 +17,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
-from lowmem_ft.rehearsal.runtime import bytes_in_files
+from lowmem_ft.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.training import train
 
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
@@ -100,7 +100,7 @@ def test_weights_that_share_their_memory_are_one_in_the_files():
     model["head"].weight = nn.Parameter(embedding.detach())
     halves = torch.ones(2, 8, 4)
     model["first"].weight, model["second"].weight = map(nn.Parameter, halves)
-    assert bytes_in_files(model) == embedding.nbytes + halves.nbytes
+    assert _bytes_in_files(model) == embedding.nbytes + halves.nbytes
 
 
 def test_a_part_of_the_run_stands_for_all_of_it(recipe):

@@ -46,13 +46,13 @@ def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
 
 def test_the_runs_own_display_is_drawn_and_not_seen(recipe, monkeypatch, capfd):
     drawn = []
-    parts_of = progress.OneLine._parts
+    parts_of = progress._OneLine._parts
 
     def parts(self, task, *further, **options):
         drawn.append(task.completed)
         return parts_of(self, task, *further, **options)
 
-    monkeypatch.setattr(progress.OneLine, "_parts", parts)
+    monkeypatch.setattr(progress._OneLine, "_parts", parts)
     rehearse(recipe(), "rtx-4090", steps=3)
     assert drawn[-1] == 3
     assert "step" not in "".join(capfd.readouterr())

@@ -45,7 +45,7 @@ def test_a_range_begins_at_the_lower_bound_and_has_the_pinned_versions(library):
     assert LOWER_BOUNDS[library] == f">={first}"
     pins = re.findall(rf"^{library}==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert pins
-    assert all(tested.is_tested(library, pin) for pin in pins)
+    assert all(tested._is_tested(library, pin) for pin in pins)
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_a_range_begins_at_the_lower_bound_and_has_the_pinned_versions(library):
     ],
 )
 def test_patch_releases_are_in(version, expected):
-    assert tested.is_tested("torch", version) is expected
+    assert tested._is_tested("torch", version) is expected
 
 
 @pytest.mark.parametrize("library", tested.TESTED)

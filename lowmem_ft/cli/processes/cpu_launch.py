@@ -19,7 +19,7 @@ from lowmem_ft.foundation.errors import UserError
 logger = logging.getLogger(__name__)
 
 
-class Asked(NamedTuple):
+class _Asked(NamedTuple):
     """The numbers that an ``accelerate launch`` command and its configuration ask for, on all machines together."""
 
     num_processes: int
@@ -51,7 +51,7 @@ def start_requested_processes(*, use_cpu: bool) -> None:
     os.execv(sys.executable, [sys.executable, *launcher, *sys.orig_argv[1:]])
 
 
-def _asked_of_accelerate() -> Asked | None:
+def _asked_of_accelerate() -> _Asked | None:
     """Return what the ``accelerate launch`` above this process was asked for.
 
     None if there is no such parent, or this process is already one of several.
@@ -75,7 +75,7 @@ def _asked_of_accelerate() -> Asked | None:
         getattr(options, name) or getattr(configured, name, None) or 1
         for name in ("num_processes", "num_machines")
     )
-    return Asked(num_processes, num_machines)
+    return _Asked(num_processes, num_machines)
 
 
 def _is_launch_command(word: str) -> bool:
@@ -88,7 +88,7 @@ def _is_launch_command(word: str) -> bool:
     )
 
 
-def _without_gpus(asked: Asked) -> str:
+def _without_gpus(asked: _Asked) -> str:
     import torch
 
     from lowmem_ft.training.distributed.launched_gpus import why_no_gpu
@@ -101,7 +101,7 @@ def _without_gpus(asked: Asked) -> str:
     )
 
 
-def _alone_of_machines(asked: Asked) -> str:
+def _alone_of_machines(asked: _Asked) -> str:
     each = max(1, asked.num_processes // asked.num_machines)
     return (
         f"`accelerate launch` was asked for {asked.num_processes} processes on {asked.num_machines} machines, and has "

@@ -22,7 +22,7 @@ _COPIES_ON_CPU = 8.25
 WORTH_SAYING = 2**20
 
 
-def tile_shape() -> tuple[int, int]:
+def _tile_shape() -> tuple[int, int]:
     """Return the tokens and vocabulary of a tile, as the installed TRL has them.
 
     Raises:
@@ -44,7 +44,7 @@ def trl_loss(recipe: Recipe, vocabulary: int, reading: Reading) -> LossConfig:
     """
     training, most_tokens = recipe.training, recipe.training.per_device_train_batch_size
     most_tokens *= recipe.data.max_length or 1
-    vocabulary = vocabulary or tile_shape()[1]
+    vocabulary = vocabulary or _tile_shape()[1]
     is_half = training.mixed_precision != "no" or recipe.model.dtype != "float32"
     taken = _bytes_of_trl(most_tokens, vocabulary, is_half=is_half, on_cpu=training.use_cpu)
     of_a_token = vocabulary * (_OURS_IN_HALF if is_half else _OURS_IN_FLOAT32)
@@ -58,7 +58,7 @@ def trl_loss(recipe: Recipe, vocabulary: int, reading: Reading) -> LossConfig:
 
 
 def _bytes_of_trl(most_tokens: int, vocabulary: int, *, is_half: bool, on_cpu: bool) -> int:
-    tile_tokens, tile_vocabulary = tile_shape()
+    tile_tokens, tile_vocabulary = _tile_shape()
     tokens = min(most_tokens, tile_tokens)
     tile = tokens * tile_vocabulary * (2 if is_half else 4)  # however small the vocabulary is
     if not on_cpu:

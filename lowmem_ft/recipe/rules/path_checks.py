@@ -153,7 +153,7 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
     settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already, and is not empty. Name a new folder for the merged model.")
-    require_writable(target, "OUT_DIR")
+    _require_writable(target, "OUT_DIR")
     if not base:
         _refuse_random_base(adapter)
     name = base or settings.get("base_model_name_or_path")
@@ -188,7 +188,7 @@ def _refuse_random_base(adapter: Path) -> None:
         )
 
 
-def require_writable(folder: Path, setting: str) -> None:
+def _require_writable(folder: Path, setting: str) -> None:
     """Refuse a folder that cannot be written to or created; nothing is left behind.
 
     Args:
@@ -273,7 +273,7 @@ def _require_data(path: str | None) -> None:
 
 def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:
     yield lambda: refuse_output_folder(recipe)
-    yield lambda: require_writable(run_folder_of(recipe), "training.output_dir")
+    yield lambda: _require_writable(run_folder_of(recipe), "training.output_dir")
     checkpoint = recipe.training.resume_from_checkpoint
     if checkpoint not in (None, "auto"):
         yield lambda: _require_checkpoint(expand_user(checkpoint))
@@ -295,4 +295,4 @@ def _require_folder(folder: Path) -> None:
         raise UserError(
             f"offload.folder must be an existing folder, got {folder}. Create it, on a fast local disk."
         )
-    require_writable(folder, "offload.folder")
+    _require_writable(folder, "offload.folder")

@@ -104,7 +104,7 @@ def _exchange(own: RankInfo) -> None:
         store, rank, num_processes = next(dist.rendezvous("env://", timeout=PATIENCE))
         _meetings.append(store)
         arrivals = _arrivals(store, own, rank, num_processes)
-        problems = [*refusals(arrivals)] or [*differences(arrivals), *shared_gpus(arrivals)]
+        problems = [*refusals(arrivals)] or [*differences(arrivals), *_shared_gpus(arrivals)]
         if problems:
             _leave(store, rank, num_processes)
     if problems and tuple(problems) != tuple(own.problems):
@@ -180,7 +180,7 @@ def differences(
         yield f"{len(differing) - MOST_NAMED} more settings differ: the recipes are different. {way_out}"
 
 
-def shared_gpus(arrivals: Sequence[RankInfo]) -> Iterator[str]:
+def _shared_gpus(arrivals: Sequence[RankInfo]) -> Iterator[str]:
     """Yield a message for each GPU that several processes would share: NCCL refuses that late, in its own words."""
     for gpu in dict.fromkeys(arrival.gpu for arrival in arrivals if arrival.gpu):
         ranks = [rank for rank, arrival in enumerate(arrivals) if arrival.gpu == gpu]
@@ -216,7 +216,7 @@ def explained_joining() -> Iterator[None]:
         with signals_end_at_once(NOTHING_TRAINED):
             yield
     except dist.DistError as error:
-        raise UserError(not_joined(str(error), os.environ)) from error
+        raise UserError(_not_joined(str(error), os.environ)) from error
     except ValueError as error:
         if "environment variable" not in str(error):
             raise
@@ -226,7 +226,7 @@ def explained_joining() -> Iterator[None]:
         ) from error
 
 
-def not_joined(message: str, environment: Mapping[str, str]) -> str:
+def _not_joined(message: str, environment: Mapping[str, str]) -> str:
     """Return the message about processes that cannot find each other.
 
     Args:

@@ -54,7 +54,7 @@ class ProgressDisplay:
         self._live = console is not None and console.is_terminal
         is_shared = console is rich.get_console()  # other output is printed above the bar
         self._progress = Progress(
-            OneLine(console, time_left),
+            _OneLine(console, time_left),
             console=console,
             disable=not self._live,
             redirect_stdout=is_shared,
@@ -86,7 +86,7 @@ class ProgressDisplay:
             logger.info("step %d/%d  %s", record["step"], self._num_steps, GAP.join(parts))
 
 
-class OneLine(ProgressColumn):
+class _OneLine(ProgressColumn):
     """The whole display, fitted to the terminal's width each time it is drawn."""
 
     max_refresh = None

@@ -35,7 +35,7 @@ class _Properties(SimpleNamespace):
         raise AttributeError(f"A virtual GPU has no property {name}; it knows {known}.")
 
 
-class VirtualDeviceContext:
+class _VirtualDeviceContext:
     """``torch.cuda.device``: there is one device, so this changes nothing."""
 
     def __init__(self, device: Any) -> None:
@@ -49,7 +49,7 @@ class VirtualDeviceContext:
         """Return to the same device, so do nothing."""
 
 
-class VirtualDeviceOf(VirtualDeviceContext):
+class _VirtualDeviceOf(_VirtualDeviceContext):
     """``torch.cuda.device_of``: switches to the device of a tensor or a storage, and so changes nothing."""
 
     def __init__(self, obj: Any) -> None:
@@ -64,8 +64,8 @@ class VirtualBackend:
     Stream = VirtualStream
     Event = VirtualEvent
     StreamContext = VirtualStreamContext
-    device = VirtualDeviceContext
-    device_of = VirtualDeviceOf
+    device = _VirtualDeviceContext
+    device_of = _VirtualDeviceOf
 
     # torch calls these while it registers the device and when a program asks for its devices.
     def is_initialized(self) -> bool:  # noqa: D102

@@ -118,12 +118,12 @@ _REFUSED = "binary_cross_entropy"
 def register_autocast() -> None:
     """Give ``torch.autocast("vgpu")`` CUDA's rules, once per process; other operators pass unchanged."""
     _FALLBACK.fallback(torch.library.fallthrough_kernel, _KEY)
-    for name in cuda_autocast_operators():
+    for name in _cuda_autocast_operators():
         _LIBRARY.impl(name, _kernel_of(name), _KEY)
     torch.clear_autocast_cache = _clearing_our_cache_too(torch.clear_autocast_cache)
 
 
-def cuda_autocast_operators() -> Iterator[str]:
+def _cuda_autocast_operators() -> Iterator[str]:
     """Yield the names, such as ``softmax.int``, of operators that have a rule in CUDA's autocast in this torch."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):

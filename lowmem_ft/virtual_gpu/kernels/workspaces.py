@@ -75,7 +75,7 @@ def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[ob
     thread = "autograd" if is_in_backward() else "main"
     yield ("cublas", thread, stream), cublas_workspace_bytes(gpu.compute_capability)
     if func is aten.addmm.default:
-        yield ("cublaslt", thread, stream), cublaslt_workspace_bytes(gpu.compute_capability)
+        yield ("cublaslt", thread, stream), _cublaslt_workspace_bytes(gpu.compute_capability)
 
 
 CUBLAS_WORKSPACES_BYTES = ((2 * 4096 + 8 * 16) * _KIB, 32 * 1024 * _KIB)
@@ -91,7 +91,7 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     return CUBLAS_WORKSPACES_BYTES[is_large]
 
 
-def cublaslt_workspace_bytes(compute_capability: tuple[int, int]) -> int:
+def _cublaslt_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     """Return the bytes torch gives cuBLASLt, which fuses a bias: CUBLASLT_WORKSPACE_SIZE in KiB, or 1 MiB."""
     wanted = int(os.environ.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * _KIB
     return min(wanted, cublas_workspace_bytes(compute_capability))

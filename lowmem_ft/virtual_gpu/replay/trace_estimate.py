@@ -160,7 +160,7 @@ def estimate_on_gpu(
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
-        DevicePeaks(device, reserved_peak, process, process_range),
+        _DevicePeaks(device, reserved_peak, process, process_range),
         replays.tensor_peaks,
         budget=budget,
         fits=fits and is_host_enough,
@@ -245,7 +245,7 @@ def estimate_on_cpu(
     )
     return _estimate(
         trace,
-        DevicePeaks(
+        _DevicePeaks(
             DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak + heap, process, process_range
         ),
         tensors,
@@ -315,7 +315,7 @@ def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
 
 
 @dataclass(frozen=True)
-class DevicePeaks:
+class _DevicePeaks:
     """A device, and its peaks that do not follow from the tensors alone."""
 
     limit: DeviceLimit
@@ -326,7 +326,7 @@ class DevicePeaks:
 
 def _estimate(
     trace: Trace,
-    device: DevicePeaks,
+    device: _DevicePeaks,
     tensors: TensorPeaks,
     *,
     budget: BudgetVerdict,

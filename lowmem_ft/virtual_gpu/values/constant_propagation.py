@@ -76,7 +76,7 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         _set_if_uniform(func, args, results)
         return
     try:
-        values = run_on_values(func, args, kwargs)
+        values = _run_on_values(func, args, kwargs)
     except _UnknownError:
         _set_if_uniform(func, args, results)
         return
@@ -119,7 +119,7 @@ def _is_kept(tensor: Tensor) -> bool:
     return tensor.numel() <= MOST_ELEMENTS
 
 
-def run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Return an operator's result for the known values of its arguments; raise if one is unknown."""
     kwargs = {name: value for name, value in kwargs.items() if name not in _NOT_COPIED}
     generator = kwargs.get("generator")
@@ -153,7 +153,7 @@ def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
         ModelError: if it is unknown and the operator has no rule here.
     """
     try:
-        values = run_on_values(func, args, kwargs)
+        values = _run_on_values(func, args, kwargs)
     except _UnknownError:
         return _largest_result(func, args, kwargs), func is aten.index.Tensor and _are_masks_known(args[1])
     template = args[0]
@@ -169,7 +169,7 @@ def answer_from_values(
         ModelError: if its answer is neither yes nor no and depends on unknown values.
     """
     try:
-        return run_on_values(func, args, kwargs)
+        return _run_on_values(func, args, kwargs)
     except _UnknownError:
         if func in _YES_OR_NO:
             return None

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, TrainerCallback
 
 from lowmem_ft import estimate_memory, hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.script.trl_loss import tile_shape, trl_loss
+from lowmem_ft.hf.script.trl_loss import _tile_shape, trl_loss
 from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.tensors.storage_tracker import StorageTracker
@@ -287,7 +287,7 @@ def test_a_tile_of_trls_is_what_its_source_says():
     from trl.kernels import chunked_logprob
     from trl.trainer import utils
 
-    tokens, vocabulary = tile_shape()
+    tokens, vocabulary = _tile_shape()
     assert (tokens, vocabulary) == (4096, 32768)  # as docs/hf_projects.md has it
     head = inspect.getsource(chunked_logprob.ChunkedLogProbFunction)
     assert (

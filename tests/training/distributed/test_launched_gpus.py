@@ -10,7 +10,7 @@ import torch
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.distributed.launch import Launch
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu, own_gpu
-from lowmem_ft.training.distributed.rendezvous import RankInfo, shared_gpus
+from lowmem_ft.training.distributed.rendezvous import RankInfo, _shared_gpus
 
 TWO = Launch(num_processes=2)
 
@@ -44,12 +44,12 @@ def test_two_processes_without_a_gpu_name_it_and_the_way_out(forks, tmp_path):
 def test_a_process_that_misses_its_gpu_is_named_by_all(forks, tmp_path):
     error = said_by_two(forks, tmp_path, "GPU-a", "")
     assert "and torch sees none" in error
-    assert "(Said by process 1 of 2, on " in error
+    assert "(Reported by process 1 of 2, on " in error
 
 
 def test_more_processes_than_gpus(forks, tmp_path):
     error = said_by_two(forks, tmp_path, "GPU-a", "GPU-a")
-    assert "got processes 0 and 1 of 2 on one (NVIDIA L4, UUID GPU-a, on " in error
+    assert "got processes 0 and 1 of 2 on the same one (NVIDIA L4, UUID GPU-a, on " in error
     assert (
         "Start at most 1 there, the number of GPUs that they see: `accelerate launch --num_processes 1`"
     ) in error
@@ -57,9 +57,9 @@ def test_more_processes_than_gpus(forks, tmp_path):
 
 def test_gpus_are_told_apart_on_each_machine():
     seen = [("one", "A"), ("one", "B"), ("one", "A"), ("two", "C"), ("two", "D")]
-    [problem] = shared_gpus([RankInfo(host, gpu=gpu) for host, gpu in seen])
+    [problem] = _shared_gpus([RankInfo(host, gpu=gpu) for host, gpu in seen])
     assert "processes 0 and 2 of 5 on the same one (A, on one). Start at most 2 there" in problem
-    assert list(shared_gpus([RankInfo("one")] * 3)) == []
+    assert list(_shared_gpus([RankInfo("one")] * 3)) == []
 
 
 @pytest.fixture

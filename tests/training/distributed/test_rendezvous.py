@@ -8,7 +8,7 @@ import signal
 import pytest
 from tiny_models import TINY
 
-from lowmem_ft.training.distributed.rendezvous import RankInfo, differences, not_joined, refusals
+from lowmem_ft.training.distributed.rendezvous import RankInfo, _not_joined, differences, refusals
 
 DIFFERENT_IN_PROCESS_1 = """
 import os, sys
@@ -66,14 +66,14 @@ importlib.metadata.version = lambda name: "5.0.1" if name == "transformers" else
 
 def test_a_process_without_the_recipe_is_told_of_by_all(run_two):
     processes = run_two("sys.argv[1] = 'recipe=gone.yaml'")
-    assert_both_end_with(processes, "gone.yaml", "(Said by process 1 of 2, on ")
+    assert_both_end_with(processes, "gone.yaml", "(Reported by process 1 of 2, on ")
 
 
 def test_a_process_without_the_model_is_told_of_by_all(run_two, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     shutil.copytree(TINY, tmp_path / "model")
     processes = run_two("os.chdir('elsewhere')", "model.name_or_path=./model")
-    assert_both_end_with(processes, "./model", "(Said by process 1 of 2, on ")
+    assert_both_end_with(processes, "./model", "(Reported by process 1 of 2, on ")
 
 
 def test_weights_that_one_process_cannot_read_are_told_of_by_all(run_two):
@@ -85,7 +85,7 @@ def load_model(*args, **options):
     raise ModelError("model-00002.safetensors ends early.")
 accelerate_runtime.load_model = load_model
 """
-    assert_both_end_with(run_two(damaged), "ends early. (Said by process 1 of 2, on ")
+    assert_both_end_with(run_two(damaged), "ends early. (Reported by process 1 of 2, on ")
 
 
 def test_other_data_are_named(run_two, tmp_path):
@@ -215,7 +215,7 @@ sys.exit(main())
 def test_what_all_were_refused_is_said_as_it_is_and_what_one_was_with_its_number():
     assert list(refusals([RankInfo("a", ["No."]), RankInfo("b", ["No."])])) == ["No."]
     assert list(refusals([RankInfo("a"), RankInfo("b", ["No."]), RankInfo("c", ["No."])])) == [
-        "No. (Said by process 1 of 3, on b and 1 more.)"
+        "No. (Reported by process 1 of 3, on b and 1 more.)"
     ]
 
 
@@ -236,7 +236,7 @@ def test_different_recipes_altogether_are_not_listed_to_the_last_key():
     ],
 )
 def test_what_torch_says_of_a_failed_meeting_is_explained(message, way_out):
-    said = not_joined(message, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
+    said = _not_joined(message, {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"})
     assert way_out in said
     assert "MASTER_ADDR=10.0.0.1, MASTER_PORT=29500" in said
     assert said.endswith(f"torch says: {message}")

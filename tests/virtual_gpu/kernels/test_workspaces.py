@@ -10,8 +10,8 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.kernels.workspaces import (
+    _cublaslt_workspace_bytes,
     cublas_workspace_bytes,
-    cublaslt_workspace_bytes,
     persistent_workspaces,
     workspace_bytes,
 )
@@ -197,7 +197,7 @@ def test_workspaces_can_be_configured(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8:4096:1")
     monkeypatch.setenv("CUBLASLT_WORKSPACE_SIZE", "2048")
     assert cublas_workspace_bytes(HOPPER) == (16 * 8 + 4096) * 1024
-    assert cublaslt_workspace_bytes(HOPPER) == 2 * MIB
+    assert _cublaslt_workspace_bytes(HOPPER) == 2 * MIB
 
 
 def test_a_bias_takes_a_second_library():
