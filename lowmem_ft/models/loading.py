@@ -74,7 +74,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     source = source_of(config)
     path = source.pop("path")
     if path != config.name_or_path and not Path(path).is_dir():
-        logger.info("model.name_or_path=%s stands for the hub's %s.", config.name_or_path, path)
+        logger.info("model.name_or_path=%s is the hub's %s.", config.name_or_path, path)
     if config.trust_remote_code:
         logger.warning(
             "model.trust_remote_code=true: Python code from %s runs with your rights.%s",

@@ -209,7 +209,7 @@ def _limit_words(plan: MemoryPlan) -> str:
 
 def _settings(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
     if not plan.overrides:
-        yield "the recipe as it is", ""
+        yield "the unchanged recipe", ""
     for key, value in plan.overrides.items():
         before = recipe_keys()[key].value_in(recipe)
         yield from ((setting, f"was {_plain(before)}") for setting in typed({key: value}))

@@ -106,7 +106,7 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield from _files(rehearsal)
     yield from _waits(rehearsal.longest.waits)
     races = estimate.races
-    yield "races", "none between streams" if not races else f"{len(races)}, each a bug of the program"
+    yield "races", "none between streams" if not races else f"{len(races)}, each a bug in the program"
     yield from (("", str(race)) for race in races)
     yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
     warnings = rehearsal.warnings

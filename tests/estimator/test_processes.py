@@ -274,7 +274,7 @@ def test_cards_are_counted(text, count):
 
 def test_a_process_of_a_group_cannot_stand_for_another(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
-    with pytest.raises(UserError, match="stands for a process group, and this process is in one"):
+    with pytest.raises(UserError, match="simulates a process group, but this process is already in one"):
         estimate_memory(load_recipe("tiny", SETTINGS), "2xrtx-4090")
 
 

@@ -86,7 +86,7 @@ def test_for_training_a_catalogue_name_stands_for_its_hub_id(monkeypatch, offlin
     with pytest.raises(ModelError):
         load_tokenizer(config)
     assert asked == ["Qwen/Qwen2.5-7B", "meta-llama/Llama-3.1-8B"]
-    assert "model.name_or_path=qwen2.5-7b stands for the hub's Qwen/Qwen2.5-7B." in caplog.text
+    assert "model.name_or_path=qwen2.5-7b is the hub's Qwen/Qwen2.5-7B." in caplog.text
 
 
 @pytest.mark.parametrize(

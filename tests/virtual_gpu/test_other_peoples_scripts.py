@@ -397,7 +397,7 @@ def test_a_virtual_gpu_runs_one_block():
 
 
 def test_there_is_no_second_device():
-    with VirtualGPU("t4"), pytest.raises(UserError, match="stands for one device, cuda:0, got cuda:1"):
+    with VirtualGPU("t4"), pytest.raises(UserError, match="represents one device, cuda:0, got cuda:1"):
         torch.zeros(1, device="cuda:1")
 
 

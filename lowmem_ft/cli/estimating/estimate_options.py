@@ -112,8 +112,8 @@ def _before_dashes(arguments: Sequence[str]) -> list[str]:
 def _problem_beside_script(word: str) -> str:
     if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
         return (
-            f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU stands for one "
-            "device."
+            f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU represents "
+            "one device."
         )
     if word.startswith(("recipe=", "model=")):
         return f"An estimate is of a recipe or a script, got --script and {word}. Leave one out."

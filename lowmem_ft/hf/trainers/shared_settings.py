@@ -71,8 +71,8 @@ HYPERPARAMETERS = {
 _LOOP_ONLY = {
     "training.overwrite_output_dir": "Delete the folder, or set training.output_dir to another one.",
     "budget.retry": "Leave it out: a step of a Trainer that runs out of memory ends the run.",
-    "distributed.": "Leave it out: the script's launcher says how many processes there are. DDP works in a Trainer, "
-    "FSDP and DeepSpeed in `lowmem-ft train`.",
+    "distributed.": "Leave it out: the script's launcher sets the number of processes. DDP works in a Trainer, FSDP "
+    "and DeepSpeed in `lowmem-ft train`.",
 }
 """Keys, or groups of them, that no trainer can act on, and what a script does instead."""
 

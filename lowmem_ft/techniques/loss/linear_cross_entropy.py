@@ -150,7 +150,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             )
         if ctx.is_weight_gradient_gone:
             torch._assert_async(
-                d_loss == 1, "the gradient of a head on the host is made for a loss that nothing multiplies"
+                d_loss == 1, "the gradient of a head on the host is computed for an unscaled loss"
             )
         # Taken off ctx, so that autograd is their only owner and uses them as the parameters' .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None

@@ -30,7 +30,7 @@ def device_index(device: Any, *, optional: bool = True) -> int:
     index = _get_device_index(device, optional=optional)
     if index:
         raise UserError(
-            f"A virtual GPU stands for one device, cuda:0, got cuda:{index}. Run one process of the program, on one "
+            f"A virtual GPU represents one device, cuda:0, got cuda:{index}. Run one process of the program, on one "
             "GPU."
         )
     return index

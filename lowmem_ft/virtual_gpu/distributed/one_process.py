@@ -28,8 +28,9 @@ def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
         return
     if torch.distributed.is_initialized():
         raise UserError(
-            f"A trace of one of {num_processes} processes stands for a process group, and this process is in one. "
-            "Estimate before torch.distributed.init_process_group, or in a process that was not launched with others."
+            f"A trace of one of {num_processes} processes simulates a process group, but this process is already in "
+            "one. Estimate before torch.distributed.init_process_group, or in a process that was not launched with "
+            "others."
         )
     from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 

@@ -97,7 +97,7 @@ class _Launcher:
 
 @torch.library.custom_op("lowmem_ft::trl_kernel", mutates_args=("tile_TV",))
 def _kernel(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
-    raise NotImplementedError("It stands for a Triton kernel on a virtual GPU, and computes nothing.")
+    raise NotImplementedError("It replaces a Triton kernel on a virtual GPU, and computes nothing.")
 
 
 @_kernel.register_fake
