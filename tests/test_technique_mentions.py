@@ -21,7 +21,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lowmem_ft"
 
-AT_MOST = 11
+AT_MOST = 9
 
 
 @dataclass(frozen=True)

@@ -181,18 +181,11 @@ def _refused(recipe: Recipe) -> Iterator[str]:
         yield f"{setting} is for `lowmem-ft train`, and trainers do not do it. {instead}"
 
 
-_FOLLOWS_ITS_DEFAULT = (
-    "checkpointing.mode",
-    "offload.activations",
-)
-"""Keys without effect at their default: ``attach`` then takes the trainer's value."""
-
-
 def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[str]:
     for row in SHARED_SETTINGS:
         key = recipe_keys()[row.key]
         own = key.value_in(recipe)
-        if row.decides != "technique" or (row.key in _FOLLOWS_ITS_DEFAULT and own == key.default):
+        if row.decides != "technique" or (row.follows_default and own == key.default):
             continue
         for name, value in row.fields(recipe).items():
             if name in overrides and plain(overrides[name]) != plain(value):

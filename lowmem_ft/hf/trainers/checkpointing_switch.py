@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.hf.trainers.shared_settings import CHECKPOINTING_OPTIONS
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
@@ -32,7 +33,7 @@ def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
     config = agreement.recipe.checkpointing
     problems = [
         f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
-        f"{_INSTEAD.get(name, 'a recipe has checkpointing.mode=full')}."
+        f"{CHECKPOINTING_OPTIONS.get(name, 'checkpointing.mode=full')} does it."
         for name, value in options.items()
         if value
     ]
@@ -45,12 +46,6 @@ def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
             f"every_n_layers={every_n_layers} in gradient_checkpointing_kwargs. Change one of them."
         )
     return problems
-
-
-_INSTEAD = {
-    "offload": "offload.activations=inputs does it",
-    "selective": "checkpointing.mode=selective does it",
-}
 
 
 def _options(args: Any) -> dict[str, Any]:

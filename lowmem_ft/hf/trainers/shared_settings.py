@@ -38,12 +38,14 @@ class SharedSetting:
             skips them.
         decides: whose value is used where they differ.
         value: a trainer's value in the recipe's terms; None: no part of a step depends on it.
+        follows_default: whether ``attach`` takes the trainer's value where the recipe has the default, which is off.
     """
 
     key: str
     fields: Callable[[Recipe], Fields]
     decides: Decides = "trainer"
     value: Callable[[Any], Any] | None = None
+    follows_default: bool = False
 
 
 HF_OPTIMIZERS: Mapping[OptimizerName, str] = {
@@ -60,6 +62,12 @@ BY_HF_NAME: Mapping[str, OptimizerName] = {
     "adamw_8bit": "adamw_bnb_8bit",
 }
 """Upstream's optimizer names that have a counterpart of ours."""
+
+CHECKPOINTING_OPTIONS = {
+    "offload": "offload.activations=inputs",
+    "selective": "checkpointing.mode=selective",
+}
+"""Options of ``gradient_checkpointing_kwargs`` by the recipe's settings that do the same."""
 
 HYPERPARAMETERS = {
     "optimizer.betas": ("adam_beta1", "adam_beta2"),
@@ -139,7 +147,9 @@ def _named(
 
 def _off(key: str, *arguments: str) -> SharedSetting:
     """Return the row of a technique whose counterparts upstream stay off, as both at once would do the work twice."""
-    return SharedSetting(key, lambda recipe: dict.fromkeys(arguments, False), "technique")
+    return SharedSetting(
+        key, lambda recipe: dict.fromkeys(arguments, False), "technique", follows_default=True
+    )
 
 
 def _batch(recipe: Recipe) -> Fields:
