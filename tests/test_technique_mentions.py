@@ -21,7 +21,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "lowmem_ft"
 
-AT_MOST = 9
+AT_MOST = 8
 
 
 @dataclass(frozen=True)
