@@ -105,7 +105,8 @@ def plan(
     upper end of its range, with enough headroom not to be tight, over load, steps, evaluation and saving.
 
     The same arguments give the same plan. A search that ran to its end (``MemoryPlan.is_proven``) has found the best of
-    all combinations, so that a larger budget is never slower; one that ended earlier reports what it left.
+    all combinations, and is never slower than one in a smaller budget; one that ended earlier may be, by something that
+    it reports as left (see ``planner/search.py``).
 
     Args:
         recipe: the starting point; its values that do not concern memory do not change.

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lowmem_ft.planner import planning
 from lowmem_ft.planner.ranking import Beliefs, Prior
 from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
 
@@ -271,6 +272,7 @@ class Products:
         share_that_fits: of all combinations.
         effort_of_first: of an estimate, by the choice in the first dimension.
         gives_up: whether the choice in the first dimension decides before the seconds do.
+        roughness: standard deviation of what the logarithm of the seconds has of each combination alone.
     """
 
     def __init__(
@@ -281,14 +283,15 @@ class Products:
         share_that_fits: float = 0.3,
         effort_of_first: tuple[float, ...] | None = None,
         gives_up: bool = False,
+        roughness: float = 0.0,
     ) -> None:
         random = np.random.default_rng(seed)
         self.sizes = sizes
         self.choices_ND = np.array(list(itertools.product(*map(range, sizes))), dtype=np.int64)
         self.seconds = self._product([np.exp(random.normal(0, 0.2, size)) for size in sizes])
         self.device = self._product([np.exp(random.normal(0, 0.7, size)) for size in sizes]) * 2**30
-        self.limits = Limits(device_bytes=float(np.quantile(self.device, share_that_fits)))
-        self.fits = self.device <= self.limits.device_bytes
+        self.seconds = self.seconds * np.exp(random.normal(0, roughness, len(self.choices_ND)))
+        self.allow(share_that_fits)
         nothing = np.zeros(len(self.choices_ND))
         self.before = self.choices_ND[:, 0] if gives_up else nothing.astype(np.int64)
         self.candidates = Candidates(
@@ -301,6 +304,11 @@ class Products:
             host_bytes_N=nothing,
         )
         self._effort_of_first = effort_of_first or (1.0,) * sizes[0]
+
+    def allow(self, share_that_fits: float) -> None:
+        """Set the limit so that this share of all combinations fits."""
+        self.limits = Limits(device_bytes=float(np.quantile(self.device, share_that_fits)))
+        self.fits = self.device <= self.limits.device_bytes
 
     def _product(self, of_choices: list[np.ndarray]) -> np.ndarray:
         return np.prod([of[self.choices_ND[:, place]] for place, of in enumerate(of_choices)], axis=0)
@@ -336,7 +344,10 @@ class Products:
             nearest_tried=nearest_tried,
             simpler_tried=simpler_tried,
         )
-        return search.run(0)
+        search.run(0)
+        if simpler_tried:
+            search.look_around()
+        return search.conclude()
 
 
 def test_what_it_learns_leads_to_the_best_soon():
@@ -461,3 +472,49 @@ def test_it_says_what_it_will_ask_next_and_asks_the_same():
         for number, guess in enumerate(guesses):
             assert guess not in guessing.asked[: number + 1], "what is known is no guess"
     assert guessed_rightly > asked_in_all / 4
+
+
+def plans_in_growing_budgets(
+    seed: int, roughness: float, max_effort: float | None
+) -> list[tuple[Searched, float]]:
+    """Return searches as plans make them, from the smallest budget, with the seconds of the best; infinite if none."""
+    made_up = Products(seed, (4, 3, 3, 3), roughness=roughness)
+    plans: list[tuple[Searched, float]] = []
+    for share in np.linspace(0.05, 0.9, 8):
+        made_up.allow(float(share))
+        promise = planning.LEAST_PROMISE if max_effort is not None else 0.0
+        tried = {"nearest_tried": planning.NEAREST_TRIED, "simpler_tried": planning.SIMPLER_TRIED}
+        found = made_up.searched(max_effort=max_effort, least_promise=promise, **tried)
+        plans.append((found, math.inf if found.best is None else found.needs[found.best].seconds))
+    return plans
+
+
+def slower_with_more(plans: Sequence[tuple[Searched, float]]) -> list[tuple[Searched, float]]:
+    """Return each search whose best is slower than that of a smaller budget, with the seconds of that."""
+    before = itertools.accumulate((seconds for _, seconds in plans), min)
+    return [
+        (found, least) for (found, seconds), least in zip(plans[1:], before, strict=False) if seconds > least
+    ]
+
+
+@pytest.mark.parametrize(
+    "roughness, max_effort",
+    [(0.0, planning.MAX_EFFORT), (0.02, planning.MAX_EFFORT), (0.05, None)],
+    ids=str,
+)
+def test_more_memory_is_no_slower_where_knobs_multiply_or_the_search_runs_to_its_end(roughness, max_effort):
+    for seed in range(10 if max_effort is not None else 2):
+        assert not slower_with_more(plans_in_growing_budgets(seed, roughness, max_effort)), seed
+
+
+def test_a_search_that_ended_early_and_is_slower_than_one_with_less_memory_says_that_it_may_be():
+    """On surfaces that no model of choices predicts, where it happens: what is faster is among what it says it left."""
+    num_slower = num_plans = 0
+    for seed in range(10):
+        plans = plans_in_growing_budgets(seed, 0.05, planning.MAX_EFFORT)
+        num_plans += len(plans)
+        for found, faster_seconds in slower_with_more(plans):
+            num_slower += 1
+            assert found.left > 0
+            assert found.left_seconds <= faster_seconds
+    assert 0 < num_slower < num_plans / 4
