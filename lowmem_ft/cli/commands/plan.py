@@ -18,9 +18,9 @@ from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     Once,
     add_overwrite,
+    file_problems,
     gpu_problems,
     split_recipe,
-    write_problem,
 )
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import may_have_gpu
@@ -63,8 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     parser = _parser()
     arguments = list(sys.argv[1:] if argv is None else argv)
-    options, others = parser.parse_known_args(arguments)
-    raise_problems(parser.misspelt(others))
+    options, others = parser.parse_options(arguments)
     recipe_name, settings = split_recipe(others, "A plan")
     _check(options)
 
@@ -218,16 +217,9 @@ def _check(options: argparse.Namespace) -> None:
         )
     if options.max_gpus is not None and not options.max_gpus.isdecimal():
         problems.append(f"--max-gpus is a number of GPUs, got {options.max_gpus}.")
-    for name in ("write", "json"):
-        file = getattr(options, name)
-        if file is None or (name, file) == ("json", "-"):
-            continue
-        problem = write_problem(name, file, Path(file), overwrite=options.overwrite)
-        problems += [problem] if problem else []
+    problems += file_problems(options, "write", "json")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
         problems.append(f"--write names a recipe file, which ends in .yaml, got {options.write}.")
-    if options.write is not None and options.json is not None and options.write == options.json:
-        problems.append(f"--write and --json need different files, got {options.write} for both.")
     raise_problems(problems)
 
 

@@ -9,7 +9,6 @@ import logging
 import shlex
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
@@ -21,15 +20,11 @@ from lowmem_ft.cli.estimating.estimate_options import (
     CPU,
     Once,
     add_overwrite,
+    file_problems,
     gpu_problems,
-    write_problem,
+    split_recipe,
 )
-from lowmem_ft.foundation.errors import (
-    EXIT_DOES_NOT_FIT,
-    RecipeError,
-    raise_problems,
-    raise_together,
-)
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, raise_problems, raise_together
 from lowmem_ft.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
@@ -71,9 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     parser = _parser()
-    options, others = parser.parse_known_args(arguments)
-    raise_problems(parser.misspelt(others))
-    recipe_name, settings = _split(others)
+    options, others = parser.parse_options(arguments)
+    recipe_name, settings = split_recipe(others, "A rehearsal", model_alone=False)
     _check(options)
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
@@ -183,19 +177,6 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     )
 
 
-def _split(arguments: list[str]) -> tuple[str, list[str]]:
-    choices = [argument for argument in arguments if argument.startswith("recipe=")]
-    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
-    if len(choices) != 1 or choices == ["recipe="]:
-        from lowmem_ft.recipe.reading.recipe_files import meant_by
-
-        raise RecipeError(
-            f"A rehearsal needs one recipe=NAME|PATH, got {' '.join(choices or arguments) or 'nothing'}."
-            f"{meant_by(settings)} `lowmem-ft recipes` lists the names."
-        )
-    return choices[0].partition("=")[2], settings
-
-
 def _check(options: argparse.Namespace) -> None:
     problems = []
     if options.gpu is not None:
@@ -208,10 +189,7 @@ def _check(options: argparse.Namespace) -> None:
         problems += gpu_problems(options.gpu)
     if options.steps is not None and options.steps < 1:
         problems.append(f"--steps is at least 1, got {options.steps}.")
-    if options.json not in (None, "-"):
-        problem = write_problem("json", options.json, Path(options.json), overwrite=options.overwrite)
-        problems += [problem] if problem else []
-    raise_problems(problems)
+    raise_problems([*problems, *file_problems(options, "json")])
 
 
 def _parser() -> Parser:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from lowmem_ft.cli.console.help_formatter import HelpFormatter
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import UserError, raise_problems
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,6 +39,16 @@ class Parser(argparse.ArgumentParser):
                 words.append(word)
         return super().parse_known_args(words, namespace)
 
+    def parse_options(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the options, and the other words, such as settings.
+
+        Raises:
+            UserError: if an option is impossible, or a word was meant as one.
+        """
+        options, others = self.parse_known_args(list(arguments))
+        raise_problems(self._misspelt(others))
+        return options, others
+
     def error(self, message: str) -> NoReturn:  # noqa: D102
         raise UserError(f"{message[0].upper()}{message[1:]}. `{self.prog} --help` shows its arguments.")
 
@@ -46,11 +56,11 @@ class Parser(argparse.ArgumentParser):
         """Print the help, and fail if it cannot be written, which argparse ignores."""
         print(self.format_help(), file=file or sys.stdout, end="")
 
-    def misspelt(self, others: Sequence[str]) -> list[str]:
+    def _misspelt(self, others: Sequence[str]) -> list[str]:
         """Return problems with words that are not options but were meant as one: ``--gpus l4``, ``gpu=l4``.
 
         Args:
-            others: the words that :meth:`parse_known_args` has left; recipe keys may be among them.
+            others: the words that :meth:`parse_options` has left; recipe keys may be among them.
 
         Returns:
             A sentence for each.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,8 +54,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, lis
         UserError: if an option is impossible, or there is neither a recipe nor a model.
     """
     parser = _parser()
-    options, others = parser.parse_known_args(list(arguments))
-    raise_problems(parser.misspelt(others))
+    options, others = parser.parse_options(arguments)
     if options.steps is not None:
         raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
     recipe_name, settings = split_recipe(others)
@@ -120,12 +119,15 @@ def _problem_beside_script(word: str) -> str:
     return f"--script takes the script's own arguments after `--`, got {word} before it. Write `-- {word}`."
 
 
-def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str | None, list[str]]:
+def split_recipe(
+    arguments: Sequence[str], what: str = "An estimate", *, model_alone: bool = True
+) -> tuple[str | None, list[str]]:
     """Return the recipe's name or path, None if the settings name a model instead; and the settings.
 
     Args:
         arguments: as typed, without options.
-        what: the thing that needs one of the two, for the error.
+        what: the thing that needs a recipe, for the error.
+        model_alone: whether a model without a recipe is enough.
 
     Raises:
         RecipeError: if there is neither, or more than one recipe.
@@ -133,13 +135,16 @@ def split_recipe(arguments: list[str], what: str = "An estimate") -> tuple[str |
     choices = [argument for argument in arguments if argument.startswith("recipe=")]
     settings = [argument for argument in arguments if not argument.startswith("recipe=")]
     names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
-    if choices == ["recipe="] or len(choices) > 1 or (not choices and not names_model):
+    if choices == ["recipe="] or len(choices) > 1 or (not choices and not (model_alone and names_model)):
         from lowmem_ft.recipe.reading.recipe_files import meant_by
 
         seen = " ".join(choices or arguments) or "nothing"
+        or_model, lists = (
+            (", or model=NAME", " and `lowmem-ft models` list") if model_alone else ("", " lists")
+        )
         raise RecipeError(
-            f"{what} needs one recipe=NAME|PATH, or model=NAME, got {seen}.{meant_by(settings)} "
-            "`lowmem-ft recipes` and `lowmem-ft models` list the names."
+            f"{what} needs one recipe=NAME|PATH{or_model}, got {seen}.{meant_by(settings)} `lowmem-ft recipes`{lists} "
+            "the names."
         )
     return (choices[0].partition("=")[2] if choices else None), settings
 
@@ -150,8 +155,8 @@ def _check(options: argparse.Namespace) -> None:
         options.gpu = options.gpu.strip()
         if options.gpu.lower() in (ALL_GPUS, CPU):
             options.gpu = options.gpu.lower()
-    problems = [*gpu_problems(options.gpu), *_file_problems(options)]
-    raise_problems(problems)
+    files = file_problems(options, "json", "plot", "snapshot")
+    raise_problems([*gpu_problems(options.gpu), *files, *_picture_problems(options)])
     if options.plot is not None:
         from lowmem_ft.reports.plots.memory_plot import check_plot_path
 
@@ -177,41 +182,42 @@ def gpu_problems(gpu: str | None) -> Sequence[str]:
     return ()
 
 
-def _file_problems(options: argparse.Namespace) -> list[str]:
-    files = {name: getattr(options, name) for name in ("json", "plot", "snapshot")}
-    problems: list[str] = []
-    options_by_file: dict[Path, str] = {}
-    for name, file in files.items():
-        if file is None or (name, file) == ("json", "-"):
-            continue
-        path = Path(file)
-        problem = write_problem(name, file, path, overwrite=options.overwrite)
-        if problem is None and path.absolute() in options_by_file:
-            other = options_by_file[path.absolute()]
-            problem = f"--{other} and --{name} need different files, got {file} for both. Name another."
-        options_by_file[path.absolute()] = name
-        problems += [problem] if problem else []
-        if name == "snapshot" and path.suffix != ".pickle":
-            problems.append(f"--snapshot writes a .pickle, got {file}. Name it {path.stem}.pickle.")
-        if name != "json" and options.gpu == ALL_GPUS:
-            problems.append(f"--{name} shows one GPU, got --gpu all. Name one, such as --gpu rtx-4090.")
-    if options.snapshot is not None and options.gpu == CPU:
-        problems.append(NO_SNAPSHOT_OF_CPU)
-    return problems
+def _picture_problems(options: argparse.Namespace) -> Iterator[str]:
+    snapshot = options.snapshot
+    if snapshot is not None and Path(snapshot).suffix != ".pickle":
+        yield f"--snapshot writes a .pickle, got {snapshot}. Name it {Path(snapshot).stem}.pickle."
+    for name in ("plot", "snapshot"):
+        if getattr(options, name) is not None and options.gpu == ALL_GPUS:
+            yield f"--{name} shows one GPU, got --gpu all. Name one, such as --gpu rtx-4090."
+    if snapshot is not None and options.gpu == CPU:
+        yield NO_SNAPSHOT_OF_CPU
 
 
 NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
 
 
-def write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str | None:
-    """Return why a file could not be written; None if no reason is known.
+def file_problems(options: argparse.Namespace, *names: str) -> Iterator[str]:
+    """Yield why files could not be written, as far as that is known.
 
     Args:
-        name: the option's name.
-        file: as typed.
-        path: the same, as a path.
-        overwrite: whether ``--overwrite`` allows replacing an existing file; an empty file counts as none.
+        options: the command's, ``--overwrite`` among them.
+        names: the options that name files to write; ``--json -`` is stdout.
     """
+    option_by_file: dict[Path, str] = {}
+    for name in names:
+        file = getattr(options, name)
+        if file is None or (name, file) == ("json", "-"):
+            continue
+        path = Path(file)
+        other = option_by_file.setdefault(path.absolute(), name)
+        if problem := _write_problem(name, file, path, overwrite=options.overwrite):
+            yield problem
+        elif other != name:
+            yield f"--{other} and --{name} need different files, got {file} for both. Name another."
+
+
+def _write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str | None:
+    """Return why a file could not be written; an empty one may be replaced without ``--overwrite``."""
     if path.is_dir():
         return f"--{name} names a file, got the folder {file or repr(file)}. Name a file in it."
     parent = path.absolute().parent
