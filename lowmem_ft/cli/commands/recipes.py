@@ -6,11 +6,8 @@ import sys
 from collections.abc import Sequence
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.reports.text.wrapping import filled
-
-COLUMNS = 80
-INDENT = 16
 
 
 @explains_user_errors
@@ -43,13 +40,14 @@ def _print_list() -> None:
     """Print each recipe with what it needs on the GPU that it names, and its description, indented below."""
     from lowmem_ft.recipe import load_recipe, shipped_recipes
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+    from lowmem_ft.reports.text.document import Pairs
 
     needs = needs_of_shipped_recipes()
-    for name in shipped_recipes():
-        print(f"{name:<{INDENT}}{needs.get(name, 'not estimated')}")
-        indent = " " * INDENT
-        text = load_recipe(name).description or ""
-        print("\n".join(filled(text, COLUMNS, indent=indent)))
+    rows = [
+        (name, f"{needs.get(name, 'not estimated')}\n{load_recipe(name).description or ''}")
+        for name in shipped_recipes()
+    ]
+    Output().add(Pairs(rows, indent=0))
 
 
 def _parser() -> Parser:
