@@ -26,7 +26,8 @@ class PlannersOutlook:
     def cannot_fit(self, recipe: Recipe) -> bool:
         """Return whether a lower bound exceeds the memory that there is."""
         parts = bounds.parts_of(recipe, self.target.shape)
-        return any(self.target.limits.missing(bounds.device_bytes(parts, self.gpu), bounds.host_bytes(parts)))
+        needed = bounds.device_bytes(parts, self.gpu), bounds.host_bytes(parts)
+        return any(self.target.limits.missing(*map(float, needed)))
 
     def should_fit(self, recipe: Recipe) -> bool:
         """Return whether the expected bytes, with headroom, are there."""

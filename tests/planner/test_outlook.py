@@ -1,0 +1,17 @@
+"""Bounds and expectations of single recipes, as searches that estimate little ask for them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from lowmem_ft.budget import Budget
+from lowmem_ft.planner.outlook import outlook_for
+
+
+def test_a_recipe_cannot_fit_below_its_bound_and_should_fit_where_there_is_plenty(make_recipe):
+    recipe = make_recipe()
+    for device, cannot, should in (("256MiB", True, False), ("16GiB", False, True)):
+        outlook = outlook_for(dataclasses.replace(recipe, budget=Budget(device=device, host="32GiB")), "l4")
+        assert outlook is not None
+        assert (outlook.cannot_fit(recipe), outlook.should_fit(recipe)) == (cannot, should), device
+    assert outlook_for(recipe, "cpu") is None
