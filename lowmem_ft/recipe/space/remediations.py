@@ -90,7 +90,8 @@ class Remediation:
         """Return a sort key of the change's price: its cost, then its fidelity; other mathematics is most expensive."""
         effects = self._effects(recipe)
         if any(effect.fidelity == "other mathematics" for effect in effects):
-            return len(COSTS), max(OFFERED.index(effect.consent) for effect in effects if effect.consent)
+            given_up = [OFFERED.index(effect.consent) for effect in effects if effect.consent]
+            return len(COSTS), max(given_up, default=len(OFFERED))
         return (
             max(COSTS.index(effect.cost) for effect in effects),
             max(FIDELITIES.index(effect.fidelity) for effect in effects),
