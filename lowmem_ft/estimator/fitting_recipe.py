@@ -6,6 +6,7 @@ import contextlib
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.estimator.changes import Outlook
 from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
@@ -39,7 +40,7 @@ class ShippedRecipe:
 
 
 def shipped_recipe_that_fits(
-    recipe: Recipe, gpu: str | None, *, kept: KeptTraces | None = None
+    recipe: Recipe, gpu: str | None, *, kept: KeptTraces | None = None, outlook: Outlook | None = None
 ) -> ShippedRecipe | None:
     """Return the first shipped recipe for such a GPU that fits there with a recipe's model, by its estimate.
 
@@ -47,15 +48,20 @@ def shipped_recipe_that_fits(
         recipe: the recipe that does not fit: its model, whether all of it is trained, and the budget.
         gpu: the device, as for ``estimate_memory``.
         kept: traces made before, as for ``estimate_memory``.
+        outlook: bounds of the model on the device, which exclude recipes without an estimate; None: estimates alone.
 
     Returns:
         The recipe; None if none of those tried fits, or the device is a processor.
     """
     chosen, _ = choose_gpu(gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
-    for shipped in [] if chosen is None else made_for(chosen, recipe)[:MOST_TRIED]:
+    num_tried = 0
+    for shipped in [] if chosen is None else made_for(chosen, recipe):
         name, *settings = shipped.settings
         with contextlib.suppress(UserError):  # such as a model that one of its techniques does not support
             candidate = load_recipe(name.removeprefix("recipe="), settings)
+            if num_tried == MOST_TRIED or (outlook is not None and outlook.cannot_fit(candidate)):
+                continue
+            num_tried += 1
             estimate = estimate_memory(candidate, gpu, budget=recipe.budget, kept=kept)
             if estimate.fits:
                 return ShippedRecipe(settings=shipped.settings, trains=shipped.trains, estimate=estimate)

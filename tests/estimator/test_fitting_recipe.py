@@ -38,6 +38,29 @@ def test_the_first_that_fits_on_the_card_within_the_budget(asked):
     assert found.to_json()["settings"] == [*found.settings]
 
 
+class Excluding:
+    """Bounds that exclude recipes by name."""
+
+    def __init__(self, *names):
+        self.names = names
+
+    def cannot_fit(self, recipe):
+        return recipe.name in self.names
+
+    def should_fit(self, recipe):
+        return False
+
+
+def test_what_bounds_exclude_takes_no_estimate_and_no_turn(asked):
+    fits, names = asked
+    fits |= {"8b-8gb": True, "8b-16gb": False, "8b-24gb": True}
+    outlook = Excluding("8b-24gb", "8b-16gb")
+    found = shipped_recipe_that_fits(load_recipe("7b-bf16", ["budget=9GiB"]), "rtx-4090", outlook=outlook)
+    assert found is not None
+    assert found.settings[0] == "recipe=8b-8gb"
+    assert not {"8b-24gb", "8b-16gb"} & {name for name, _, _ in names}
+
+
 def test_none_is_told_that_does_not_fit_or_cannot_run(asked):
     fits, names = asked
     fits |= {"8b-24gb": False}

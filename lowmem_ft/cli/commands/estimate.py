@@ -263,7 +263,7 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
     with stops_remembered() as raise_if_stopped:
         try:
             with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):
-                shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept)
+                shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept, outlook=outlook)
             if shipped is not None:
                 tell(shipped)
             with progress_line(f"{_name(recipe)}: searching for changes that make it fit") as say:

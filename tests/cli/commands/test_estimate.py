@@ -275,7 +275,7 @@ def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsy
 
 
 def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estimator, capsys, monkeypatch):
-    def fits(recipe, gpu, *, kept):
+    def fits(recipe, gpu, *, kept, outlook):
         settings = ("recipe=1b-fp16-t4", "model=my models/x")
         return ShippedRecipe(
             settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
