@@ -173,7 +173,7 @@ def _leanest(
         no_flash = f"an architecture that supports it, got {config.model_type}"
     elif no_flash is None and is_virtual(device):
         no_flash = (
-            "the package flash-attn, which the machine of the run may not have; set {_KEY}=flash_attention_2 to rely "
+            f"the package flash-attn, which the machine of the run may not have; set {_KEY}=flash_attention_2 to rely "
             "on it"
         )
     elif no_flash is None and not is_flash_attn_2_available():

@@ -117,7 +117,7 @@ def test_auto_takes_eager_where_the_architecture_has_nothing_else():
 def test_a_request_that_can_be_met_is_met(requested):
     choice = choose(requested)
     assert choice.implementation == requested
-    assert choice.reason == "asked for by model.attn_implementation"
+    assert choice.reason == "requested by model.attn_implementation"
 
 
 @pytest.mark.usefixtures("flash_attn_missing")

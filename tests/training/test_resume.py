@@ -189,7 +189,7 @@ def test_an_incomplete_checkpoint_is_never_picked_up(tiny, tmp_path):
     run = tmp_path / "run"
     train(tiny(*SHORT, output_dir=run))
     (run / "checkpoint-8" / "checkpoint.json").unlink()
-    with pytest.raises(CheckpointError, match=r"no complete checkpoint.*next to it is .*checkpoint-4"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint.*next to it is .*checkpoint-4"):
         RunFolder.open(tiny(f"training.resume_from_checkpoint={run / 'checkpoint-8'}", output_dir=run))
     assert RunFolder.open(tiny("training.resume_from_checkpoint=auto", output_dir=run)).resume_from == (
         run / "checkpoint-4"

@@ -258,7 +258,7 @@ def test_names_that_match_no_layer_are_all_named_with_the_nearest():
         enable_lora(tiny_model(), lora(target_modules=("q_proj", "upproj", "norm")))
     assert len(error.value.problems) == 2
     assert "has no linear layer 'upproj'. Did you mean `up_proj`" in str(error.value)
-    assert "called 'norm'" in str(error.value)
+    assert "linear layer 'norm'" in str(error.value)
 
 
 def test_bad_values_explain_themselves_all_at_once():
