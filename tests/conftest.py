@@ -12,6 +12,8 @@ from types import SimpleNamespace
 
 # Before any HuggingFace import: tests never ask a hub.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.pop("COLUMNS", None)  # pytest imports readline, which sets it for the processes that it starts
+os.unsetenv("COLUMNS")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Nor do they read what this user has traced, or leave anything with it.
 os.environ["LOWMEM_FT_TRACE_CACHE"] = "off"

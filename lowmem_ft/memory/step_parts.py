@@ -44,7 +44,7 @@ class Held(NamedTuple):
     disk: float = 0.0
     link: float = 0.0
 
-    def times(self, share: float) -> Held:
+    def scaled(self, share: float) -> Held:
         """Return a share of it."""
         return Held(*(share * of for of in self))
 

@@ -18,7 +18,7 @@ _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 
 
 def _quantized(held: Held, value: str, step: StepFacts) -> Held:
-    return held.times(_QUANTIZED_BYTES.get(value, step.weight_itemsize) / step.weight_itemsize)
+    return held.scaled(_QUANTIZED_BYTES.get(value, step.weight_itemsize) / step.weight_itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)

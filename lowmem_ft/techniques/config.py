@@ -25,11 +25,11 @@ SMALLEST_OFFLOADED_BYTES = 64 * 1024
 
 def _inputs_of_checkpointed(held: Held, mode: str, step: StepFacts) -> Held:
     """Leave out what selective checkpointing keeps: nothing with dropout or without a fused attention kernel."""
-    return held.times(step.share_checkpointed)
+    return held.scaled(step.share_checkpointed)
 
 
 def _activations_of_others(held: Held, mode: str, step: StepFacts) -> Held:
-    return held.times(1.0 - step.share_checkpointed)
+    return held.scaled(1.0 - step.share_checkpointed)
 
 
 def _inputs_on_host(held: Held, which: str, step: StepFacts) -> Held:
@@ -61,15 +61,15 @@ def _on_disk(held: Held, folder: str | None, step: StepFacts) -> Held:
 
 
 def _of_all_micro_batches(held: Held, order: str, step: StepFacts) -> Held:
-    return held.times(step.num_micro_batches) if order == "vertical" else held
+    return held.scaled(step.num_micro_batches) if order == "vertical" else held
 
 
 def _summed_in_weights_type(held: Held, dtype: str, step: StepFacts) -> Held:
-    return held.times(step.weight_itemsize / 4) if dtype == "weights" else held
+    return held.scaled(step.weight_itemsize / 4) if dtype == "weights" else held
 
 
 def _share_of_rank(held: Held, strategy: str | None, step: StepFacts) -> Held:
-    return held.times(1 / step.num_processes) if strategy == "fsdp2" else held
+    return held.scaled(1 / step.num_processes) if strategy == "fsdp2" else held
 
 
 def _gathered(held: Held, reshards: bool | None, step: StepFacts) -> Held:

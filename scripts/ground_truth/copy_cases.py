@@ -132,7 +132,7 @@ def in_small_pieces() -> Iterator[None]:
         mock.patch.object(chunked_optimizer, "CPU_CHUNK_ELEMENTS", 2048),
         mock.patch.object(streamed_embedding, "_CHUNK_ELEMENTS", 2048),
         mock.patch.object(optimizer_in_backward, "_ELEMENTS_AT_ONCE", 1024),
-        mock.patch.object(activation_offload, "SMALLEST_BYTES", 256),
+        mock.patch.object(activation_offload, "SMALLEST_OFFLOADED_BYTES", 256),
     ):
         yield
 

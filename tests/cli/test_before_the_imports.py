@@ -257,7 +257,7 @@ cli cli.console cli.console.exit_codes cli.console.help_formatter cli.console.pa
 foundation.lazy_exports reports reports.text reports.text.wrapping system system.launch_variables system.signals
 """
 ROOMS_OF_A_WRONG_KEY = """
-budget catalog cli data foundation models optimizers recipe reports system techniques training
+budget catalog cli data foundation memory models optimizers recipe reports system techniques training
 """
 PACKAGES_OF_A_WRONG_KEY = {"filelock", "omegaconf", "psutil", "rich", "yaml"}
 

@@ -35,7 +35,8 @@ def test_the_command_prints_a_change_with_which_the_same_command_fits(
     wanted = [*settings, "budget=700MiB", "--gpu", "rtx-4090", "--steps", "1"]
     assert main(["rehearse", *wanted, "--json", str(tmp_path / "found.json"), "--changes"]) == 3
     said = capsys.readouterr().out
-    assert max(map(len, said.partition("Kept in")[0].splitlines())) <= 80
+    lines = [line for line in said.splitlines() if str(tmp_path) not in line]  # paths are never broken
+    assert max(map(len, lines)) <= 80
     (mend,) = json.loads((tmp_path / "found.json").read_text())["mends"]
     assert mend["fits"]
     lines = said.splitlines()

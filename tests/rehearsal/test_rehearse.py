@@ -182,7 +182,7 @@ def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(recip
 
 def test_what_only_values_could_tell_is_no_warning(recipe):
     found = rehearse(recipe("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
-    assert [warning.partition(" beside")[0] for warning in found.warnings] == ["No master weights"]
+    assert [warning.partition(" for ")[0] for warning in found.warnings] == ["No master weights"]
 
 
 def test_a_run_goes_on_from_its_checkpoint(recipe):
@@ -248,6 +248,7 @@ def test_races_are_found_in_a_rehearsal(recipe, monkeypatch):
 
 
 def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     folder = Path("a run")
     settings = [

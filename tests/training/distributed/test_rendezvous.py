@@ -80,10 +80,10 @@ def test_weights_that_one_process_cannot_read_are_told_of_by_all(run_two):
     """They are read long after the processes have met."""
     damaged = """
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.training import accelerate_runtime
+from lowmem_ft.training import run_runtime
 def load_model(*args, **options):
     raise ModelError("model-00002.safetensors ends early.")
-accelerate_runtime.load_model = load_model
+run_runtime.load_model = load_model
 """
     assert_both_end_with(run_two(damaged), "ends early. (Reported by process 1 of 2, on ")
 
