@@ -16,6 +16,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.tensors.live_tensors import live_tensors
 from lowmem_ft.training import evaluation, loop, train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
@@ -272,13 +273,12 @@ def test_an_error_inside_an_update_ends_the_run_with_all_that_is_known(tiny, tmp
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return step(self)
 
-    living_tensors = diagnosis._living_tensors
-    of_others = {id(tensor) for tensor in living_tensors()}  # tests before this one
+    of_others = {id(tensor) for tensor in live_tensors()}  # tests before this one
 
     def own_tensors():
-        return (tensor for tensor in living_tensors() if id(tensor) not in of_others)
+        return (tensor for tensor in live_tensors() if id(tensor) not in of_others)
 
-    monkeypatch.setattr(diagnosis, "_living_tensors", own_tensors)
+    monkeypatch.setattr(diagnosis, "live_tensors", own_tensors)
     step = ChunkedOptimizer.step
     monkeypatch.setattr(ChunkedOptimizer, "step", full)
     with pytest.raises(DoesNotFitError) as raised:
