@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import choose_gpu
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.candidates import expected_bytes
 from lowmem_ft.planner.plan_target import Target
@@ -35,11 +37,19 @@ class PlannersOutlook:
 
 
 def outlook_for(recipe: Recipe, gpu: str | Gpu | None) -> PlannersOutlook | None:
-    """Return the outlook of a recipe's variants on a device; None for a processor, of which no bounds are known.
+    """Return the outlook of a recipe's variants on a device, or None: then estimates alone decide.
+
+    A processor has no known bounds, and a budget that a plan refuses is left to an estimate, which shows how much it
+    lacks.
 
     Args:
         recipe: a recipe of the model, with the budget.
         gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
     """
-    target = Target.of(recipe, gpu)
-    return None if target.gpu is None else PlannersOutlook(target=target, gpu=target.gpu)
+    chosen, _ = choose_gpu(gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    if chosen is None:
+        return None
+    try:
+        return PlannersOutlook(target=Target.of(recipe, gpu), gpu=chosen)
+    except UserError:
+        return None
