@@ -241,5 +241,5 @@ def test_model_without_decoder_layers_is_named():
     model = AutoModelForCausalLM.from_config(
         hf.CTRLConfig(vocab_size=64, n_embd=16, n_layer=1, n_head=2, dff=16, n_positions=16)
     )
-    with pytest.raises(ModelError, match=r"CTRLLMHeadModel has none. .*checkpointing.mode=none"):
+    with pytest.raises(ModelError, match=r"CTRLLMHeadModel does not have them. .*checkpointing.mode=none"):
         enable_checkpointing(model, CheckpointingConfig(mode="full"))

@@ -60,7 +60,7 @@ def test_a_kernel_that_computes_something_else_is_not(found, caplog):
     with caplog.at_level(logging.WARNING):
         for formats in ("one", "other"):
             assert not uses_kernel("auto", GPU, formats, trial_of(found))
-    assert caplog.text.count("computes another weight") == 1
+    assert caplog.text.count("computes a different weight") == 1
 
 
 def test_one_that_does_not_compile_is_told_once(caplog):
