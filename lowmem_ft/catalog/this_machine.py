@@ -40,7 +40,8 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
     nearest = min(load_gpus().values(), key=distance)
     sources = dict(nearest.sources)
     if not is_namesake(nearest):
-        sources["context_mib"] = f"assumed: that of {nearest.name}"
+        # Gpu.context_is_estimate reads this first word.
+        sources["context_mib"] = f"estimate: that of {nearest.name}"
     return dataclasses.replace(
         nearest,
         full_name=properties.name,
