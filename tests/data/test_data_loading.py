@@ -132,7 +132,7 @@ def test_answers_that_many_examples_lose_are_a_warning_with_the_length_that_hold
     caplog.clear()
     all_examples(load(path, max_length=80, streaming=streaming, packing=packing).train)
     assert warnings_of(caplog) == []  # one of 20 is no more than 5 %
-    assert "cut 1 of 20 (5.0%) at data.max_length" in caplog.text
+    assert "truncated 1 of 20 (5.0%) at data.max_length" in caplog.text
 
 
 def test_the_length_that_is_suggested_is_one_that_the_model_takes(write_jsonl, load, caplog):

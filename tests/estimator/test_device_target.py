@@ -99,7 +99,7 @@ def test_what_others_hold_cannot_be_had():
 
 
 def test_a_budget_beyond_the_device_is_said():
-    assert "14.6 GiB that t4 has, as budget.device=24GiB is more" in budget_beyond(
+    assert "14.6 GiB that t4 has, because budget.device=24GiB is more" in budget_beyond(
         find_gpu("t4"), Budget(device="24GiB")
     )
     assert budget_beyond(find_gpu("rtx-4090"), Budget(device="24GiB")) == ""

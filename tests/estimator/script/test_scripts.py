@@ -112,7 +112,7 @@ def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
     )
     found = estimate_script(name, ["--lr", "1e-4"], gpu="t4")
     assert found.steps == 2
-    assert "steps: the script ended after 2, of 3 asked for" in found.estimate.choices
+    assert "steps: the script ended after 2 of 3 requested" in found.estimate.choices
     names = sorted(path.name for path in tmp_path.rglob("*") if path.name != name)
     assert (names, dict(os.environ), builtins.open, sys.stdin, sys.argv) == before
     assert (tmp_path / "kept.txt").read_text() == "old"
