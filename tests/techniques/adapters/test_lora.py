@@ -250,7 +250,7 @@ def test_chosen_layers_get_adapters_and_others_do_not(caplog):
         "model.layers.1.self_attn.q_proj",
         "model.layers.1.mlp.down_proj",
     }
-    assert "LoRA of rank 4 beside 3 linear layers (down_proj, q_proj)" in caplog.text
+    assert "LoRA of rank 4 on 3 linear layers (down_proj, q_proj)" in caplog.text
 
 
 def test_names_that_match_no_layer_are_all_named_with_the_nearest():

@@ -60,5 +60,5 @@ def test_two_stacks_are_refused_by_name():
 
 
 def test_no_stack_is_refused():
-    with pytest.raises(ModelError, match="Linear has none"):
+    with pytest.raises(ModelError, match="Linear does not have them"):
         decoder_layers(nn.Linear(2, 2))
