@@ -83,7 +83,7 @@ def test_a_damaged_one_is_named_and_passed_over(run, going_on, damage, caplog):
     DAMAGES[damage](run / "checkpoint-2")
     assert RunFolder.open(going_on).resume_from == run / "checkpoint-1"
     assert f"{run / 'checkpoint-2'} is " in caplog.text
-    with pytest.raises(CheckpointError, match=r"checkpoint-2 is (damaged|no complete checkpoint)"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-2 is (damaged|not a complete checkpoint)"):
         read_manifest(run / "checkpoint-2")
 
 

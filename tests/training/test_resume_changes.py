@@ -122,7 +122,9 @@ def test_going_back_in_the_same_folder_must_be_asked_for(tiny, metrics, tmp_path
     train(tiny(*SHORT, "training.save_total_limit=null", output_dir=run))
     losses = metrics(run)
     back = (*SHORT, f"training.resume_from_checkpoint={run / 'checkpoint-2'}")
-    with pytest.raises(UserError, match=r"not the newest of its run, checkpoint-6 is.*overwrite_output_dir"):
+    with pytest.raises(
+        UserError, match=r"not the newest of its run, which is checkpoint-6.*overwrite_output_dir"
+    ):
         train(tiny(*back, output_dir=run))
     assert checkpoints(run) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     train(tiny(*back, "training.overwrite_output_dir=true", output_dir=run))

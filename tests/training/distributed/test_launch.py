@@ -40,9 +40,9 @@ def test_processes_are_counted_as_accelerate_does(told, on_gpu, on_cpu):
 @pytest.mark.parametrize(
     "told,said",
     [
-        ({"WORLD_SIZE": "two"}, "sets WORLD_SIZE to a whole number, got 'two'"),
-        ({**TWO, "LOCAL_RANK": "x"}, "sets LOCAL_RANK to a whole number, got 'x'"),
-        ({**TWO, "LOCAL_WORLD_SIZE": "1.5"}, "sets LOCAL_WORLD_SIZE to a whole number, got '1.5'"),
+        ({"WORLD_SIZE": "two"}, "must set WORLD_SIZE to a whole number, got 'two'"),
+        ({**TWO, "LOCAL_RANK": "x"}, "must set LOCAL_RANK to a whole number, got 'x'"),
+        ({**TWO, "LOCAL_WORLD_SIZE": "1.5"}, "must set LOCAL_WORLD_SIZE to a whole number, got '1.5'"),
         ({**TWO, "RANK": "2"}, "got RANK=2 with WORLD_SIZE=2"),
         ({**TWO, "LOCAL_RANK": "3", "RANK": "1"}, "got LOCAL_RANK=3 with LOCAL_WORLD_SIZE=2"),
         ({"LOCAL_RANK": "1"}, "got LOCAL_RANK=1 with LOCAL_WORLD_SIZE=1"),
@@ -57,7 +57,7 @@ def test_a_variable_that_is_no_number_is_a_line_and_no_traceback(monkeypatch, ca
     monkeypatch.setenv("LOCAL_RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main(["recipe=tiny", "training.use_cpu=true"]) == 2
-    assert capsys.readouterr().err.count("error: A launcher sets WORLD_SIZE to a whole number") == 1
+    assert capsys.readouterr().err.count("error: The launcher must set WORLD_SIZE to a whole number") == 1
 
 
 def test_the_environment_is_read_after_datasets_has_replaced_it(monkeypatch):

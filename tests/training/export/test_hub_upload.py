@@ -17,7 +17,7 @@ UPLOAD = ("training.max_steps=2", "training.push_to_hub=true", "training.hub_mod
 
 
 def test_a_hub_out_of_reach_is_noticed_before_the_first_step(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"out of reach.*hf upload"):
+    with pytest.raises(UserError, match=r"cannot be reached.*hf upload"):
         train(tiny(*UPLOAD, output_dir=tmp_path / "run"))
     assert not (tmp_path / "run").exists()
 

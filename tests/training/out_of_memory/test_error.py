@@ -129,7 +129,7 @@ def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cud
         train(recipe)
     assert "other processes" not in str(alone.value)
     driver.bytes["others"] = 30 * 2**30
-    with pytest.raises(DoesNotFitError, match=r"beside [\d.]+ GiB that other processes hold \(nvidia-smi"):
+    with pytest.raises(DoesNotFitError, match=r"plus [\d.]+ GiB that other processes hold \(nvidia-smi"):
         train(recipe)
 
 

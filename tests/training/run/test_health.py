@@ -133,7 +133,9 @@ def test_a_ruined_checkpoint_of_a_run_that_was_killed_is_set_aside_by_the_run_th
         with pytest.raises(ZeroDivisionError):
             train(tiny(*again, *RUINOUS, output_dir=run))
     assert (run / "checkpoint-3").is_dir()
-    with pytest.raises(UserError, match=rf"step 3, the last that did, .* whole is {run / 'checkpoint-2'}\."):
+    with pytest.raises(
+        UserError, match=rf"step 3, the last that did, .* finite weights is {run / 'checkpoint-2'}\."
+    ):
         train(tiny(*again, output_dir=run))
     assert {folder.name for folder in run.glob("*.suspect")} == {
         "checkpoint-3.suspect",
@@ -153,7 +155,9 @@ def test_ruined_weights_are_not_saved(tiny, tmp_path, monkeypatch):
 
     after_each_step(monkeypatch, ruin_the_second)
     settings = ("training.max_steps=4", "training.save_steps=1", *NO_EVALUATION)
-    with pytest.raises(UserError, match=rf"not finite since step 2 .* whole is {run / 'checkpoint-1'}\."):
+    with pytest.raises(
+        UserError, match=rf"not finite since step 2 .* finite weights is {run / 'checkpoint-1'}\."
+    ):
         train(tiny(*settings, output_dir=run))
     assert [folder.name for folder in run.glob("checkpoint-*")] == ["checkpoint-1"]
 

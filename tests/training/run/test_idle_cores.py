@@ -27,7 +27,7 @@ def test_without_a_launcher_its_flag_is_not_named(monkeypatch, caplog):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     warn_of_idle_cores(2)
     assert caplog.messages == [
-        "Computing on 2 of 8 cores, as OMP_NUM_THREADS=1. To use all, set OMP_NUM_THREADS=4."
+        "Using 2 of 8 cores, because OMP_NUM_THREADS=1. To use all, set OMP_NUM_THREADS=4."
     ]
 
 
