@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims.rng_prims import run_dtensor_rng_op
+from torch._prims import rng_prims
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -502,13 +502,16 @@ class Recorder(TorchDispatchMode):
             self.on_peak(self.live_bytes)
 
 
-@run_dtensor_rng_op.py_impl(Recorder)
 def _run_on_a_part(
     recorder: Recorder, start: int, end: int, operator: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
     """Run an operator that draws random numbers on this rank's part of a ``DTensor``, as torch 2.15 does."""
     with recorder:
         return operator(*args, **kwargs)
+
+
+if hasattr(rng_prims, "run_dtensor_rng_op"):  # since torch 2.13, if not earlier
+    rng_prims.run_dtensor_rng_op.py_impl(Recorder)(_run_on_a_part)
 
 
 def _dispatches_itself(kind: type) -> bool:
