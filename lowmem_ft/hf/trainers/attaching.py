@@ -124,10 +124,10 @@ def attach(
         flags.undo_first(*flags_off(trainer.args))
     try:
         agreement = settled_with(trainer, recipe, kind)
-        if plan is None:
-            _log_differences(agreement)
-        else:
+        if plan is not None:
             agreement.differences.clear()  # the plan's recipe was read from the trainer
+        elif trainer.is_world_process_zero():
+            _log_differences(agreement)
         return _attach(trainer, agreement, kind, flags)
     except BaseException:
         flags.remove()

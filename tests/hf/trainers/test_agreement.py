@@ -77,6 +77,16 @@ def test_the_trainer_has_steps_and_precision_and_the_recipe_its_optimizer_and_cl
     assert group == 0.1
 
 
+def test_one_process_lists_for_all(tmp_path, caplog, monkeypatch):
+    """A warning is printed without any set-up of logging: eight ranks would print it eight times."""
+    trainer, _ = trainer_of(tmp_path)
+    monkeypatch.setattr(trainer, "is_world_process_zero", lambda: False)
+    with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
+        handle = hf.attach(trainer, recipe_of("optimizer.weight_decay=0.1", "data.max_length=64"))
+    assert [one.key for one in handle.differences] == ["optimizer.weight_decay"]
+    assert not [one for one in caplog.records if one.message.startswith(("Recipe and", "Neither"))]
+
+
 def test_what_a_recipe_does_not_set_follows_the_trainer_and_is_not_listed(tmp_path, caplog):
     trainer, _ = trainer_of(tmp_path, fields={"weight_decay": 0.2, "adam_beta2": 0.95, "max_grad_norm": 0.0})
     handle, lines, _ = attached(trainer, recipe_of(), caplog)
