@@ -257,10 +257,15 @@ class Interruption(contextlib.ExitStack):
         super().__init__()
         self.signal_number = 0
         self._first_seconds = 0.0
+        self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
-        self.enter_context(handlers(lambda number, before: self._remember))
+        self.enter_context(handlers(self._new))
         return self
+
+    def _new(self, number: int, before: Any) -> Callable[[int, FrameType | None], Any]:
+        self._before[number] = before or signal.SIG_DFL
+        return self._remember
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -271,5 +276,6 @@ class Interruption(contextlib.ExitStack):
                 signal.Signals(number).name,
             )
         elif now - self._first_seconds > ONE_REQUEST_SECONDS:
-            self.close()
+            for each, before in self._before.items():  # also if other code calls this handler from its own
+                signal.signal(each, before)
             signal.raise_signal(number)

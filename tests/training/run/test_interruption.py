@@ -42,6 +42,19 @@ def test_a_second_signal_ends_the_process_at_once(monkeypatch):
             send(signal.SIGINT)
 
 
+def test_a_second_signal_ends_the_process_behind_a_handler_that_passes_signals_on(monkeypatch):
+    """As libraries do that see signals first and call the handler that they have found."""
+    monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
+    before = signal.getsignal(signal.SIGINT)
+    with Interruption():
+        found = signal.getsignal(signal.SIGINT)
+        signal.signal(signal.SIGINT, lambda number, frame: found(number, frame))
+        send(signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(signals, "ONE_REQUEST_SECONDS", 0.0)
     step, taken = loop.Retries.train_step, []
