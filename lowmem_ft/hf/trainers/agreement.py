@@ -193,8 +193,12 @@ def _take_settings(agreement: Agreement, trainer: Any) -> None:
 def _compare_arguments(agreement: Agreement, row: SharedSetting, fields: Fields, args: Any) -> None:
     """List a difference in a setting that no step depends on; the trainer acts on its own value."""
     key = recipe_keys()[row.key]
-    theirs = {name: plain(getattr(args, name)) for name in fields}
-    other = [f"{name}={as_typed(value)}" for name, value in theirs.items() if value != plain(fields[name])]
+    theirs = {name: getattr(args, name) for name in fields}
+    other = [
+        f"{name}={as_typed(getattr(value, 'value', value))}"
+        for name, value in theirs.items()
+        if plain(value) != plain(fields[name])
+    ]
     if other and key.value_in(agreement.recipe) != key.default:
         agreement.differ(row, ", ".join(other))
 

@@ -44,6 +44,7 @@ DIFFERENT = {
     "training.mixed_precision": ("bf16", "the trainer's no, not the recipe's bf16"),
     "training.num_train_epochs": ("5", "the trainer's num_train_epochs=3.0, not the recipe's 5.0"),
     "training.save_steps": ("7", "the trainer's save_strategy=no, save_steps=500, not the recipe's 7"),
+    "training.save_total_limit": ("3", "the trainer's save_total_limit=null, not the recipe's 3"),
     "training.max_grad_norm": ("null", "the recipe's null, not the trainer's 0.5"),
     "optimizer.weight_decay": ("0.1", "the recipe's 0.1, not the trainer's 0.0"),
     "optimizer.betas": ("[0.9, 0.95]", "the recipe's [0.9, 0.95], not the trainer's [0.9, 0.999]"),
