@@ -143,8 +143,8 @@ def _log_float32(recipe: Recipe, device: torch.device) -> None:
         "" if recipe.checkpointing.mode != "none" else " without checkpointing (checkpointing.mode=full)"
     )
     logger.info(
-        "Weights and products are float32%s: with less memory and faster on %s are training.mixed_precision=bf16, or "
-        "model.dtype=bfloat16 optimizer.master=split24; `lowmem-ft plan` chooses.",
+        "Weights and products are float32%s. On %s training.mixed_precision=bf16, or model.dtype=bfloat16 "
+        "optimizer.master=split24, needs less memory and is faster; `lowmem-ft plan` chooses.",
         checkpointing,
         name_of(device),
     )

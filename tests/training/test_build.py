@@ -18,15 +18,9 @@ ALL_FLOAT32 = "Weights and products are float32"
         (
             "l4",
             ["checkpointing.mode=none"],
-            f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full): with less memory",
+            f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full). On NVIDIA L4 ",
         ),
-        (
-            "l4",
-            [],
-            (
-                f"{ALL_FLOAT32}: with less memory and faster on NVIDIA L4 are training.mixed_precision=bf16, or"
-            ),
-        ),
+        ("l4", [], f"{ALL_FLOAT32}. On NVIDIA L4 training.mixed_precision=bf16, or "),
         ("l4", ["training.mixed_precision=bf16"], None),
         ("t4", [], None),
     ],
