@@ -272,7 +272,7 @@ def _host_words(estimate: MemoryEstimate) -> str:
     words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
     if estimate.processes is not None:
         together = format_bytes(estimate.machine_host_bytes)
-        words += f" for each process; {together} on a machine with {estimate.processes.per_machine}"
+        words += f", for each process; {together} on a machine with {estimate.processes.per_machine}"
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 

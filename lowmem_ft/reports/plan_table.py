@@ -100,7 +100,7 @@ def _headline(plan: MemoryPlan) -> Text:
     else:
         lines.append(
             f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by {estimate.step.bound_by}; what "
-            f"keeps it from being faster, by the {plan.counts.estimated} estimates: "
+            f"keeps it from being faster, according to the {plan.counts.estimated} estimates: "
             f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )
         lines.append(f"{_speed(estimate)}.")
