@@ -283,5 +283,5 @@ def _search_words(plan: MemoryPlan) -> str:
     return (
         f"{words} No combination is left that could be better."
         if plan.fits
-        else (f"{words} No combination is left.")
+        else f"{words} No combination is left."
     )

@@ -58,6 +58,6 @@ def _parser() -> Parser:
     )
     parser.add_argument("recipe", nargs="?", help="a recipe's name or path")
     parser.add_argument(
-        "settings", metavar="key=value", nargs="*", help=("settings that override the recipe's")
+        "settings", metavar="key=value", nargs="*", help="settings that override the recipe's"
     )
     return parser

@@ -269,9 +269,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft estimate",
         usage=_USAGE,
-        description=(
-            "Estimate what a run needs on a GPU: memory by use and phase, time, cost, and whether it fits."
-        ),
+        description="Estimate what a run needs on a GPU: memory by use and phase, time, cost, and whether it fits.",
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )

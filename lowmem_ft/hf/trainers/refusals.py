@@ -142,7 +142,7 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     if optim != getattr(default, "value", default) and BY_HF_NAME.get(optim) != name:
         ours = BY_HF_NAME.get(optim)
         way_out = (
-            f"set optimizer.name={ours} in the recipe" if ours else ("lowmem_ft does not have that optimizer")
+            f"set optimizer.name={ours} in the recipe" if ours else "lowmem_ft does not have that optimizer"
         )
         yield (
             f"TrainingArguments.optim={optim} is not the recipe's optimizer.name={name}. Leave optim out, or "

@@ -159,7 +159,7 @@ def refusals(arrivals: Sequence[RankInfo]) -> Iterator[str]:
 
 def differences(
     arrivals: Sequence[RankInfo],
-    way_out: str = ("Start all processes with the same settings, files and packages."),
+    way_out: str = "Start all processes with the same settings, files and packages.",
 ) -> Iterator[str]:
     """Yield a message for each fact that differs between processes, with the first process in which it differs."""
     first = arrivals[0]

@@ -75,7 +75,7 @@ class RunHealth:
         progress.skipped_steps += 1
         if result.overflow:
             logger.info(
-                ("Step %d skipped: the fp16 loss scale was too high and has been halved."), progress.step
+                "Step %d skipped: the fp16 loss scale was too high and has been halved.", progress.step
             )
             return
         progress.skipped_in_a_row += 1

@@ -163,7 +163,7 @@ class RunFolder:
                 what = (
                     " is not a JSON object"
                     if isinstance(error, ValueError)
-                    else (", is not from a run of lowmem_ft")
+                    else ", is not from a run of lowmem_ft"
                 )
                 raise CheckpointError(
                     f"{file}, line {number}{what}: {line.strip()[:80]!r}. Correct or delete that line."
