@@ -182,7 +182,7 @@ def test_what_it_prints_for_copying_is_quoted(folder, tmp_path, capsys):
     arguments = ["recipe=tiny", f"model={folder}", f"data={data}", KEEP, "budget=10GiB", "--gpu", "l4"]
     assert main(["plan", *arguments, "--write", str(file)]) == 0
     printed = capsys.readouterr().out
-    command, written = printed.partition("Train it:")[2].split("Written: ")
+    command, written = printed.partition("Train it:")[2].split("Written:")
     words = shlex.split(command.replace("\\\n", ""))
     assert words[:2] == ["lowmem-ft", "train"]
     assert {"recipe=tiny", f"data={data}", KEEP} <= {*words}
