@@ -109,10 +109,13 @@ def test_the_command_says_it_in_text_and_json(large, capsys, monkeypatch):
     "settings", [[], ["data.packing=true"], ["model.dtype=bfloat16", "training.mixed_precision=no"]]
 )
 def test_cards_with_bfloat16_share_a_trace(large, settings):
-    """From Ampere to Blackwell: their own traces need the same bytes and the same seconds."""
+    """From Ampere to Blackwell: their own traces need the same bytes and, except for launches, the same seconds.
+
+    Hopper and Blackwell take cuDNN's attention in fewer launches, which show where a fast GPU waits for the host.
+    """
     recipe, _ = on_gpus(recipe_of(large, *settings), "2xl4")
     own, shared = SharedTraces(recipe), SharedTraces(recipe, kind=lambda gpu: gpu.has_bfloat16)
     for name in ("a100-80gb", "a40", "l40s", "h100-80gb", "b200", "rtx-5090"):
         one, other = own.estimate(GPUS[name]), shared.estimate(GPUS[name])
         assert one.process_peak_bytes == other.process_peak_bytes, name
-        assert one.step.seconds == pytest.approx(other.step.seconds), name
+        assert one.step.seconds == pytest.approx(other.step.seconds, rel=0.01), name
