@@ -164,10 +164,8 @@ def test_an_answer_takes_few_estimates(recipe, few_bytes, monkeypatch):
     assert len(made) < 25
 
 
-def test_with_long_traces_a_first_answer_is_enough(recipe, few_bytes, monkeypatch):
-    """And nothing is estimated that gives up the mathematics, where something fits that does not."""
-    few_bytes({"offload.optimizer=host": 60, "offload.activations=inputs": 10}, device=35)
-    monkeypatch.setattr(changes_module, "ENOUGH_EVENTS", 1)
+def recipes_estimated(monkeypatch) -> list[Recipe]:
+    """The recipes that are estimated from here on, in order."""
     made = []
     estimated = changes_module.estimate_memory
 
@@ -176,6 +174,14 @@ def test_with_long_traces_a_first_answer_is_enough(recipe, few_bytes, monkeypatc
         return estimated(changed, *args, **kwargs)
 
     monkeypatch.setattr(changes_module, "estimate_memory", counted)
+    return made
+
+
+def test_with_long_traces_a_first_answer_is_enough(recipe, few_bytes, monkeypatch):
+    """And nothing is estimated that gives up the mathematics, where something fits that does not."""
+    few_bytes({"offload.optimizer=host": 60, "offload.activations=inputs": 10}, device=35)
+    monkeypatch.setattr(changes_module, "ENOUGH_EVENTS", 1)
+    made = recipes_estimated(monkeypatch)
     changes = cheapest_changes(recipe, "l4")
     (change,) = changes.fitting
     assert {"offload.optimizer=host", "offload.activations=inputs"} <= set(change.overrides)
@@ -207,14 +213,7 @@ FREED = {"loss.chunk_tokens=1024": 10, "offload.optimizer=host": 50, "offload.ac
 def test_bounds_and_expectations_save_estimates_and_change_no_answer(recipe, few_bytes, monkeypatch, error):
     few_bytes(FREED, device=40)
     monkeypatch.setattr(changes_module, "ENOUGH_EVENTS", 1)
-    made = []
-    estimated = changes_module.estimate_memory
-
-    def counted(changed: Recipe, *args, **kwargs) -> MemoryEstimate:
-        made.append(changed)
-        return estimated(changed, *args, **kwargs)
-
-    monkeypatch.setattr(changes_module, "estimate_memory", counted)
+    made = recipes_estimated(monkeypatch)
     plain = cheapest_changes(recipe, "l4").fitting
     num_plain = len(made)
     told = cheapest_changes(recipe, "l4", outlook=Known(FREED, 40, error)).fitting
