@@ -85,4 +85,7 @@ def test_a_program_of_another_name_is_no_launcher(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "False")
     parent = types.SimpleNamespace(cmdline=lambda: ["bash", "run.sh", "--num_processes", "2"])
     monkeypatch.setattr(psutil, "Process", lambda: types.SimpleNamespace(parent=lambda: parent))
+    started = []
+    monkeypatch.setattr(os, "execv", lambda program, words: started.append(words))
     start_requested_processes(use_cpu=False)
+    assert started == []
