@@ -17,7 +17,7 @@ from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.examples import (
+from lowmem_ft.data.epoch_rows import (
     Examples,
     MappedExamples,
     StreamedExamples,

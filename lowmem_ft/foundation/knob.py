@@ -87,7 +87,7 @@ Effects = Mapping[Any, Effect] | Effect
 """The effect of each value that has one, or one effect for every value except the one that switches the knob off."""
 
 Leaves = Mapping[Any, Callable[..., Any]]
-"""A statement by part, see ``memory/step_parts.py``."""
+"""A statement by part, see ``memory/least_memory.py``."""
 
 
 def knob(
@@ -117,7 +117,7 @@ def knob(
         tries: the values that a planner may choose from, in addition to the recipe's own, from the one that needs most
             memory to the one meant to need least; empty: the planner leaves the key alone.
         leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
-            moves (``memory/step_parts.py``); None: unknown, so that nothing is proven not to fit while it is on.
+            moves (``memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it is on.
 
     Returns:
         A ``dataclasses.field`` whose metadata holds all of it.

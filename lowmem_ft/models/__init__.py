@@ -19,7 +19,6 @@ if TYPE_CHECKING:
         vocab_size,
         weights_dtype,
     )
-    from lowmem_ft.models.mapped_weights import weights_in_files
     from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
     from lowmem_ft.models.quantization import (
         log_quantization,
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     )
     from lowmem_ft.models.saving import save_config, save_model, save_tokenizer, verify_saved_model
     from lowmem_ft.models.sharded_weights import weights_in_shards
+    from lowmem_ft.models.weights_on_disk import weights_in_files
 
 __all__ = [
     "MasterWeights",
@@ -73,7 +73,7 @@ __getattr__ = lazy_exports(
         "verify_saved_model": "saving",
         "vocab_size": "loading",
         "weights_dtype": "loading",
-        "weights_in_files": "mapped_weights",
+        "weights_in_files": "weights_on_disk",
         "weights_in_shards": "sharded_weights",
     },
 )

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowmem_ft.models.mapped_weights import one_after_the_other
+from lowmem_ft.models.weights_on_disk import one_after_the_other
 from lowmem_ft.system.malloc import return_free_memory
 from lowmem_ft.tensors.local_shards import rows_of
 
@@ -21,7 +21,7 @@ def weights_in_shards(
     """Make every weight that a module gets in a ``with`` block keep only this process's rows.
 
     A weight is hollow afterwards: it has its shape and type, and no memory. Every process reads every file; RAM holds
-    one weight at a time and its sources, as in ``mapped_weights.py``.
+    one weight at a time and its sources, as in ``weights_on_disk.py``.
 
     Args:
         num_processes: number of processes that share the rows.

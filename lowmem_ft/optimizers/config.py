@@ -11,7 +11,7 @@ from typing import Any, Literal
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.wsl import is_wsl
-from lowmem_ft.memory.step_parts import NOTHING, Held, StepFacts, as_it_is, gone_unless
+from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless
 from lowmem_ft.optimizers.key_help import freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,

@@ -1,7 +1,7 @@
 """Lower bounds of a step of a recipe: bytes at rest, matrix products, and bytes over the host link.
 
 Nothing here is an estimate: these numbers only spare a search the combinations that cannot work. Bytes are those of a
-step without techniques, of which each memory knob states what it leaves (``memory/step_parts.py``); one that states
+step without techniques, of which each memory knob states what it leaves (``memory/least_memory.py``); one that states
 nothing makes all bounds 0. The only activations counted are those that autograd cannot do without: inputs of trained
 matrices and of attention, inputs of checkpointed layers, and logits. ``tests/planner/test_bounds.py`` checks the bounds
 against estimates.
@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.knob import NO_EFFECT
-from lowmem_ft.memory.step_parts import (
+from lowmem_ft.memory.least_memory import (
     NOTHING,
     PARTS,
     Held,

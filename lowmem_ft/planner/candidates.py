@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.memory.step_parts import PARTS, Held, Part, StepParts
+from lowmem_ft.memory.least_memory import PARTS, Held, Part, StepParts
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.ranking import Prior, Quantity

@@ -9,7 +9,7 @@ plan.
 from __future__ import annotations
 
 from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.memory.step_parts import StepParts
+from lowmem_ft.memory.least_memory import StepParts
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.bounds import ModelShape
 from lowmem_ft.recipe import Recipe

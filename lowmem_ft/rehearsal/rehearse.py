@@ -28,7 +28,7 @@ from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime
 from lowmem_ft.system.garbage_collector import collector_paused
-from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.out_of_memory.budget_cap import lift_cap
 from lowmem_ft.training.run.run_folder import RunFolder

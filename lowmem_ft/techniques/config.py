@@ -9,7 +9,7 @@ from typing import Literal
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import NO_EFFECT, Checkpointed, Effect, Trait, knob
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.memory.step_parts import (
+from lowmem_ft.memory.least_memory import (
     NOTHING,
     PARTS_BY_TOKENS,
     Held,

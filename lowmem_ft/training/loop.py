@@ -30,7 +30,7 @@ from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
-from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.distributed.error_propagation import ending_together
 from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.distributed.process_group import join_processes

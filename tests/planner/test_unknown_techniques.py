@@ -13,7 +13,7 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.step_parts import NOTHING
+from lowmem_ft.memory.least_memory import NOTHING
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.planner import bounds, plan

@@ -16,7 +16,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.batches.row import Row
-from lowmem_ft.data.examples import Examples
+from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.foundation.errors import DataError
 
 

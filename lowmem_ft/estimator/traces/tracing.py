@@ -37,7 +37,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, build_session, plan_session
-from lowmem_ft.training.determinism import deterministic_kernels
+from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
