@@ -43,26 +43,7 @@ __all__ = [
     "train",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "Budget": "budget",
-        "DoesNotFitError": "foundation.errors",
-        "Interrupted": "foundation.errors",
-        "UserError": "foundation.errors",
-        "Recipe": "recipe",
-        "estimate_memory": "estimator",
-        "estimate_script": "estimator.script",
-        "load_recipe": "recipe",
-        "MemoryPlan": "planner",
-        "plan": "planner",
-        "plan_checkpointing": "planner",
-        "rehearse": "rehearsal",
-        "Rehearsal": "rehearsal",
-        "train": "preflight",
-        "VirtualGPU": "virtual_gpu",
-    },
-)
+__getattr__ = lazy_exports(__name__)
 
 
 def __dir__() -> list[str]:

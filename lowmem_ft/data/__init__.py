@@ -39,24 +39,4 @@ __all__ = [
     "pieces",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "IGNORED_LABEL": "batches.row",
-        "Batch": "batches.batch",
-        "Collator": "batches.collating",
-        "DataConfig": "config",
-        "DataPosition": "batches.position",
-        "DataStream": "batches.stream",
-        "DataSummary": "summary",
-        "LabelledRows": "batches.batch",
-        "PreparedData": "loading",
-        "Window": "batches.stream",
-        "eval_batches": "batches.stream",
-        "half_of": "batches.splitting",
-        "half_of_rows": "batches.splitting",
-        "load_data": "loading",
-        "merged": "batches.batch",
-        "pieces": "batches.splitting",
-    },
-)
+__getattr__ = lazy_exports(__name__)

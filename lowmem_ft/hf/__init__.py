@@ -27,21 +27,7 @@ __all__ = [
     "training_arguments",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "Attached": "trainers.attaching",
-        "MemoryCallback": "memory_callback",
-        "attach": "trainers.attaching",
-        "dpo_config": "arguments",
-        "grpo_config": "arguments",
-        "load_rows": "script.trl_rows",
-        "prepare_model": "trainers.prepared_model",
-        "recipe_from": "script.script_recipe",
-        "sft_config": "arguments",
-        "training_arguments": "arguments",
-    },
-)
+__getattr__ = lazy_exports(__name__)
 
 
 def __dir__() -> list[str]:

@@ -11,4 +11,4 @@ if TYPE_CHECKING:
 
 __all__ = ["HostMemory"]
 
-__getattr__ = lazy_exports(__name__, {"HostMemory": "pinned_memory"})
+__getattr__ = lazy_exports(__name__)

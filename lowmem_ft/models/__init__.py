@@ -52,28 +52,4 @@ __all__ = [
     "weights_in_shards",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "MasterWeights": "master_weights",
-        "ModelConfig": "config",
-        "compute_dtype": "loading",
-        "hub_id_of": "files.hub_names",
-        "load_master_weights": "master_weights",
-        "load_model": "loading",
-        "load_model_config": "loading",
-        "load_tokenizer": "loading",
-        "log_quantization": "quantization",
-        "max_positions": "loading",
-        "quantization_config": "quantization",
-        "quantize_linear_layers": "quantization",
-        "save_config": "saving",
-        "save_model": "saving",
-        "save_tokenizer": "saving",
-        "verify_saved_model": "saving",
-        "vocab_size": "loading",
-        "weights_dtype": "loading",
-        "weights_in_files": "weights_on_disk",
-        "weights_in_shards": "sharded_weights",
-    },
-)
+__getattr__ = lazy_exports(__name__)

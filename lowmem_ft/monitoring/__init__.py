@@ -17,13 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["LeakFinder", "MemoryMeter", "activation_report", "find_leaks", "record_snapshot"]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "LeakFinder": "leaks",
-        "MemoryMeter": "meter",
-        "activation_report": "activations",
-        "find_leaks": "leaks",
-        "record_snapshot": "recording",
-    },
-)
+__getattr__ = lazy_exports(__name__)

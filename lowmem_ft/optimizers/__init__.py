@@ -43,22 +43,4 @@ __all__ = [
     "parameter_groups",
 ]
 
-__getattr__ = lazy_exports(
-    __name__,
-    {
-        "OPTIMIZERS": "table",
-        "ChunkedOptimizer": "chunked_optimizer",
-        "DeviceStorage": "state.state_storage",
-        "OptimizerConfig": "config",
-        "OptimizerState": "state.named_state",
-        "StateParts": "state.state_parts",
-        "StateStorage": "state.state_storage",
-        "check_optimizer": "create",
-        "create_optimizer": "create",
-        "create_torch_adamw": "create",
-        "export_optimizer_state": "state.named_state",
-        "import_optimizer_state": "state.named_state",
-        "may_lose_updates": "create",
-        "parameter_groups": "create",
-    },
-)
+__getattr__ = lazy_exports(__name__)

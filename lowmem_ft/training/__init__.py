@@ -14,4 +14,4 @@ if TYPE_CHECKING:
 
 __all__ = ["TrainResult", "train"]
 
-__getattr__ = lazy_exports(__name__, {"TrainResult": "loop", "train": "loop"})
+__getattr__ = lazy_exports(__name__)

@@ -16,6 +16,4 @@ if TYPE_CHECKING:
 __all__ = ["VirtualGPU", "register_operator_cost"]
 
 # An optimizer that registers what its operators cost need not load the tracer.
-__getattr__ = lazy_exports(
-    __name__, {"VirtualGPU": "gpu", "register_operator_cost": "recording.operator_costs"}
-)
+__getattr__ = lazy_exports(__name__)
