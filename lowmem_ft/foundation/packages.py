@@ -59,9 +59,8 @@ def triton_lacks() -> str | None:
         return f"Triton needs a C compiler, and CC={compiler} is not one. Unset CC, or set it to one, such as gcc."
     if compiler is None and shutil.which("gcc") is None and shutil.which("clang") is None:
         return "Triton needs a C compiler, and none is installed. `apt-get install gcc` installs one."
-    scheme = sysconfig.get_default_scheme().replace(
-        "posix_local", "posix_prefix"
-    )  # Debian's own has no headers
+    # Debian's own has no headers.
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
     headers = Path(sysconfig.get_paths(scheme=scheme)["include"])
     if not (headers / "Python.h").is_file():
         return (

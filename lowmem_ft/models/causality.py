@@ -51,9 +51,8 @@ def _bidirectional_by(hf_config: PretrainedConfig) -> str:
         "all",
     ):
         return "and its config.json switches attention to both directions (is_causal, use_bidirectional_attention)"
-    if getattr(text, "is_decoder", False) or getattr(
-        text, "causal", False
-    ):  # the latter is XLM's name for it
+    # XLM says `causal`.
+    if getattr(text, "is_decoder", False) or getattr(text, "causal", False):
         return ""
     if type(text) in MODEL_FOR_MASKED_LM_MAPPING or _is_an_encoder_without_switch(text):
         return "an encoder (a model that was trained as a decoder says is_decoder=true in its config.json)"

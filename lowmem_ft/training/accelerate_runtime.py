@@ -115,9 +115,8 @@ class AccelerateRuntime(RunRuntime):
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
         if self._is_sharded:
-            is_saved = all(
-                parameter.requires_grad for parameter in model.parameters()
-            )  # else adapters are saved
+            # If some are frozen, adapters are saved.
+            is_saved = all(parameter.requires_grad for parameter in model.parameters())
             if is_saved:
                 refuse_unsaveable(cast(PreTrainedModel, model))
             mesh = init_device_mesh(self.device.type, (self.num_processes,))

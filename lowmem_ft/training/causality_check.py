@@ -32,9 +32,8 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
     """
     if _is_vouched_for(session.unwrapped_model):
         return
-    middle = (
-        vocab_size(session.unwrapped_model.config) or 4 * NUM_TOKENS
-    ) // 2  # special tokens are at the ends
+    # Special tokens are at the ends.
+    middle = (vocab_size(session.unwrapped_model.config) or 4 * NUM_TOKENS) // 2
     ids_T = torch.arange(NUM_TOKENS) + max(0, middle - NUM_TOKENS)
     other_ids_T = ids_T.clone()
     other_ids_T[-1] = ids_T[0]

@@ -244,9 +244,8 @@ def _parser() -> Parser:
         action=Once,
         help="if one GPU is not enough, try 2, 4, ... up to N of them, at most 8, that share the recipe",
     )
-    parser.add_argument(
-        "--max-cards", dest="max_gpus", action=Once, help=argparse.SUPPRESS
-    )  # the name it had
+    # The name it had.
+    parser.add_argument("--max-cards", dest="max_gpus", action=Once, help=argparse.SUPPRESS)
     parser.add_argument(
         "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that is ready to train"
     )

@@ -121,9 +121,8 @@ def _give_up(output: TextIO) -> OSError | None:
     try:
         if not _is_read(output):
             raise BrokenPipeError
-        output.write(
-            "\n"
-        )  # nothing else shows it: an unbuffered stream has forgotten what it could not write
+        # Nothing else shows it: an unbuffered stream has forgotten what it could not write.
+        output.write("\n")
         output.flush()
         return None
     except OSError as why:

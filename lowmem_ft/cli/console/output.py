@@ -35,9 +35,8 @@ class Output:
         if document := Document(*blocks):
             if not self._is_empty:
                 self._console.print()
-            self._console.print(
-                document, soft_wrap=True
-            )  # a longer word goes beyond the edge rather than breaks
+            # A longer word goes beyond the edge rather than breaks.
+            self._console.print(document, soft_wrap=True)
             self._is_empty = False
 
     def write_json(self, values: dict[str, Any]) -> None:

@@ -31,9 +31,8 @@ def epoch_order(
     generator = np.random.default_rng([seed, epoch])
     order = generator.permutation(len(row_lengths))
     if group_by_length:
-        groups = [
-            order[start : start + MEGABATCH_ROWS] for start in range(0, len(order), MEGABATCH_ROWS)
-        ]  # already random: sorting inside each group keeps its members random
+        # Already random: sorting inside each group keeps its members random.
+        groups = [order[start : start + MEGABATCH_ROWS] for start in range(0, len(order), MEGABATCH_ROWS)]
         groups = [group[np.argsort(-row_lengths[group], kind="stable")] for group in groups]
         order = np.concatenate([groups[index] for index in generator.permutation(len(groups))])
     return _longest_first(order, row_lengths, group_by_length) if epoch == 0 else order

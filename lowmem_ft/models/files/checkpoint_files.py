@@ -86,9 +86,8 @@ def causal_lm_class(hf_config: PretrainedConfig, path: str, **source: Any) -> ty
     """Return the class that ``AutoModelForCausalLM`` would choose for a config."""
     if type(hf_config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         own_class = get_class_from_dynamic_module(hf_config.auto_map["AutoModelForCausalLM"], path, **source)
-        own_class.register_for_auto_class(
-            "AutoModelForCausalLM"
-        )  # otherwise its code would not be saved with its weights
+        # Otherwise its code would not be saved with its weights.
+        own_class.register_for_auto_class("AutoModelForCausalLM")
         return own_class
     found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(hf_config)]
     candidates = {cls.__name__: cls for cls in (found if isinstance(found, tuple) else (found,))}

@@ -62,9 +62,8 @@ def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, wr
             contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
             try:
                 save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
-            except (
-                Exception
-            ) as error:  # of any type: the other processes would wait for what this one does not gather
+            except Exception as error:
+                # Of any type: the other processes would wait for what this one does not gather.
                 problem = error
     if problem is not None:
         raise problem

@@ -147,9 +147,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
             for part in self._gradients():
                 part.zero_()
         self._engine.optimizer.averaged_gradients = {}
-        self._engine.optimizer.micro_step_id = (
-            self._first_micro_step
-        )  # else the next gradients would be added to the old ones
+        # Else the next gradients would be added to the old ones.
+        self._engine.optimizer.micro_step_id = self._first_micro_step
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
@@ -159,9 +158,8 @@ class DeepSpeedRuntime(AccelerateRuntime):
         problem: Exception | None = None
         try:
             self.save_trained(session, tokenizer, folder)
-        except (
-            Exception
-        ) as error:  # of any type: the other processes would wait for what this one does not gather
+        except Exception as error:
+            # Of any type: the other processes would wait for what this one does not gather.
             problem = error
         write_state(self._state.tensors(), folder, writes=self.is_main and problem is None)
         if problem is not None:

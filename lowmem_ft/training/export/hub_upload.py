@@ -51,9 +51,8 @@ def upload_model(folder: Path, config: TrainingConfig, *, default_name: str) -> 
     try:
         repository = api.create_repo(name, private=config.hub_private_repo, exist_ok=True)
         api.upload_folder(repo_id=repository.repo_id, folder_path=folder)
-    except (
-        Exception
-    ) as error:  # the client's network errors have no type that outlives its change of HTTP library
+    except Exception as error:
+        # The client's network errors have no type that outlives its change of HTTP library.
         raise UserError(
             f"The model is saved in {folder}, but could not be uploaded to {name}: {error}. "
             f"Run later: hf upload {name} {folder}"

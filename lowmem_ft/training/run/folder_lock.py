@@ -54,7 +54,6 @@ class FolderLock:
     def release(self) -> None:
         """Release the lock if it is held, and leave no file behind."""
         if self._lock.is_locked and os.name != "nt":  # on Windows filelock does it
-            (self._folder / LOCK_FILE).unlink(
-                missing_ok=True
-            )  # while it is held: later it may be another run's
+            # While it is held: later it may be another run's.
+            (self._folder / LOCK_FILE).unlink(missing_ok=True)
         self._lock.release()

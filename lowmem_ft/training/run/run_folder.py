@@ -249,9 +249,8 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
         return
     is_finished = (path / MODEL_FOLDER).exists()
     checkpoint = None
-    if (
-        recipe.training.resume_from_checkpoint == "auto"
-    ):  # no checkpoint exists, or the run would resume from it
+    # With "auto" no checkpoint exists, or the run would resume from it.
+    if recipe.training.resume_from_checkpoint == "auto":
         if not is_finished:
             refuse_to_continue_another(recipe, path)
     else:
