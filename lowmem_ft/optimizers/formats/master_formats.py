@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,30 +26,25 @@ from lowmem_ft.optimizers.formats.operators import (
 )
 
 _STREAM = 0
-_NOTHING = MappingProxyType[str, torch.dtype]({})
 
 
-class MasterFormat(Protocol):
-    """The way in which a weight's float32 value is kept."""
+class MasterFormat:
+    """The way in which a weight's float32 value is kept: by default in the weight alone, rounded to nearest."""
 
-    @property
-    def tensors(self) -> Mapping[str, torch.dtype]:
-        """Types by name of the tensors kept next to the weight, which have as many elements."""
-        ...
+    tensors: Mapping[str, torch.dtype] = MappingProxyType({})
+    """Types by name of the tensors kept next to the weight, which have as many elements."""
 
     def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """Return the float32 value, to be updated in place: a new tensor, or the weight itself if that is float32."""
-        ...
+        return weight.float()
 
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
         """Store a float32 value: rounded in the weight, and the rest in the master's tensors."""
-        ...
+        write_nearest(value, weight)
 
 
-class Float32Weight:
+class Float32Weight(MasterFormat):
     """A float32 weight, which is its own master."""
-
-    tensors = _NOTHING
 
     def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
         """Return the weight."""
@@ -62,7 +56,7 @@ class Float32Weight:
             weight.copy_(value)
 
 
-class Float32Copy:
+class Float32Copy(MasterFormat):
     """A float32 copy next to the weight: 4 bytes per parameter, exact."""
 
     tensors = MappingProxyType({"master": torch.float32})
@@ -77,7 +71,7 @@ class Float32Copy:
         write_nearest(value, weight)
 
 
-class Split16:
+class Split16(MasterFormat):
     """The lower 16 bits of float32 next to the weight: 2 bytes per parameter, exact.
 
     Equals: float32 weights, bit for bit, for every number. A NaN stays one, but may change its other bits.
@@ -88,7 +82,7 @@ class Split16:
     tensors = MappingProxyType({"low": torch.int16})
 
     def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Return both halves, joined."""
+        """Return what is kept, joined; with a byte in place of the lower half, the last 8 bits are zero."""
         return read_split(weight, kept["low"])
 
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
@@ -96,7 +90,7 @@ class Split16:
         write_split16(value, weight, kept["low"])
 
 
-class Split24:
+class Split24(Split16):
     """Bits 8 to 15 of float32 next to the weight: 1 byte per parameter, the last 8 bits rounded at random.
 
     Equals: float32 weights in the mean: each update is kept in full on average, however small. Rounded to nearest, an
@@ -105,16 +99,12 @@ class Split24:
 
     tensors = MappingProxyType({"low": torch.int8})
 
-    def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Return the upper half and the byte below it; the last 8 bits are zero."""
-        return read_split(weight, kept["low"])
-
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
         """Write 24 bits."""
         write_split24(value, weight, kept["low"], random.key(_STREAM), random.element)
 
 
-class StochasticRounding:
+class StochasticRounding(MasterFormat):
     """No master: the weight is rounded up or down at random.
 
     Equals: float32 weights in the mean.
@@ -123,29 +113,13 @@ class StochasticRounding:
     Source: Zamirai et al., "Revisiting BFloat16 Training", 2020.
     """
 
-    tensors = _NOTHING
-
-    def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight in float32."""
-        return weight.float()
-
     def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
         """Round up with the probability that the lower 16 bits give."""
         write_stochastic(value, weight, random.key(_STREAM), random.element)
 
 
-class NoMaster:
+class NoMaster(MasterFormat):
     """No master: the weight is rounded to nearest, and updates below 1/512 of it are lost."""
-
-    tensors = _NOTHING
-
-    def read(self, weight: Tensor, kept: Mapping[str, Tensor]) -> Tensor:
-        """Return the weight in float32."""
-        return weight.float()
-
-    def write(self, value: Tensor, weight: Tensor, kept: Mapping[str, Tensor], random: CounterRandom) -> None:
-        """Round to nearest."""
-        write_nearest(value, weight)
 
 
 MASTER_FORMATS: dict[str, MasterFormat] = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,46 +21,41 @@ from lowmem_ft.optimizers.formats.operators import (
 )
 
 
-class StateFormat(Protocol):
-    """The way in which one running average is kept in tensors next to the weight."""
+@dataclass(frozen=True)
+class StateFormat(ABC):
+    """The way in which one running average is kept in tensors next to the weight: by default in one.
 
-    @property
-    def signed(self) -> bool:
-        """True if values may be negative."""
-        ...
+    Args:
+        signed: whether values may be negative.
+    """
+
+    signed: bool
+    dtype: ClassVar[torch.dtype]
+    """Type of the tensor, if there is one."""
 
     def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
         """Return length and type of each tensor that keeps the average ``name``."""
-        ...
+        return {name: (num_elements, self.dtype)}
 
     def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
         """Return views of a chunk's tensors: the elements from ``start`` to before ``stop``."""
-        ...
+        return {name: kept[name][start:stop]}
 
+    @abstractmethod
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
         """Return the average in float32, to be updated in place; the stored tensor itself if that is float32."""
-        ...
 
+    @abstractmethod
     def write(
         self, value: Tensor, kept: Mapping[str, Tensor], name: str, random: CounterRandom, stream: int
     ) -> None:
         """Store a float32 average."""
-        ...
 
 
-@dataclass(frozen=True)
-class Float32State:
+class Float32State(StateFormat):
     """Float32, as computed: 4 bytes per parameter."""
 
-    signed: bool = True
-
-    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return one float32 tensor."""
-        return {name: (num_elements, torch.float32)}
-
-    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Return one view."""
-        return {name: kept[name][start:stop]}
+    dtype = torch.float32
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
         """Return the tensor itself."""
@@ -73,23 +69,14 @@ class Float32State:
             kept[name].copy_(value)
 
 
-@dataclass(frozen=True)
-class BFloat16State:
+class BFloat16State(StateFormat):
     """Bfloat16: 2 bytes per parameter, rounded at random to one of the two nearest values.
 
     Rounded to nearest, an average over 1000 steps would not move: each step moves it by a thousandth, and bfloat16 has
     steps of 1/256.
     """
 
-    signed: bool = True
-
-    def tensors(self, name: str, num_elements: int) -> dict[str, tuple[int, torch.dtype]]:
-        """Return one bfloat16 tensor."""
-        return {name: (num_elements, torch.bfloat16)}
-
-    def chunk(self, kept: Mapping[str, Tensor], name: str, start: int, stop: int) -> dict[str, Tensor]:
-        """Return one view."""
-        return {name: kept[name][start:stop]}
+    dtype = torch.bfloat16
 
     def read(self, kept: Mapping[str, Tensor], name: str, num_elements: int) -> Tensor:
         """Return a float32 copy."""
@@ -102,8 +89,7 @@ class BFloat16State:
         write_stochastic(value, kept[name], random.key(stream), random.element)
 
 
-@dataclass(frozen=True)
-class BlockwiseState:
+class BlockwiseState(StateFormat):
     """8-bit floating-point codes with 3 mantissa bits, and a float32 scale for each block of 256.
 
     A code counts eighths of octaves: its bits are the upper bits of ``value / scale + floor`` in float32, so that codes
@@ -115,13 +101,8 @@ class BlockwiseState:
     to an eighth over nine orders of magnitude. It never becomes zero, by which a step would divide: the smallest code
     means an eighth of the floor.
 
-    Args:
-        signed: whether values may be negative.
-
     Source: blocks: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", 2022.
     """
-
-    signed: bool
 
     @property
     def floor(self) -> float:
@@ -152,11 +133,7 @@ class BlockwiseState:
         write_blocks(value, kept[name], scale, self.signed, random.key(stream), random.element)
 
 
-_BY_NAME: dict[str, Callable[[bool], StateFormat]] = {
-    "fp32": Float32State,
-    "bf16": BFloat16State,
-    "8bit": BlockwiseState,
-}
+_BY_NAME = {"fp32": Float32State, "bf16": BFloat16State, "8bit": BlockwiseState}
 
 
 def state_format(name: str, *, signed: bool) -> StateFormat:
