@@ -24,14 +24,14 @@ from lowmem_ft.training.session import Session
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step.
+    """Result of one optimizer step, known before the weights are updated.
 
     Args:
         loss: mean negative log-likelihood over the window's label tokens, in nats.
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens of the window that are not padding, in all processes.
-        applied: False if the step was not finite and left the weights unchanged.
-        overflow: True if only the fp16 loss scale can be the cause; it has already been lowered.
+        applied: False if loss or norm are not finite, which leaves the weights unchanged.
+        overflow: True if only the fp16 loss scale can be the cause; the step lowers it.
     """
 
     loss: float
@@ -58,25 +58,6 @@ def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
     return apply_gradients(session, WindowPass(session, window).gradients())
 
 
-@dataclass(frozen=True)
-class WindowGradients:
-    """Result of a window's backward pass, before the weights are updated.
-
-    Args:
-        loss: see :class:`StepResult`.
-        grad_norm: see :class:`StepResult`; the gradients are clipped, or will be when they are applied.
-        num_tokens: see :class:`StepResult`; tokens of the whole window.
-        finite: True if loss and norm are finite.
-        overflow: True if they are not finite and only the fp16 loss scale can be the cause.
-    """
-
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    finite: bool
-    overflow: bool
-
-
 @dataclass
 class WindowPass:
     """The part of a step before any weight changes: one forward and backward pass, and clipping.
@@ -97,7 +78,7 @@ class WindowPass:
     max_tokens: int | None = None
     working_on: LabelledRows | None = field(default=None, init=False)
 
-    def gradients(self) -> WindowGradients:
+    def gradients(self) -> StepResult:
         """Compute the gradients, and leave them where the weight update expects them."""
         session, runtime = self.session, self.session.runtime
         num_label_tokens, num_tokens = _count_tokens(session, self.window)
@@ -114,9 +95,9 @@ class WindowPass:
         grad_norm = session.clip_grad_norm()
         # One fetch for both, before the update: the device runs the update while the host prepares the next work.
         loss_value, norm_value = runtime.fetch(loss, grad_norm)
-        finite = math.isfinite(loss_value) and math.isfinite(norm_value)
-        overflow = not finite and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
-        return WindowGradients(loss_value, norm_value, num_tokens, finite, overflow)
+        applied = math.isfinite(loss_value) and math.isfinite(norm_value)
+        overflow = not applied and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
+        return StepResult(loss_value, norm_value, num_tokens, applied, overflow)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
         """Return the rows that the model gets, one item per forward pass."""
@@ -125,19 +106,13 @@ class WindowPass:
         return [piece for batch in self.window for piece in pieces(batch, self.max_tokens)]
 
 
-def apply_gradients(session: Session, gradients: WindowGradients) -> StepResult:
+def apply_gradients(session: Session, result: StepResult) -> StepResult:
     """End a step: update the weights and advance the schedule, or leave both unchanged if gradients are not finite."""
-    session.update_weights(finite=gradients.finite)
-    if gradients.finite:
+    session.update_weights(finite=result.applied)
+    if result.applied:
         session.scheduler.step()
     session.optimizer.zero_grad()
-    return StepResult(
-        loss=gradients.loss,
-        grad_norm=gradients.grad_norm,
-        num_tokens=gradients.num_tokens,
-        applied=gradients.finite,
-        overflow=gradients.overflow,
-    )
+    return result
 
 
 def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[torch.Tensor, torch.Tensor]:

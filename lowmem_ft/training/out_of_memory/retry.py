@@ -50,7 +50,7 @@ from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried,
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import StepResult, WindowGradients, WindowPass, apply_gradients
+from lowmem_ft.training.step import StepResult, WindowPass, apply_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Retries:
         if loss is not None:
             loss.limit_chunk(cut.max_loss_tokens)
 
-    def _gradients(self, window: Sequence[Batch]) -> WindowGradients | None:
+    def _gradients(self, window: Sequence[Batch]) -> StepResult | None:
         """Return the window's gradients; None if memory ran out and the state was rolled back, with a smaller limit."""
         attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
         try:
