@@ -7,9 +7,8 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowmem_ft.models.weights_on_disk import one_after_the_other
+from lowmem_ft.models.weights_on_disk import each_weight_moved_by
 from lowmem_ft.system.malloc import return_free_memory
 from lowmem_ft.tensors.local_shards import rows_of
 
@@ -43,9 +42,5 @@ def weights_in_shards(
         weight.data = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
         return_free_memory()
 
-    with one_after_the_other():
-        hook = register_module_parameter_registration_hook(cut)
-        try:
-            yield rows
-        finally:
-            hook.remove()
+    with each_weight_moved_by(cut):
+        yield rows

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from accelerate.utils import patch_environment
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lowmem_ft.host.mapped_files import is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.system.malloc import return_free_memory
-
-_ONE_AFTER_THE_OTHER = "HF_DEACTIVATE_ASYNC_LOAD"
-"""Environment variable that makes transformers read each weight on demand, not all of them beforehand."""
 
 
 @contextlib.contextmanager
@@ -33,25 +30,22 @@ def weights_in_files(host: HostMemory) -> Iterator[None]:
     if host.files_for("parameter") is None:
         yield
         return
-    with one_after_the_other():
-        hook = register_module_parameter_registration_hook(partial(_move, host))
+    with each_weight_moved_by(partial(_move, host)):
+        yield
+
+
+@contextlib.contextmanager
+def each_weight_moved_by(move: Callable[[nn.Module, str, nn.Parameter], None]) -> Iterator[None]:
+    """Call ``move`` with every weight that a module gets in a ``with`` block.
+
+    Transformers reads each weight on demand meanwhile, not all of them beforehand.
+    """
+    with patch_environment(HF_DEACTIVATE_ASYNC_LOAD="1"):
+        hook = register_module_parameter_registration_hook(move)
         try:
             yield
         finally:
             hook.remove()
-
-
-@contextlib.contextmanager
-def one_after_the_other() -> Iterator[None]:
-    """Make transformers read each weight on demand in a ``with`` block, not all of them beforehand."""
-    before = os.environ.get(_ONE_AFTER_THE_OTHER)
-    os.environ[_ONE_AFTER_THE_OTHER] = "1"
-    try:
-        yield
-    finally:
-        del os.environ[_ONE_AFTER_THE_OTHER]
-        if before is not None:
-            os.environ[_ONE_AFTER_THE_OTHER] = before
 
 
 @torch.no_grad()

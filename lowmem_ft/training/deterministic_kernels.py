@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator
 
 import torch
+from accelerate.utils import patch_environment
 
 from lowmem_ft.foundation.errors import UserError
 
 _OF_CUBLAS, _OF_FLASH_ATTN = "CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC"
+_REPEATABLE = ":4096:8"
 
 
 @contextlib.contextmanager
@@ -38,26 +40,21 @@ def deterministic_kernels(enabled: bool = True) -> Iterator[None]:
     if not enabled:
         yield
         return
-    before = {name: os.environ.get(name) for name in (_OF_CUBLAS, _OF_FLASH_ATTN)}
+    before = os.environ.get(_OF_CUBLAS)
+    settings = {_OF_CUBLAS: before or _REPEATABLE, _OF_FLASH_ATTN: "1"}
     was_on = torch.are_deterministic_algorithms_enabled()
     only_warned = torch.is_deterministic_algorithms_warn_only_enabled()
-    os.environ.setdefault(_OF_CUBLAS, ":4096:8")
-    os.environ[_OF_FLASH_ATTN] = "1"
     torch.use_deterministic_algorithms(True)
     try:
-        yield
+        with patch_environment(**settings):
+            yield
     except RuntimeError as error:
         if _OF_CUBLAS not in str(error):
             raise
         raise UserError(
             "training.full_determinism=true must configure cuBLAS before the process's first matrix product on CUDA, "
-            f"which was computed with {_OF_CUBLAS}={before[_OF_CUBLAS] or 'unset'}. Train in a separate process, or "
-            f"start this one with {_OF_CUBLAS}=:4096:8."
+            f"which was computed with {_OF_CUBLAS}={before or 'unset'}. Train in a separate process, or "
+            f"start this one with {_OF_CUBLAS}={_REPEATABLE}."
         ) from error
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=only_warned)
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
