@@ -132,35 +132,25 @@ def _refused_of_deepspeed(environment: Mapping[str, str], stage: str) -> Iterato
         return
     if stage not in ("2", "3"):
         yield f"The launch asks for DeepSpeed's ZeRO-{stage}. Set zero_stage: 2 or 3 in its configuration."
-    for variable, (name, harmless, way_out) in _DEEPSPEED_SETTINGS.items():
+    for variable, (name, harmless, setting) in _DEEPSPEED_SETTINGS.items():
         value = environment.get(variable, harmless)
         if value != harmless:
-            yield f"The launch asks for {name}: {value}. {way_out} Remove it from the configuration."
+            yield (
+                f"The launch asks for {name}: {value}. The recipe decides that: set {setting}. Remove it from the "
+                "configuration."
+            )
 
 
 _DEEPSPEED_SETTINGS = {
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": (
-        "offload_optimizer_device",
-        "none",
-        "The recipe decides that: set distributed.cpu_offload=true.",
-    ),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": (
-        "offload_param_device",
-        "none",
-        "The recipe decides that: set distributed.cpu_offload=true.",
-    ),
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": (
-        "gradient_accumulation_steps",
-        "1",
-        "The recipe decides that: set training.gradient_accumulation_steps.",
-    ),
-    "ACCELERATE_GRADIENT_CLIPPING": (
-        "gradient_clipping",
-        "none",
-        "The recipe decides that: set training.max_grad_norm.",
-    ),
+    f"ACCELERATE_{name.upper()}": (name.removeprefix("deepspeed_"), harmless, setting)
+    for name, harmless, setting in (
+        ("deepspeed_offload_optimizer_device", "none", "distributed.cpu_offload=true"),
+        ("deepspeed_offload_param_device", "none", "distributed.cpu_offload=true"),
+        ("gradient_accumulation_steps", "1", "training.gradient_accumulation_steps"),
+        ("gradient_clipping", "none", "training.max_grad_norm"),
+    )
 }
-"""Name in Accelerate's configuration, value without effect, and way out for any other value, by variable."""
+"""Name in Accelerate's configuration, value without effect, and the recipe's setting for another, by variable."""
 
 
 def as_launched(recipe: Recipe, launch: Launch) -> Recipe:
