@@ -23,7 +23,7 @@ from lowmem_ft.data.epoch_rows import (
     StreamedExamples,
     column,
 )
-from lowmem_ft.data.sources.reading import READING_ERRORS, Source, reading_error
+from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import (
     SUMMARISED,
@@ -115,59 +115,146 @@ def load_data(
         packed=config.packing,
         in_one_row="flash" in attn_implementation,
     )
-    if config.streaming:
-        return _load_streamed(config, tokenizer, collate, vocab_size, limits)
-    return _load_mapped(config, tokenizer, collate, vocab_size, limits, seed)
+    loader = _Loader(config, tokenizer, vocab_size, limits)
+    return loader.streamed(collate) if config.streaming else loader.mapped(collate, seed)
 
 
-def _load_mapped(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    collate: Collator,
-    vocab_size: int | None,
-    limits: LengthLimits,
-    seed: int,
-) -> PreparedData:
-    train_source, eval_source = sources_of(config)
-    train_table, eval_table = _tokenize(config, train_source, tokenizer, vocab_size, is_train=True), None
-    if eval_source is not None:
-        eval_table = _tokenize(config, eval_source, tokenizer, vocab_size, is_train=False)
-    elif config.eval_size is not None:
-        train_table, eval_table = _hold_out(train_table, config.eval_size, seed)
-    train, summary = _examples(train_table, config, limits, train_source, is_train=True)
-    _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
-    evaluation, evaluation_summary = None, None
-    if eval_table is not None:
-        evaluation, evaluation_summary = _examples(
-            eval_table, config, limits, eval_source or train_source, is_train=False
+@dataclass(frozen=True)
+class _Loader:
+    """Loads the splits of a run's data, all of them in the same way."""
+
+    config: DataConfig
+    tokenizer: PreTrainedTokenizerBase
+    vocab_size: int | None
+    limits: LengthLimits
+
+    def mapped(self, collate: Collator, seed: int) -> PreparedData:
+        """Return tokenized tables, the training examples among which ``seed`` may hold some out."""
+        train_source, eval_source = sources_of(self.config)
+        train_table, eval_table = self._table(train_source, is_train=True), None
+        if eval_source is not None:
+            eval_table = self._table(eval_source, is_train=False)
+        elif self.config.eval_size is not None:
+            train_table, eval_table = _hold_out(train_table, self.config.eval_size, seed)
+        train, summary = self._examples(train_table, train_source, is_train=True)
+        self._look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT))
+        evaluation, evaluation_summary = None, None
+        if eval_table is not None:
+            source = eval_source or train_source
+            evaluation, evaluation_summary = self._examples(eval_table, source, is_train=False)
+        return PreparedData(
+            train=train,
+            evaluation=evaluation,
+            summary=summary,
+            evaluation_summary=evaluation_summary,
+            collate=collate,
         )
-    return PreparedData(
-        train=train,
-        evaluation=evaluation,
-        summary=summary,
-        evaluation_summary=evaluation_summary,
-        collate=collate,
-    )
 
+    def streamed(self, collate: Collator) -> PreparedData:
+        """Return examples that are tokenized while they are read."""
+        train_source, eval_source = sources_of(self.config)
+        train = self._stream(train_source, is_train=True)
+        self._look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT))
+        evaluation = None if eval_source is None else self._stream(eval_source, is_train=False)
+        return PreparedData(
+            train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
+        )
 
-def _load_streamed(
-    config: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    collate: Collator,
-    vocab_size: int | None,
-    limits: LengthLimits,
-) -> PreparedData:
-    train_source, eval_source = sources_of(config)
-    train = _stream(config, train_source, tokenizer, vocab_size, limits, is_train=True)
-    _look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT), tokenizer)
-    evaluation = (
-        None
-        if eval_source is None
-        else _stream(config, eval_source, tokenizer, vocab_size, limits, is_train=False)
-    )
-    return PreparedData(
-        train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
-    )
+    def _tokenization(self, source: Source, first_row: dict[str, Any]) -> Tokenization:
+        has_chat_template = self.tokenizer.chat_template is not None
+        example_format = recognise_format(
+            self.config, list(first_row), has_chat_template=has_chat_template, source=str(source)
+        )
+        if example_format.is_chat(first_row):
+            require_chat_template(self.tokenizer)
+        elif example_format.name == "text" and source.is_split_into_lines():
+            logger.info(
+                "Each line of %s is an example. For prose, set data.sample_by=paragraph or document.", source
+            )
+        elif has_chat_template and example_format.name == "prompt_completion":
+            logger.info(
+                "Prompts and completions are strings, so they are joined unchanged. To wrap them in the chat template, "
+                "add data.format=alpaca."
+            )
+        _tell_of_unused(example_format, first_row, self.tokenizer, source)
+        return Tokenization(
+            tokenizer=self.tokenizer,
+            example_format=example_format,
+            loss_on=choose_loss_on(self.config, example_format),
+            max_length=self.config.max_length,
+            source=str(source),
+            vocab_size=self.vocab_size,
+        )
+
+    def _table(self, source: Source, *, is_train: bool) -> datasets.Dataset:
+        """Return the tokenized table of a split, including dropped examples, from the cache if it was made before."""
+        rows = open_split(self.config, source, is_train=is_train)
+        try:
+            tokenization = self._tokenization(source, rows[0])
+            rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
+            return rows.map(
+                tokenization,
+                with_indices=True,
+                batched=True,
+                batch_size=TOKENIZING_BATCH_ROWS,
+                writer_batch_size=TOKENIZING_BATCH_ROWS,
+                remove_columns=rows.column_names,
+                features=TOKENIZED,
+                num_proc=self.config.num_proc,
+                # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
+                new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
+                desc=f"Tokenizing {source}",
+            )
+        except UnicodeDecodeError as error:
+            # Arrow accepts any bytes as text; only reading a row decodes them.
+            raise reading_error(error, source) from error
+
+    def _examples(
+        self, table: datasets.Dataset, source: Source, *, is_train: bool
+    ) -> tuple[MappedExamples, DataSummary]:
+        columns = {name: column(table, name) for name in SUMMARISED}
+        outcomes, lengths = columns["outcome"], columns["num_tokens"]
+        summary = summarise(columns)
+        summary.require_examples(str(source))
+        is_kept = outcomes == Outcome.KEPT
+        if not is_kept.all():
+            table = table.select(np.flatnonzero(is_kept))
+        packed = None
+        if self.config.packing:
+            assert self.config.max_length is not None
+            packed = pack_best_fit(lengths[is_kept].astype(np.int64), self.config.max_length)
+            summary = replace(summary, num_rows=len(packed), row_capacity=self.config.max_length)
+        summary.log(f"{'Training' if is_train else 'Held-out'} data {source}", self.limits)
+        examples = MappedExamples(
+            table,
+            shuffle=self.config.shuffle and is_train,
+            group_by_length=self.config.group_by_length and is_train,
+            packed=packed,
+        )
+        return examples, summary
+
+    def _stream(self, source: Source, *, is_train: bool) -> StreamedExamples:
+        rows = open_split(self.config, source, is_train=is_train)
+        first_row = next(_batches(rows, source, batch_rows=1), None)
+        if first_row is None:
+            raise no_example(source)
+        tokenization = self._tokenization(source, {name: values[0] for name, values in first_row.items()})
+        rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
+        return StreamedExamples(
+            _tokenized_batches(rows, source, tokenization),
+            source=str(source),
+            shuffle_buffer_size=self.config.shuffle_buffer_size if self.config.shuffle and is_train else 1,
+            pack_to=self.config.max_length if self.config.packing else None,
+            limits=self.limits,
+        )
+
+    def _look_at(self, examples: Sequence[TokenizedExample]) -> None:
+        check_known_tokens(examples, self.tokenizer)
+        example = examples[0]
+        text = marked_text(example.input_ids_T, example.labels_T, self.tokenizer)
+        logger.info(
+            "Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text
+        )
 
 
 def _max_length(config: DataConfig, max_positions: int | None) -> int | None:
@@ -180,39 +267,6 @@ def _max_length(config: DataConfig, max_positions: int | None) -> int | None:
         return max_positions
     config.refuse_positions(max_positions)
     return config.max_length
-
-
-def _tokenization(
-    config: DataConfig,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-    first_row: dict[str, Any],
-) -> Tokenization:
-    has_chat_template = tokenizer.chat_template is not None
-    example_format = recognise_format(
-        config, list(first_row), has_chat_template=has_chat_template, source=str(source)
-    )
-    if example_format.is_chat(first_row):
-        require_chat_template(tokenizer)
-    elif example_format.name == "text" and source.is_split_into_lines():
-        logger.info(
-            "Each line of %s is an example. For prose, set data.sample_by=paragraph or document.", source
-        )
-    elif has_chat_template and example_format.name == "prompt_completion":
-        logger.info(
-            "Prompts and completions are strings, so they are joined unchanged. To wrap them in the chat template, "
-            "add data.format=alpaca."
-        )
-    _tell_of_unused(example_format, first_row, tokenizer, source)
-    return Tokenization(
-        tokenizer=tokenizer,
-        example_format=example_format,
-        loss_on=choose_loss_on(config, example_format),
-        max_length=config.max_length,
-        source=str(source),
-        vocab_size=vocab_size,
-    )
 
 
 def _tell_of_unused(
@@ -228,36 +282,6 @@ def _tell_of_unused(
         logger.info("Not used from %s: %s.", source, "; ".join(said))
 
 
-def _tokenize(
-    config: DataConfig,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-    *,
-    is_train: bool,
-) -> datasets.Dataset:
-    """Return the tokenized table of a split, including dropped examples, from the cache if it was made before."""
-    rows = open_split(config, source, is_train=is_train)
-    try:
-        tokenization = _tokenization(config, source, tokenizer, vocab_size, rows[0])
-        rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
-        return rows.map(
-            tokenization,
-            with_indices=True,
-            batched=True,
-            batch_size=TOKENIZING_BATCH_ROWS,
-            writer_batch_size=TOKENIZING_BATCH_ROWS,
-            remove_columns=rows.column_names,
-            features=TOKENIZED,
-            num_proc=config.num_proc,
-            # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
-            new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
-            desc=f"Tokenizing {source}",
-        )
-    except UnicodeDecodeError as error:  # Arrow accepts any bytes as text; only reading a row decodes them
-        raise reading_error(error, source) from error
-
-
 def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split the table in two; the pieces of one document stay together."""
     sample_ids = column(table, "sample_id")
@@ -266,57 +290,6 @@ def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets
     chosen = np.random.default_rng([seed, len(candidates)]).choice(candidates, count, replace=False)
     is_held_out = np.isin(sample_ids, chosen)
     return table.select(np.flatnonzero(~is_held_out)), table.select(np.flatnonzero(is_held_out))
-
-
-def _examples(
-    table: datasets.Dataset, config: DataConfig, limits: LengthLimits, source: Source, *, is_train: bool
-) -> tuple[MappedExamples, DataSummary]:
-    columns = {name: column(table, name) for name in SUMMARISED}
-    outcomes, lengths = columns["outcome"], columns["num_tokens"]
-    summary = summarise(columns)
-    summary.require_examples(str(source))
-    is_kept = outcomes == Outcome.KEPT
-    if not is_kept.all():
-        table = table.select(np.flatnonzero(is_kept))
-    packed = None
-    if config.packing:
-        assert config.max_length is not None
-        packed = pack_best_fit(lengths[is_kept].astype(np.int64), config.max_length)
-        summary = replace(summary, num_rows=len(packed), row_capacity=config.max_length)
-    summary.log(f"{'Training' if is_train else 'Held-out'} data {source}", limits)
-    examples = MappedExamples(
-        table,
-        shuffle=config.shuffle and is_train,
-        group_by_length=config.group_by_length and is_train,
-        packed=packed,
-    )
-    return examples, summary
-
-
-def _stream(
-    config: DataConfig,
-    source: Source,
-    tokenizer: PreTrainedTokenizerBase,
-    vocab_size: int | None,
-    limits: LengthLimits,
-    *,
-    is_train: bool,
-) -> StreamedExamples:
-    rows = open_split(config, source, is_train=is_train)
-    first_row = next(_batches(rows, source, batch_rows=1), None)
-    if first_row is None:
-        raise DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
-    tokenization = _tokenization(
-        config, source, tokenizer, vocab_size, {name: values[0] for name, values in first_row.items()}
-    )
-    rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
-    return StreamedExamples(
-        _tokenized_batches(rows, source, tokenization),
-        source=str(source),
-        shuffle_buffer_size=config.shuffle_buffer_size if config.shuffle and is_train else 1,
-        pack_to=config.max_length if config.packing else None,
-        limits=limits,
-    )
 
 
 def _tokenized_batches(
@@ -338,10 +311,3 @@ def _batches(rows: Any, source: Source, *, batch_rows: int) -> Iterator[dict[str
         yield from rows.iter(batch_size=batch_rows)
     except READING_ERRORS as error:
         raise reading_error(error, source) from error
-
-
-def _look_at(examples: Sequence[TokenizedExample], tokenizer: PreTrainedTokenizerBase) -> None:
-    check_known_tokens(examples, tokenizer)
-    example = examples[0]
-    text = marked_text(example.input_ids_T, example.labels_T, tokenizer)
-    logger.info("Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text)

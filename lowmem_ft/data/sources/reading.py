@@ -116,7 +116,7 @@ def open_rows(source: Source) -> Rows:
     except READING_ERRORS as error:
         raise reading_error(error, source) from error
     if not source.streaming and len(rows) == 0:
-        raise _no_example(source)
+        raise no_example(source)
     return rows
 
 
@@ -214,7 +214,7 @@ def reading_error(error: Exception, source: Source) -> DataError:
     """
     reason, path, setting = _root_reason(error), source.path, source.setting
     if any(sign in reason for sign in _OF_NO_ROWS) or isinstance(error, StopIteration):
-        return _no_example(source)
+        return no_example(source)
     if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
         seen = reason.removeprefix("ValueError: ")
         return DataError(f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of these.")
@@ -254,7 +254,7 @@ def _open_saved(folder: Path, source: Source) -> Rows:
     try:
         saved = datasets.load_from_disk(str(folder))
     except IndexError as error:  # datasets cannot read back what it saved of no rows
-        raise _no_example(source) from error
+        raise no_example(source) from error
     splits = saved if isinstance(saved, datasets.DatasetDict) else {str(saved.split or "train"): saved}
     if source.split not in splits:
         raise DataError(
@@ -277,7 +277,8 @@ _OF_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 _SPLIT_ERROR = re.compile(r"(unknown|bad) split\b|split name|instruction format", re.IGNORECASE)
 
 
-def _no_example(source: Source) -> DataError:
+def no_example(source: Source) -> DataError:
+    """Return the error for a source without rows."""
     return DataError(f"{source.setting} holds no example: {source}. Name data with at least one row.")
 
 
