@@ -4,12 +4,4 @@ from lowmem_ft.catalog.architectures import Architecture, find_architecture, loa
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu, Price
 
-__all__ = [
-    "Architecture",
-    "Gpu",
-    "Price",
-    "find_architecture",
-    "find_gpu",
-    "load_architectures",
-    "load_gpus",
-]
+__all__ = ["Architecture", "Gpu", "Price", "find_architecture", "find_gpu", "load_architectures", "load_gpus"]

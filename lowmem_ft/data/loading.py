@@ -17,12 +17,7 @@ from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.epoch_rows import (
-    Examples,
-    MappedExamples,
-    StreamedExamples,
-    column,
-)
+from lowmem_ft.data.epoch_rows import Examples, MappedExamples, StreamedExamples, column
 from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import (

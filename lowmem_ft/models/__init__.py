@@ -20,11 +20,7 @@ if TYPE_CHECKING:
         weights_dtype,
     )
     from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
-    from lowmem_ft.models.quantization import (
-        log_quantization,
-        quantization_config,
-        quantize_linear_layers,
-    )
+    from lowmem_ft.models.quantization import log_quantization, quantization_config, quantize_linear_layers
     from lowmem_ft.models.saving import save_config, save_model, save_tokenizer, verify_saved_model
     from lowmem_ft.models.sharded_weights import weights_in_shards
     from lowmem_ft.models.weights_on_disk import weights_in_files

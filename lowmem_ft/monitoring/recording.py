@@ -101,8 +101,7 @@ def _write(path: Path, snapshot: dict[str, Any], max_entries: int) -> None:
     size = format_bytes(path.stat().st_size)
     if num_entries == 0:
         logger.warning(
-            "%s shows no allocation, because nothing was allocated on the device while it was recorded.",
-            path,
+            "%s shows no allocation, because nothing was allocated on the device while it was recorded.", path
         )
     elif num_entries >= max_entries:
         logger.warning(

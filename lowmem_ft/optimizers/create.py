@@ -15,10 +15,7 @@ from lowmem_ft.foundation.errors import UserError, raise_problems, raise_togethe
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.optimizers.table import optimizers_that
-from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import (
-    build_bitsandbytes,
-    keep_embeddings_in_32bit,
-)
+from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
 
 logger = logging.getLogger(__name__)
 

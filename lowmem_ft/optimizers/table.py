@@ -40,11 +40,7 @@ AVERAGE_BYTES: Mapping[StateName, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 
 """Bytes per element of a running average; 8 bits have a float32 scale for each block of 256."""
 
 Capability = Literal[
-    "takes_formats",
-    "takes_state_formats",
-    "steps_in_backward",
-    "moves_state_by_chunks",
-    "updates_by_slices",
+    "takes_formats", "takes_state_formats", "steps_in_backward", "moves_state_by_chunks", "updates_by_slices"
 ]
 """Capabilities of a row that rules check."""
 

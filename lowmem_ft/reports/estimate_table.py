@@ -216,10 +216,7 @@ def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str,
         yield "", parts
     step = estimate.step
     if step is not None:
-        yield (
-            "step",
-            f"{step.seconds:.3g} s{_speed(estimate, step)}, bound by {step.bound_by}",
-        )
+        yield ("step", f"{step.seconds:.3g} s{_speed(estimate, step)}, bound by {step.bound_by}")
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
         yield (

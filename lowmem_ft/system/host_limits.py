@@ -56,8 +56,7 @@ def _limits(budget_bytes: int | None, root: Path, file_bytes: int) -> Iterator[H
         free = _cgroup_bytes(folder, file_bytes)
         if free is not None:
             yield HostLimit(
-                _without_spare(free),
-                f"the container has {format_bytes(free)} left of the limit in {folder}",
+                _without_spare(free), f"the container has {format_bytes(free)} left of the limit in {folder}"
             )
     if budget_bytes is not None:
         held = read_host_memory().now_bytes

@@ -22,11 +22,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import (
-    MasterWeights,
-    ModelConfig,
-    weights_in_shards,
-)
+from lowmem_ft.models import MasterWeights, ModelConfig, weights_in_shards
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable
 from lowmem_ft.recipe import Recipe, TrainingConfig
@@ -34,9 +30,7 @@ from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
-from lowmem_ft.training.distributed.gradient_averaging import (
-    sum_bucket,
-)
+from lowmem_ft.training.distributed.gradient_averaging import sum_bucket
 from lowmem_ft.training.distributed.launch import processes_here
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session

@@ -151,12 +151,7 @@ def _log_float32(recipe: Recipe, device: torch.device) -> None:
 
 
 def build_session(
-    recipe: Recipe,
-    runtime: Runtime,
-    plan: Plan,
-    *,
-    num_training_steps: int,
-    in_pieces: bool = False,
+    recipe: Recipe, runtime: Runtime, plan: Plan, *, num_training_steps: int, in_pieces: bool = False
 ) -> Session:
     """Load the weights, enable the recipe's techniques, make the optimizer and its schedule, wrap them.
 

@@ -41,13 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from lowmem_ft.training.export.merging import merge_into_base
 
     take_over_library_logs()
-    merge_into_base(
-        adapter,
-        target,
-        base=arguments.base,
-        dtype=arguments.dtype,
-        track=_with_bar,
-    )
+    merge_into_base(adapter, target, base=arguments.base, dtype=arguments.dtype, track=_with_bar)
     return 0
 
 

@@ -215,10 +215,7 @@ def _parser() -> Parser:
         help="optimizer steps to rehearse, from the first; without: all",
     )
     parser.add_argument(
-        "--json",
-        metavar="FILE|-",
-        action=Once,
-        help="write the result as JSON; - is stdout, then JSON alone",
+        "--json", metavar="FILE|-", action=Once, help="write the result as JSON; - is stdout, then JSON alone"
     )
     parser.add_argument(
         "--changes",

@@ -239,11 +239,7 @@ def _write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str 
 
 def add_overwrite(parser: Parser) -> None:
     """Add the option that allows the others to replace files."""
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="replace existing files",
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
 
 
 class Once(argparse.Action):

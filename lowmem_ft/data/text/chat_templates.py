@@ -121,10 +121,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **optio
     try:
         special_tokens: dict[str, Any] = tokenizer.special_tokens_map
         texts, ranges = render_jinja_template(
-            conversations=[messages],
-            chat_template=tokenizer.get_chat_template(),
-            **options,
-            **special_tokens,
+            conversations=[messages], chat_template=tokenizer.get_chat_template(), **options, **special_tokens
         )
     except jinja2.TemplateSyntaxError as error:
         raise DataError(

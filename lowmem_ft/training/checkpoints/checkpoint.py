@@ -169,11 +169,7 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
 
 
 def _write_manifest(
-    partial: Path,
-    runtime: RunRuntime,
-    progress: Progress,
-    optimizer_scalars: dict[str, Any],
-    identity: str,
+    partial: Path, runtime: RunRuntime, progress: Progress, optimizer_scalars: dict[str, Any], identity: str
 ) -> None:
     is_cut = bool(shard_files(partial, OPTIMIZER))
     manifest = {

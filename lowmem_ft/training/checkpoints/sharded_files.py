@@ -42,12 +42,7 @@ def save_gathered(
 
 
 def save_shards(
-    session: Session,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    writer: ShardWriter,
-    *,
-    is_main: bool,
+    session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, writer: ShardWriter, *, is_main: bool
 ) -> dict[str, Any]:
     """Write this process's part of the weights and the optimizer's state; every process calls this.
 

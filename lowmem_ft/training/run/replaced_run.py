@@ -40,12 +40,7 @@ def run_files(path: Path) -> list[Path]:
     """Return the files and folders of the run in a folder; those folders may also hold other files."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if holds_a_run(path):
-        names = (
-            RECIPE_FILE,
-            METRICS_FILE,
-            MODEL_FOLDER,
-            f"{LOGS_FOLDER}/{_tracker_project(path)}",
-        )
+        names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
         targets = [path / name for name in names]
         files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
         files += sorted(file for file in path.iterdir() if _ALLOCATOR.fullmatch(file.name))

@@ -228,10 +228,7 @@ def _another(named: Path) -> str:
 
 def _inputs(recipe: Recipe) -> dict[str, str | None]:
     """Return the paths that a run reads, by recipe key."""
-    return {
-        **inputs_of(recipe),
-        "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint,
-    }
+    return {**inputs_of(recipe), "training.resume_from_checkpoint": recipe.training.resume_from_checkpoint}
 
 
 def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> None:
