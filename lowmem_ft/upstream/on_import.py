@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+from lowmem_ft.upstream.patches import existing, wrap
+
 Surroundings = Callable[[], AbstractContextManager[Any]]
 
 
@@ -33,6 +35,25 @@ def when_imported(
     hook = _ImportHook(name, then, within)
     sys.meta_path.insert(0, hook)
     undo.callback(sys.meta_path.remove, hook)
+
+
+def wrap_when_imported(
+    undo: contextlib.ExitStack, module: str, owner: str, name: str, around: Callable[..., Any]
+) -> None:
+    """Call :func:`lowmem_ft.upstream.patches.wrap` once a module is imported.
+
+    Args:
+        undo: restores the attribute, and removes the hook.
+        module: name of the module, such as ``transformers.trainer``.
+        owner: name of a class or a module in it; empty: the attribute is its own.
+        name: name of the attribute.
+        around: gets the original function, then the arguments of the call.
+    """
+
+    def then(loaded: Any) -> None:
+        wrap(undo, existing(loaded, owner) if owner else loaded, name, around)
+
+    when_imported(undo, module, then)
 
 
 class _ImportHook(importlib.abc.MetaPathFinder):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
+import inspect
 import sys
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +60,31 @@ def replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> No
     else:
         undo.callback(delattr, owner, name)
     setattr(owner, name, value)
+
+
+def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Let calls of an attribute go to another function until a stack is undone.
+
+    Args:
+        undo: restores it.
+        owner: a module or a class.
+        name: name of its function or method, which must exist; a class method or static method remains one.
+        around: gets the original function, then the arguments of the call.
+
+    Raises:
+        UpstreamChangedError: if the owner has no such name.
+    """
+    original = existing(owner, name)
+    kind = inspect.getattr_static(owner, name)
+    is_bound = isinstance(kind, (classmethod, staticmethod))
+    if is_bound:
+        original = kind.__func__
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return around(original, *args, **kwargs)
+
+    replace(undo, owner, name, type(kind)(call) if is_bound else call)
 
 
 def loaded_module(name: str) -> ModuleType | None:

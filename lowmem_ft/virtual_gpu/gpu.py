@@ -76,9 +76,9 @@ class VirtualGPU(VirtualMachine):
             )
         number_anew()
         stack.enter_context(activated(self))
-        stack.enter_context(cuda_is_virtual(register_virtual_device()))
-        stack.enter_context(flash_attention_as_on_cuda())
-        stack.enter_context(trl_kernels_as_on_cuda())
+        cuda_is_virtual(stack, register_virtual_device())
+        flash_attention_as_on_cuda(stack)
+        trl_kernels_as_on_cuda(stack)
         super()._enter(stack)
 
     def __exit__(self, *exception: Any) -> None:

@@ -89,9 +89,10 @@ class VirtualMachine:
             )
         warn_if_untested()
         self._entered_at = time.perf_counter()
-        with contextlib.ExitStack() as entering:
-            self._enter(entering)
-            self._running = entering.pop_all()
+        with contextlib.ExitStack() as undo:
+            undo.push(self._running)  # which patches of modules imported later join
+            self._enter(self._running)
+            undo.pop_all()
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -110,11 +111,11 @@ class VirtualMachine:
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
-        stack.enter_context(fake_tensors_in_disguise(self._read_values, self._list_values))
-        stack.enter_context(checkpoints_without_values(self.say))
-        stack.enter_context(experts_as_if_real())
-        stack.enter_context(beam_search_to_its_length())
-        stack.enter_context(bitsandbytes_on_virtual_gpu())
+        fake_tensors_in_disguise(stack, self._read_values, self._list_values)
+        checkpoints_without_values(stack, self.say)
+        experts_as_if_real(stack)
+        beam_search_to_its_length(stack)
+        bitsandbytes_on_virtual_gpu(stack)
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))

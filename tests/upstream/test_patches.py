@@ -16,7 +16,7 @@ from transformers.generation.utils import GenerationMixin
 from transformers.integrations import moe
 from transformers.utils import import_utils
 
-from lowmem_ft.upstream.patches import UpstreamChangedError, existing, loaded_module, replace
+from lowmem_ft.upstream.patches import UpstreamChangedError, existing, loaded_module, replace, wrap
 from lowmem_ft.upstream.tested import installed_version
 from lowmem_ft.virtual_gpu import VirtualGPU
 
@@ -45,6 +45,35 @@ def test_a_static_method_stays_one():
         replace(undo, Owner, "double", staticmethod(lambda number: 3 * number))
         assert Owner().double(1) == 3
     assert Owner().double(1) == 2
+
+
+def test_what_goes_around_a_method_gets_the_method_whatever_its_kind():
+    class Owner:
+        def plain(self, number):
+            return self.__class__.__name__, number
+
+        @classmethod
+        def of_class(cls, number):
+            return cls.__name__, number
+
+        @staticmethod
+        def static(number):
+            return "Owner", number
+
+    class Inherits(Owner):
+        pass
+
+    def doubled(original, *arguments):
+        *owner, number = arguments
+        return original(*owner, 2 * number)
+
+    names = ("plain", "of_class", "static")
+    with contextlib.ExitStack() as undo:
+        for name in names:
+            wrap(undo, Owner, name, doubled)
+        assert {getattr(Owner(), name)(1) for name in names} == {("Owner", 2)}
+        assert Inherits.of_class(1) == ("Inherits", 2)
+    assert {getattr(Owner(), name)(1) for name in names} == {("Owner", 1)}
 
 
 @pytest.mark.parametrize(

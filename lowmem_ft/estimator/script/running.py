@@ -103,11 +103,11 @@ class ScriptRun:
             UserError: if it does what an estimate cannot follow, or ends without a step.
         """
         with _as_program(self._path, self._arguments), self.machine, contextlib.ExitStack() as undo:
-            undo.enter_context(self._files.redirecting())
+            self._files.redirect(undo)
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
             self.training.apply(undo)
-            undo.enter_context(self.watch.watching())
+            self.watch.apply(undo)
             refuse_what_cannot_be(undo)
             self._run()
         if not self.watch.steps:

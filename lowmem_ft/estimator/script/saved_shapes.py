@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import os
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 _MAGIC = b"lowmem_ft tensors without values\n"
@@ -28,8 +27,14 @@ _MAGIC = b"lowmem_ft tensors without values\n"
 def save_shapes(undo: contextlib.ExitStack) -> None:
     """Let ``torch.save`` and safetensors write shapes, and read them back, until a stack is undone."""
     replace(undo, torch, "save", _save)
-    replace(undo, torch, "load", _load_with(torch.load))
-    when_imported(undo, "safetensors.torch", functools.partial(_adapt_safetensors, undo))
+    wrap(undo, torch, "load", _load)
+    for name, around in (
+        ("save_file", lambda save, *args, **kwargs: _save(*args, **kwargs)),
+        ("load_file", _load_file),
+        ("save_model", _save_model),
+        ("load_model", _load_model),
+    ):
+        wrap_when_imported(undo, "safetensors.torch", "", name, around)
 
 
 class _Pickler(pickle.Pickler):
@@ -109,18 +114,13 @@ def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
         _Pickler(file).dump(obj)
 
 
-def _load_with(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a loader for files saved here, which leaves other files to ``load``."""
-
-    @functools.wraps(load)
-    def load_shapes(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if not _is_saved_here(f):
-            return load(f, map_location, *args, **kwargs)
-        with _opened(f, "rb") as file:
-            file.read(len(_MAGIC))
-            return _Unpickler(file, _place_by(map_location)).load()
-
-    return load_shapes
+def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Load a file saved here; leave other files to ``load``."""
+    if not _is_saved_here(f):
+        return load(f, map_location, *args, **kwargs)
+    with _opened(f, "rb") as file:
+        file.read(len(_MAGIC))
+        return _Unpickler(file, _place_by(map_location)).load()
 
 
 def _is_saved_here(file: Any) -> bool:
@@ -134,23 +134,17 @@ def _is_saved_here(file: Any) -> bool:
     return False
 
 
-def _adapt_safetensors(undo: contextlib.ExitStack, module: Any) -> None:
-    def load(read: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(read)
-        def load_file(filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
-            return (
-                torch.load(filename, device) if _is_saved_here(filename) else read(filename, device, **kwargs)
-            )
+def _load_file(read: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
+    return torch.load(filename, device) if _is_saved_here(filename) else read(filename, device, **kwargs)
 
-        return load_file
 
-    def save_model(model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:
-        _save(model.state_dict(), filename)
+def _save_model(save: object, model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:
+    _save(model.state_dict(), filename)
 
-    def load_model(model: nn.Module, filename: Any, strict: bool = True, device: Any = "cpu") -> Any:
-        return tuple(model.load_state_dict(module.load_file(filename, device), strict=strict))
 
-    replace(undo, module, "save_file", _save)
-    replace(undo, module, "load_file", load(module.load_file))
-    replace(undo, module, "save_model", save_model)
-    replace(undo, module, "load_model", load_model)
+def _load_model(
+    load: object, model: nn.Module, filename: Any, strict: bool = True, device: Any = "cpu"
+) -> Any:
+    from safetensors.torch import load_file
+
+    return tuple(model.load_state_dict(load_file(filename, device), strict=strict))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import io
 import sys
 from collections.abc import Callable
@@ -13,8 +12,8 @@ from typing import Any, NoReturn
 import torch.multiprocessing
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.patches import replace
 
 
 class _ScriptRefusal(UserError):
@@ -28,7 +27,8 @@ def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
         replace(undo, module, "start_processes", _refuse_processes)
         replace(undo, module, "spawn", _refuse_processes)
-    when_imported(undo, "accelerate", functools.partial(_adapt_accelerate, undo))
+    for owner in ("launchers", ""):
+        wrap_when_imported(undo, "accelerate", owner, "notebook_launcher", _launch_here)
 
 
 def _refuse_to_ask(*args: Any) -> NoReturn:
@@ -51,19 +51,12 @@ class _NoKeyboard(io.TextIOBase):
     readline = read  # type: ignore[assignment]
 
 
-def _adapt_accelerate(undo: contextlib.ExitStack, accelerate: Any) -> None:
-    launch = existing(accelerate, "notebook_launcher")
-
-    @functools.wraps(launch)
-    def launch_here(
-        function: Callable[..., Any], args: Any = (), num_processes: Any = None, **kwargs: Any
-    ) -> None:
-        if num_processes not in (None, 0, 1):
-            _refuse_processes()
-        function(*args)
-
-    for module in (accelerate, accelerate.launchers):
-        replace(undo, module, "notebook_launcher", launch_here)
+def _launch_here(
+    launch: object, function: Callable[..., Any], args: Any = (), num_processes: Any = None, **kwargs: Any
+) -> None:
+    if num_processes not in (None, 0, 1):
+        _refuse_processes()
+    function(*args)
 
 
 def _refuse_processes(*args: Any, **kwargs: Any) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowmem_ft.tensors.backward_pass import is_in_backward
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.upstream.patches import wrap
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 MOST_BACKWARDS = 256
@@ -74,18 +73,15 @@ class StepWatch:
         self._tokens: dict[int, int] = {}
         """Tokens of the current step, by the number of rows of the embedding that they went through."""
 
-    @contextlib.contextmanager
-    def watching(self) -> Any:
-        """Watch the code that runs in a block, on the machine."""
-        with contextlib.ExitStack() as hooks:
-            for handle in (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-                register_module_forward_pre_hook(self._before_forward),
-            ):
-                hooks.callback(handle.remove)
-            replace(hooks, torch.autograd, "backward", self._followed(torch.autograd.backward))
-            yield
+    def apply(self, undo: contextlib.ExitStack) -> None:
+        """Watch the code that runs from now on, on the machine, until the stack is undone."""
+        for handle in (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+            register_module_forward_pre_hook(self._before_forward),
+        ):
+            undo.callback(handle.remove)
+        wrap(undo, torch.autograd, "backward", self._follow)
 
     @property
     def steps(self) -> list[SeenStep]:
@@ -132,21 +128,16 @@ class StepWatch:
     def _is_main(self, optimizer: Optimizer) -> bool:
         return self._optimizers[id(optimizer)].steps is self._optimizer_steps
 
-    def _followed(self, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def _follow(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Until an optimizer steps, record each backward pass, and end a script that continues without one."""
-
-        @functools.wraps(backward)
-        def follow(*args: Any, **kwargs: Any) -> Any:
-            if len(self._backwards) >= MOST_BACKWARDS:
-                raise Enough
-            result = backward(*args, **kwargs)
-            if not self._optimizers:
-                seen = self._seen_now()
-                before, self._tokens_before = self._tokens_before, seen.tokens
-                self._backwards.append(dataclasses.replace(seen, tokens=seen.tokens - before))
-            return result
-
-        return follow
+        if len(self._backwards) >= MOST_BACKWARDS:
+            raise Enough
+        result = backward(*args, **kwargs)
+        if not self._optimizers:
+            seen = self._seen_now()
+            before, self._tokens_before = self._tokens_before, seen.tokens
+            self._backwards.append(dataclasses.replace(seen, tokens=seen.tokens - before))
+        return result
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Count the tokens that enter the largest embedding, except in a forward without gradients."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import contextlib
-import functools
 import io
 import os
 import shutil
@@ -20,34 +19,37 @@ from types import SimpleNamespace
 from typing import Any
 
 from lowmem_ft.estimator.script.saved_shapes import save_shapes
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.patches import replace, wrap
 
 _WRITES = frozenset("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = (
-    "remove",
-    "unlink",
-    "rmdir",
-    "rename",
-    "replace",
-    "removedirs",
-    "renames",
-    "truncate",
-    "symlink",
-    "link",
-)
+_CHANGES = "remove unlink rmdir rename replace removedirs renames truncate symlink link"
+_CACHES = "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TORCH_HOME TRITON_CACHE_DIR"
+_TOKENIZERS = "transformers.tokenization_utils_base"
+
+
+def _do_nothing(function: object, *args: Any, **kwargs: Any) -> None:
+    """Leave no trace."""
+
+
+def _make_no_repository(create: object, *args: Any, **kwargs: Any) -> Any:
+    name = kwargs.get("repo_id") or next((arg for arg in args if isinstance(arg, str)), "")
+    return SimpleNamespace(repo_id=name)
+
 
 _SAVERS = (
-    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase", ("push_to_hub",)),
-    ("transformers.modeling_utils", "PreTrainedModel", ("push_to_hub",)),
-    ("transformers.trainer", "Trainer", ("save_model", "push_to_hub", "create_model_card")),
-    ("accelerate.accelerator", "Accelerator", ("save_model", "init_trackers")),
-    ("datasets.arrow_dataset", "Dataset", ("save_to_disk", "push_to_hub")),
-    ("datasets.dataset_dict", "DatasetDict", ("save_to_disk", "push_to_hub")),
-    ("huggingface_hub.hf_api", "HfApi", ("create_commit", "upload_file", "upload_folder")),
+    (_TOKENIZERS, "PreTrainedTokenizerBase", "push_to_hub", _do_nothing),
+    ("transformers.modeling_utils", "PreTrainedModel", "push_to_hub", _do_nothing),
+    ("transformers.trainer", "Trainer", "save_model push_to_hub create_model_card", _do_nothing),
+    ("accelerate.accelerator", "Accelerator", "save_model init_trackers", _do_nothing),
+    ("datasets.arrow_dataset", "Dataset", "save_to_disk push_to_hub", _do_nothing),
+    ("datasets.dataset_dict", "DatasetDict", "save_to_disk push_to_hub", _do_nothing),
+    ("huggingface_hub.hf_api", "HfApi", "create_commit upload_file upload_folder", _do_nothing),
+    ("huggingface_hub.hf_api", "HfApi", "create_repo", _make_no_repository),
+    ("huggingface_hub.hf_api", "", "create_repo", _make_no_repository),
 )
-"""Module, class and methods that would write by themselves, or to the hub or a tracker; here they do nothing."""
+"""Module, class and methods that would write by themselves, or to the hub or a tracker, and what they do here."""
 
 
 class FilesKeptAway:
@@ -60,35 +62,36 @@ class FilesKeptAway:
         self._is_redirecting = True
         self._is_looking = False
 
-    @contextlib.contextmanager
-    def redirecting(self) -> Iterator[None]:
-        """Redirect all writes in a block."""
-        with contextlib.ExitStack() as undo:
-            self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_ft_script_")))
-            self._written = self.folder / "written"
-            self._written.mkdir()
-            self._real = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (self.folder, *_caches()))
-            replace(undo, tempfile, "tempdir", str(self.folder))
-            replace(undo, sys, "dont_write_bytecode", True)
-            open_file, open_descriptor, mkdir = builtins.open, os.open, os.mkdir
-            for module in (builtins, io):
-                replace(undo, module, "open", self._opened(open_file))
-            replace(undo, os, "open", self._opened_descriptor(open_descriptor))
-            replace(undo, os, "mkdir", self._made(mkdir))
-            for name in _CHANGES:
-                replace(undo, os, name, self._changed(getattr(os, name)))
-            replace(undo, shutil, "rmtree", self._changed(shutil.rmtree))
-            for name in ("stat", "lstat", "listdir", "scandir"):
-                replace(undo, os, name, self._looked_at(getattr(os, name)))
-            save_shapes(undo)
-            when_imported(undo, "transformers.modeling_utils", functools.partial(self._save_configs, undo))
-            tokenizers = functools.partial(self._save_tokenizers, undo)
-            when_imported(undo, "transformers.tokenization_utils_base", tokenizers)
-            when_imported(undo, "accelerate.accelerator", functools.partial(self._save_states, undo))
-            for module_name, class_name, methods in _SAVERS:
-                when_imported(undo, module_name, functools.partial(_save_nothing, undo, class_name, methods))
-            when_imported(undo, "huggingface_hub.hf_api", functools.partial(_make_no_repositories, undo))
-            yield
+    def redirect(self, undo: contextlib.ExitStack) -> None:
+        """Redirect all writes until a stack is undone."""
+        self.folder = Path(undo.enter_context(tempfile.TemporaryDirectory(prefix="lowmem_ft_script_")))
+        self._written = self.folder / "written"
+        self._written.mkdir()
+        self._real = tuple(f"{os.path.realpath(path)}{os.sep}" for path in (self.folder, *_caches()))
+        replace(undo, tempfile, "tempdir", str(self.folder))
+        replace(undo, sys, "dont_write_bytecode", True)
+        for owner, names, around in (
+            (builtins, "open", self._open),
+            (io, "open", self._open),
+            (os, "open", self._open_descriptor),
+            (os, "mkdir", self._mkdir),
+            (os, _CHANGES, self._change),
+            (shutil, "rmtree", self._change),
+            (os, "stat lstat listdir scandir", self._look),
+        ):
+            for name in names.split():
+                wrap(undo, owner, name, around)
+        save_shapes(undo)
+        for module, owner, names, around in (
+            *_SAVERS,
+            ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained", self._save_config),
+            (_TOKENIZERS, "PreTrainedTokenizerBase", "save_pretrained", self._save_tokenizer),
+            (_TOKENIZERS, "PreTrainedTokenizerBase", "from_pretrained", self._load_tokenizer),
+            ("accelerate.accelerator", "Accelerator", "save_state", _save_state),
+            ("accelerate.accelerator", "Accelerator", "load_state", self._load_state),
+        ):
+            for name in names.split():
+                wrap_when_imported(undo, module, owner, name, around)
 
     @contextlib.contextmanager
     def as_ever(self) -> Iterator[None]:
@@ -113,110 +116,73 @@ class FilesKeptAway:
             shutil.copyfile(real, there)  # for a file that the script appends to
         return there
 
-    def _looked_at(self, look: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that looks at a path: what is missing there is looked up where it was written."""
+    def _look(self, look: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
+        """Look at a path; what is missing there is looked up where it was written."""
+        try:
+            return look(path, *args, **kwargs)
+        except FileNotFoundError:
+            if self._is_looking or kwargs.get("dir_fd") is not None:
+                raise
+            with contextlib.ExitStack() as undo:
+                replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
+                place = self.place_of(path, is_written=False)
+            return look(place, *args, **kwargs)
 
-        @functools.wraps(look)
-        def look_elsewhere(path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-            try:
-                return look(path, *args, **kwargs)
-            except FileNotFoundError:
-                if self._is_looking or kwargs.get("dir_fd") is not None:
-                    raise
-                with contextlib.ExitStack() as undo:
-                    replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
-                    place = self.place_of(path, is_written=False)
-                return look(place, *args, **kwargs)
-
-        return look_elsewhere
-
-    def _save_configs(self, undo: contextlib.ExitStack, modeling_utils: Any) -> None:
+    def _save_config(self, save: object, model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
         """Save a model's config alone, which is all that ``from_pretrained`` needs here to make it again."""
+        model.config.save_pretrained(self.place_of(folder, is_written=True))
 
-        def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-            model.config.save_pretrained(self.place_of(save_directory, is_written=True))
+    def _save_tokenizer(
+        self, save: Callable[..., Any], tokenizer: Any, folder: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Redirect a tokenizer by its folder, as Rust code writes its files."""
+        kwargs.pop("push_to_hub", None)
+        return save(tokenizer, self.place_of(folder, is_written=True), *args, **kwargs)
 
-        replace(undo, modeling_utils.PreTrainedModel, "save_pretrained", save_pretrained)
+    def _load_tokenizer(
+        self, load: Callable[..., Any], kind: Any, name: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        return load(kind, self._written_or_itself(name), *args, **kwargs)
 
-    def _save_tokenizers(self, undo: contextlib.ExitStack, module: Any) -> None:
-        """Redirect tokenizers by their folder, as Rust code writes their files."""
-        tokenizer = module.PreTrainedTokenizerBase
-        save, load = tokenizer.save_pretrained, tokenizer.from_pretrained.__func__
-
-        @functools.wraps(save)
-        def save_pretrained(self_: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-            kwargs.pop("push_to_hub", None)
-            return save(self_, self.place_of(save_directory, is_written=True), *args, **kwargs)
-
-        @functools.wraps(load)
-        def from_pretrained(kind: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
-            return load(kind, self._written_or_itself(name), *args, **kwargs)
-
-        replace(undo, tokenizer, "save_pretrained", save_pretrained)
-        replace(undo, tokenizer, "from_pretrained", classmethod(from_pretrained))
-
-    def _save_states(self, undo: contextlib.ExitStack, module: Any) -> None:
-        """Save nothing, and load into the state that is there, so that neither takes memory."""
-        accelerator = module.Accelerator
-        load = accelerator.load_state
-
-        def save_state(self_: Any, output_dir: Any = None, *args: Any, **kwargs: Any) -> str:
-            os.makedirs(output_dir or "checkpoints", exist_ok=True)
-            return str(output_dir or "checkpoints")
-
-        @functools.wraps(load)
-        def load_state(self_: Any, input_dir: Any = None, *args: Any, **kwargs: Any) -> Any:
-            name = input_dir or "checkpoints"
-            if self._written_or_itself(name) == name:
-                return load(self_, input_dir, *args, **kwargs)
-
-        replace(undo, accelerator, "save_state", save_state)
-        replace(undo, accelerator, "load_state", load_state)
+    def _load_state(
+        self, load: Callable[..., Any], accelerator: Any, folder: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Load into the state that is there, so that it takes no memory."""
+        name = folder or "checkpoints"
+        if self._written_or_itself(name) == name:
+            return load(accelerator, folder, *args, **kwargs)
 
     def _written_or_itself(self, path: Any) -> Any:
         """Return the redirected folder if the script wrote there, else the path itself, perhaps a name on the hub."""
         return self.place_of(path, is_written=False) if isinstance(path, (str, os.PathLike)) else path
 
-    def _opened(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(open_file)
-        def open_elsewhere(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-            is_written = not _WRITES.isdisjoint(mode)
-            return open_file(self.place_of(file, is_written=is_written), mode, *args, **kwargs)
+    def _open(
+        self, open_file: Callable[..., Any], file: Any, mode: str = "r", *args: Any, **kwargs: Any
+    ) -> Any:
+        is_written = not _WRITES.isdisjoint(mode)
+        return open_file(self.place_of(file, is_written=is_written), mode, *args, **kwargs)
 
-        return open_elsewhere
+    def _open_descriptor(
+        self, open_file: Callable[..., int], path: Any, flags: int, *args: Any, dir_fd: int | None = None
+    ) -> int:
+        if dir_fd is not None or flags & os.O_DIRECTORY:
+            return open_file(path, flags, *args, dir_fd=dir_fd)
+        is_written = bool(flags & _WRITE_FLAGS)
+        return open_file(self.place_of(path, is_written=is_written), flags, *args)
 
-    def _opened_descriptor(self, open_descriptor: Callable[..., int]) -> Callable[..., int]:
-        @functools.wraps(open_descriptor)
-        def open_elsewhere(path: Any, flags: int, *args: Any, dir_fd: int | None = None) -> int:
-            if dir_fd is not None or flags & os.O_DIRECTORY:
-                return open_descriptor(path, flags, *args, dir_fd=dir_fd)
-            is_written = bool(flags & _WRITE_FLAGS)
-            return open_descriptor(self.place_of(path, is_written=is_written), flags, *args)
+    def _mkdir(self, mkdir: Callable[..., None], path: Any, *args: Any, **kwargs: Any) -> None:
+        if self._is_real(path):
+            mkdir(path, *args, **kwargs)
+        elif os.path.exists(path):
+            raise FileExistsError(17, os.strerror(17), os.fspath(path))
+        else:
+            os.makedirs(str(self._written) + os.path.realpath(os.fsdecode(path)), exist_ok=True)
 
-        return open_elsewhere
-
-    def _made(self, mkdir: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(mkdir)
-        def make_elsewhere(path: Any, *args: Any, **kwargs: Any) -> None:
-            if self._is_real(path):
-                mkdir(path, *args, **kwargs)
-            elif os.path.exists(path):
-                raise FileExistsError(17, os.strerror(17), os.fspath(path))
-            else:
-                os.makedirs(str(self._written) + os.path.realpath(os.fsdecode(path)), exist_ok=True)
-
-        return make_elsewhere
-
-    def _changed(self, change: Callable[..., Any]) -> Callable[..., Any]:
-        """Wrap a function that deletes, moves or links, so that it changes only files in the temporary folder."""
-
-        @functools.wraps(change)
-        def change_none(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("dir_fd") is not None or self._is_real(path):
-                return change(path, *args, **kwargs)
-            return None
-
-        return change_none
+    def _change(self, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Delete, move or link only files in the temporary folder."""
+        if kwargs.get("dir_fd") is not None or self._is_real(path):
+            return change(path, *args, **kwargs)
+        return None
 
     def _is_real(self, path: Any) -> bool:
         return (
@@ -228,46 +194,12 @@ class FilesKeptAway:
 
 def _caches() -> Iterator[str]:
     """Yield the folders where libraries keep what they have fetched or compiled."""
-    home = os.path.expanduser("~/.cache")
-    yield from (
-        os.environ.get("XDG_CACHE_HOME", home),
-        home,
-        os.path.expanduser("~/.triton"),
-        "/dev",
-        "/proc",
-    )
-    for name in (
-        "HF_HOME",
-        "HF_HUB_CACHE",
-        "HF_DATASETS_CACHE",
-        "HF_MODULES_CACHE",
-        "TORCH_HOME",
-        "TRITON_CACHE_DIR",
-    ):
-        if os.environ.get(name):
-            yield os.environ[name]
+    home, triton = os.path.expanduser("~/.cache"), os.path.expanduser("~/.triton")
+    yield from (os.environ.get("XDG_CACHE_HOME", home), home, triton, "/dev", "/proc")
+    yield from filter(None, map(os.environ.get, _CACHES.split()))
 
 
-def _save_nothing(
-    undo: contextlib.ExitStack, class_name: str | None, methods: tuple[str, ...], module: Any
-) -> None:
-    owner = module if class_name is None else getattr(module, class_name)
-    for name in methods:
-        replace(undo, owner, name, _nothing(getattr(owner, name)))
-
-
-def _make_no_repositories(undo: contextlib.ExitStack, hf_api: Any) -> None:
-    def make_none(*args: Any, **kwargs: Any) -> Any:
-        name = kwargs.get("repo_id") or next((arg for arg in args if isinstance(arg, str)), "")
-        return SimpleNamespace(repo_id=name)
-
-    replace(undo, hf_api.HfApi, "create_repo", make_none)
-    replace(undo, hf_api, "create_repo", make_none)
-
-
-def _nothing(function: Callable[..., Any]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def do_nothing(*args: Any, **kwargs: Any) -> None:
-        """Leave no trace."""
-
-    return do_nothing
+def _save_state(save: object, accelerator: Any, folder: Any = None, *args: Any, **kwargs: Any) -> str:
+    """Save nothing, which takes no memory."""
+    os.makedirs(folder or "checkpoints", exist_ok=True)
+    return str(folder or "checkpoints")

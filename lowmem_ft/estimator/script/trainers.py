@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,8 +11,7 @@ from torch.utils.data import Subset
 from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough
 from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.upstream.on_import import wrap_when_imported
 from lowmem_ft.virtual_gpu.machine import VirtualMachine
 
 NUM_MICRO_BATCHES = 2
@@ -59,59 +57,53 @@ class ShortTraining:
 
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Shorten all training from now on, until the stack is undone."""
-        when_imported(undo, "transformers.training_args", functools.partial(self._adapt_arguments, undo))
-        when_imported(undo, "transformers.trainer", functools.partial(self._adapt_trainer, undo))
-        when_imported(undo, "trl.trainer.grpo_trainer", functools.partial(self._adapt_grpo, undo))
+        for module, owner, name, around in (
+            ("transformers.training_args", "TrainingArguments", "__post_init__", self._check_quietly),
+            ("transformers.trainer", "Trainer", "train", self._train_shortly),
+            ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
+            ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
+        ):
+            wrap_when_imported(undo, module, owner, name, around)
 
-    def _adapt_arguments(self, undo: contextlib.ExitStack, training_args: Any) -> None:
-        check = training_args.TrainingArguments.__post_init__
+    def _check_quietly(self, check: Callable[[Any], None], arguments: Any) -> None:
+        arguments.output_dir = str(self._files.folder / "output")
+        arguments.report_to, arguments.disable_tqdm = "none", True
+        arguments.save_strategy, arguments.push_to_hub = "no", False
+        if arguments.load_best_model_at_end:
+            arguments.load_best_model_at_end = False
+            arguments.metric_for_best_model = arguments.metric_for_best_model or "loss"
+        arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
+        arguments.dataloader_persistent_workers = False
+        check(arguments)
+        rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
+        self._cut.rows_per_step = max(self._cut.rows_per_step, rows)
 
-        @functools.wraps(check)
-        def quietly(arguments: Any) -> None:
-            arguments.output_dir = str(self._files.folder / "output")
-            arguments.report_to, arguments.disable_tqdm = "none", True
-            arguments.save_strategy, arguments.push_to_hub = "no", False
-            if arguments.load_best_model_at_end:
-                arguments.load_best_model_at_end = False
-                arguments.metric_for_best_model = arguments.metric_for_best_model or "loss"
-            arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
-            arguments.dataloader_persistent_workers = False
-            check(arguments)
-            rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
-            self._cut.rows_per_step = max(self._cut.rows_per_step, rows)
-
-        replace(undo, training_args.TrainingArguments, "__post_init__", quietly)
-
-    def _adapt_trainer(self, undo: contextlib.ExitStack, module: Any) -> None:
-        trainer = module.Trainer
-        replace(undo, trainer, "train", self._shortened(trainer.train))
-        replace(undo, trainer, "training_step", self._marked(trainer.training_step))
-
-    def _shortened(self, train: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(train)
-        def train_shortly(trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-            self.has_trainer = True
-            if resume_from_checkpoint:
-                self._machine.say("resume_from_checkpoint: not read; the steps are those of a new run")
-            with self._files.as_ever():
-                self._on_trainer(trainer)
-            self._leave_out_micro_batches(trainer)
-            if trainer.eval_dataset is not None and gathers_logits(trainer):
-                self._machine.say(
-                    "evaluation: compute_metrics gathers the logits of all held-out rows on the device, and those of "
-                    f"{EVALUATION_BATCHES} batches are in the estimate; eval_accumulation_steps or "
-                    "preprocess_logits_for_metrics would keep them small"
-                )
-            trainer.eval_dataset = self._few_rows(
-                trainer.eval_dataset, trainer.args.per_device_eval_batch_size
+    def _train_shortly(
+        self,
+        train: Callable[..., Any],
+        trainer: Any,
+        resume_from_checkpoint: Any = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        self.has_trainer = True
+        if resume_from_checkpoint:
+            self._machine.say("resume_from_checkpoint: not read; the steps are those of a new run")
+        with self._files.as_ever():
+            self._on_trainer(trainer)
+        self._leave_out_micro_batches(trainer)
+        if trainer.eval_dataset is not None and gathers_logits(trainer):
+            self._machine.say(
+                "evaluation: compute_metrics gathers the logits of all held-out rows on the device, and those of "
+                f"{EVALUATION_BATCHES} batches are in the estimate; eval_accumulation_steps or "
+                "preprocess_logits_for_metrics would keep them small"
             )
-            trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
-            result = train(trainer, None, *args, **kwargs)
-            if trainer.state.global_step >= self._num_steps:
-                raise Enough
-            return result
-
-        return train_shortly
+        trainer.eval_dataset = self._few_rows(trainer.eval_dataset, trainer.args.per_device_eval_batch_size)
+        trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
+        result = train(trainer, None, *args, **kwargs)
+        if trainer.state.global_step >= self._num_steps:
+            raise Enough
+        return result
 
     def _leave_out_micro_batches(self, trainer: Any) -> None:
         """Trace few micro-batches per step, except where completions for a whole step are generated before it."""
@@ -134,28 +126,21 @@ class ShortTraining:
             return rows
         return rows.select(range(most)) if hasattr(rows, "select") else Subset(rows, range(most))
 
-    def _marked(self, training_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(training_step)
-        def one_micro_batch(*args: Any, **kwargs: Any) -> Any:
-            with self._machine.micro_batch():
-                return training_step(*args, **kwargs)
+    def _train_micro_batch(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._machine.micro_batch():
+            return training_step(*args, **kwargs)
 
-        return one_micro_batch
-
-    def _adapt_grpo(self, undo: contextlib.ExitStack, module: Any) -> None:
-        machine = self._machine
-
-        def complete(trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
-            length = trainer.max_completion_length
-            machine.say(
-                f"generation: not run; each completion is assumed to have {length} tokens (max_completion_length), "
-                "and the estimate contains neither the time nor the keys and values of generating"
-            )
-            ends = trainer.eos_token_ids
-            token = next(number for number in range(len(ends) + 1) if number not in ends)
-            return [[token] * length for _ in prompt_ids], None
-
-        replace(undo, module.GRPOTrainer, "_generate_single_turn", complete)
+    def _complete(
+        self, generate: object, trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], None]:
+        length = trainer.max_completion_length
+        self._machine.say(
+            f"generation: not run; each completion is assumed to have {length} tokens (max_completion_length), "
+            "and the estimate contains neither the time nor the keys and values of generating"
+        )
+        ends = trainer.eos_token_ids
+        token = next(number for number in range(len(ends) + 1) if number not in ends)
+        return [[token] * length for _ in prompt_ids], None
 
 
 def gathers_logits(trainer: Any) -> bool:

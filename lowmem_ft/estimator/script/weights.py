@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.on_import import wrap_when_imported
 
 _QUANTISES_ANYTHING = "bitsandbytes"
 """Prefix of the quantisation methods that can quantise any model; other methods quantise once, with data, and models
@@ -32,72 +31,62 @@ def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None])
         undo: puts the real functions back.
         say: called with each assumption that had to be made.
     """
-    when_imported(undo, "transformers.modeling_utils", functools.partial(_adapt_models, undo, say))
-    when_imported(undo, "peft.peft_model", functools.partial(_adapt_adapters, undo))
+    for owner, name, around in (
+        ("", "_get_resolved_checkpoint_files", _local_files),
+        ("", "_get_dtype", functools.partial(_dtype_without_files, say)),
+        ("PreTrainedModel", "_load_pretrained_model", functools.partial(_load_shapes, say)),
+    ):
+        wrap_when_imported(undo, "transformers.modeling_utils", owner, name, around)
+    # Adapters stay as they are made, at their size.
+    wrap_when_imported(undo, "peft.peft_model", "", "load_peft_weights", lambda *args, **kwargs: {})
 
 
-def _adapt_models(undo: contextlib.ExitStack, say: Callable[[str], None], modeling_utils: Any) -> None:
-    models = modeling_utils.PreTrainedModel
-    find, choose = (
-        existing(modeling_utils, name) for name in ("_get_resolved_checkpoint_files", "_get_dtype")
-    )
-    replace(undo, modeling_utils, "_get_resolved_checkpoint_files", _local_files(find))
-    replace(undo, modeling_utils, "_get_dtype", _dtype_without_files(choose, say))
-    load = existing(models, "_load_pretrained_model")
-    replace(undo, models, "_load_pretrained_model", staticmethod(_load_shapes(load, say)))
-
-
-def _adapt_adapters(undo: contextlib.ExitStack, peft_model: Any) -> None:
-    replace(
-        undo, peft_model, "load_peft_weights", lambda *args, **kwargs: {}
-    )  # adapters stay as they are made, at their size
-
-
-def _local_files(find: Callable[..., Any]) -> Callable[..., Any]:
+def _local_files(find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Find weight files only in a local folder, to read their type where the config has none; never on the hub."""
-
-    @functools.wraps(find)
-    def files(*args: Any, **kwargs: Any) -> Any:
-        name = kwargs.get("pretrained_model_name_or_path")
-        if kwargs.get("gguf_file") is not None:
-            raise UserError(
-                f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which comes without "
-                "a config. Load the model that it was made from."
-            )
-        if name is None or not os.path.isdir(name):
-            return None, None
-        try:
-            return find(*args, **kwargs)
-        except OSError:  # the folder has the config alone
-            return None, None
-
-    return files
+    name = kwargs.get("pretrained_model_name_or_path")
+    if kwargs.get("gguf_file") is not None:
+        raise UserError(
+            f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which comes without "
+            "a config. Load the model that it was made from."
+        )
+    if name is None or not os.path.isdir(name):
+        return None, None
+    try:
+        return find(*args, **kwargs)
+    except OSError:  # the folder has the config alone
+        return None, None
 
 
-def _dtype_without_files(choose: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(choose)
-    def dtype_of(dtype: Any, checkpoint_files: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-        if dtype == "auto" and checkpoint_files is None and getattr(config, "dtype", None) is None:
-            say("weights: float32, because the model's config names no type and its weights are not read")
-            dtype = torch.float32
-        return choose(dtype, checkpoint_files, config, *args, **kwargs)
+def _dtype_without_files(
+    say: Callable[[str], None],
+    choose: Callable[..., Any],
+    dtype: Any,
+    checkpoint_files: Any,
+    config: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if dtype == "auto" and checkpoint_files is None and getattr(config, "dtype", None) is None:
+        say("weights: float32, because the model's config names no type and its weights are not read")
+        dtype = torch.float32
+    return choose(dtype, checkpoint_files, config, *args, **kwargs)
 
-    return dtype_of
 
-
-def _load_shapes(load: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., Any]:
-    @functools.wraps(load)
-    def load_shapes(model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any) -> Any:
-        if state_dict is None:
-            _quantise_as_loaded(load_config.hf_quantizer)
-            _put_on_one_device(load_config.device_map, say)
-            load_config = dataclasses.replace(
-                load_config, weight_mapping=None
-            )  # the names are the model's own
-            state_dict, checkpoint_files = _shapes_of(model, load_config), None
-        return load(model, state_dict, checkpoint_files, load_config, *args)
-
-    return load_shapes
+def _load_shapes(
+    say: Callable[[str], None],
+    load: Callable[..., Any],
+    model: Any,
+    state_dict: Any,
+    checkpoint_files: Any,
+    load_config: Any,
+    *args: Any,
+) -> Any:
+    if state_dict is None:
+        _quantise_as_loaded(load_config.hf_quantizer)
+        _put_on_one_device(load_config.device_map, say)
+        load_config = dataclasses.replace(load_config, weight_mapping=None)  # the names are the model's own
+        state_dict, checkpoint_files = _shapes_of(model, load_config), None
+    return load(model, state_dict, checkpoint_files, load_config, *args)
 
 
 def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], None]) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 _PASSED_OVER = (
-    f"{__file__.rpartition('virtual_gpu')[0]}virtual_gpu",
+    *(f"{__file__.rpartition('virtual_gpu')[0]}{room}" for room in ("virtual_gpu", "upstream")),
     torch.__file__.removesuffix("__init__.py"),
     "<frozen",
 )

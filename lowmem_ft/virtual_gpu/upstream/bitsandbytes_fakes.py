@@ -15,18 +15,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
-from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import accepting_fakes
+from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import new_parameter
 
 
-@contextlib.contextmanager
-def bitsandbytes_on_virtual_gpu() -> Iterator[None]:
-    """Let bitsandbytes work on fake tensors in a block, whether it is imported before or in it."""
-    with contextlib.ExitStack() as undo:
-        when_imported(undo, "bitsandbytes", functools.partial(_adapt, undo), _on_a_machine_without_gpu)
-        yield
+def bitsandbytes_on_virtual_gpu(undo: contextlib.ExitStack) -> None:
+    """Let bitsandbytes work on fake tensors until a stack is undone, whether it is imported before or later."""
+    when_imported(undo, "bitsandbytes", functools.partial(_adapt, undo), _on_a_machine_without_gpu)
 
 
 @contextlib.contextmanager
@@ -47,25 +44,19 @@ def _adapt(undo: contextlib.ExitStack, bitsandbytes: Any) -> None:
     replace(undo, functional, "name2qmap", {})
     replace(undo, functional.GlobalPageManager, "_instance", None)
     for parameter_class in (Params4bit, Int8Params):
-        replace(undo, parameter_class, "__new__", accepting_fakes(parameter_class.__new__))
-    computed = _computed(existing(functional, "create_dynamic_map"))
-    replace(undo, functional, "create_dynamic_map", computed)
+        wrap(undo, parameter_class, "__new__", new_parameter)
+    wrap(undo, functional, "create_dynamic_map", _computed)
     replace(undo, functional, "get_paged", _get_paged)
     replace(undo, functional, "fill", _fill_paged)
     replace(undo, functional, "prefetch_tensor", _prefetch_paged)
     replace(undo, optimizer, "sync_gpu", _synchronize)
 
 
-def _computed(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _computed(function: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
     """Run a function that reads the tensors it makes, such as a table's, on real ones, and return a fake one."""
-
-    @functools.wraps(function)
-    def on_real_tensors(*args: Any, **kwargs: Any) -> Tensor:
-        with _disable_current_modes():
-            values = function(*args, **kwargs).tolist()
-        return torch.tensor(values)
-
-    return on_real_tensors
+    with _disable_current_modes():
+        values = function(*args, **kwargs).tolist()
+    return torch.tensor(values)
 
 
 def _get_paged(*shape: int, dtype: torch.dtype = torch.float32, device: torch.device) -> Tensor:

@@ -48,25 +48,23 @@ def statistics_of(parameter: Tensor) -> list[Tensor]:
     return [tensor for tensor in statistics if tensor is not None]
 
 
-def accepting_fakes(new: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a constructor of bitsandbytes' parameters take fake tensors too: layers may be built while tracing.
+def new_parameter(
+    new: Callable[..., Any], cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any
+) -> Any:
+    """Make one of bitsandbytes' parameters, of a fake tensor too: layers may be built while tracing.
 
     Args:
-        new: ``__new__`` of one of the classes.
-
-    Returns:
-        The function to replace it.
+        new: ``__new__`` of the class.
+        cls: the class.
+        data: the values.
+        args: further arguments of the class.
+        kwargs: the same.
     """
-
-    @functools.wraps(new)
-    def __new__(cls: type, data: Tensor | None = None, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(data, FakeTensor):
-            return new(cls, data, *args, **kwargs)
-        with _disable_current_modes():
-            like = new(cls, torch.empty(0), *args, **kwargs)
-        return _fake_parameter(data, like=like, requires_grad=like.requires_grad)
-
-    return __new__
+    if not isinstance(data, FakeTensor):
+        return new(cls, data, *args, **kwargs)
+    with _disable_current_modes():
+        like = new(cls, torch.empty(0), *args, **kwargs)
+    return _fake_parameter(data, like=like, requires_grad=like.requires_grad)
 
 
 def _is_placed(tensor: Tensor, device: torch.device) -> bool:

@@ -7,14 +7,15 @@ remain classes for programs that check ``isinstance``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device.device_index import device_index
 from lowmem_ft.virtual_gpu.device.streams import VirtualEvent, VirtualStream
@@ -59,20 +60,16 @@ def _address(generator: Any) -> int:
     return generator._cdata
 
 
-@contextlib.contextmanager
-def classes_of_cuda() -> Iterator[None]:
-    """Let a program make generators, streams, events and typed tensors for the virtual GPU in a block."""
-    with contextlib.ExitStack() as undo:
-        generator = _chosen_by_device(torch.Generator, VirtualGenerator, "cpu")
-        replace(undo, torch, "Generator", generator)
-        replace(undo, torch.cuda, "default_generators", (VirtualGenerator(),))
-        replace(undo, torch, "Stream", _chosen_by_device(torch.Stream, VirtualStream, None))
-        replace(undo, torch, "Event", _chosen_by_device(torch.Event, VirtualEvent, None))
-        typed = {name: _typed_tensor(dtype) for name, dtype in _TENSORS.items()}
-        for name, value in typed.items():
-            replace(undo, torch.cuda, name, value)
-        replace(undo, Tensor, "type", _typed(Tensor.type, typed))
-        yield
+def classes_of_cuda(undo: contextlib.ExitStack) -> None:
+    """Let a program make generators, streams, events and typed tensors for the virtual GPU until a stack is undone."""
+    replace(undo, torch, "Generator", _chosen_by_device(torch.Generator, VirtualGenerator, "cpu"))
+    replace(undo, torch.cuda, "default_generators", (VirtualGenerator(),))
+    replace(undo, torch, "Stream", _chosen_by_device(torch.Stream, VirtualStream, None))
+    replace(undo, torch, "Event", _chosen_by_device(torch.Event, VirtualEvent, None))
+    typed = {name: _typed_tensor(dtype) for name, dtype in _TENSORS.items()}
+    for name, value in typed.items():
+        replace(undo, torch.cuda, name, value)
+    wrap(undo, Tensor, "type", functools.partial(_with_type, typed))
 
 
 def _is_virtual(device: Any) -> bool:
@@ -112,14 +109,17 @@ def _typed_tensor(dtype: torch.dtype) -> type:
     return OfType("Tensor", (), {"dtype": dtype})
 
 
-def _typed(to_type: Callable[..., Any], typed: dict[str, Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.type``, which takes such a class or its name."""
-
-    def with_type(self: Tensor, dtype: Any = None, non_blocking: bool = False, **options: Any) -> Any:
-        if isinstance(dtype, str):
-            dtype = typed.get(dtype.removeprefix("torch.cuda."), dtype)
-        if dtype in typed.values():
-            return self.to(torch.device(DEVICE_TYPE, 0), dtype.dtype, non_blocking=non_blocking)
-        return to_type(self) if dtype is None else to_type(self, dtype, non_blocking, **options)
-
-    return with_type
+def _with_type(
+    typed: dict[str, Any],
+    to_type: Callable[..., Any],
+    tensor: Tensor,
+    dtype: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Call ``Tensor.type``, which takes such a class or its name."""
+    if isinstance(dtype, str):
+        dtype = typed.get(dtype.removeprefix("torch.cuda."), dtype)
+    if dtype in typed.values():
+        return tensor.to(torch.device(DEVICE_TYPE, 0), dtype.dtype, *args, **kwargs)
+    return to_type(tensor) if dtype is None else to_type(tensor, dtype, *args, **kwargs)

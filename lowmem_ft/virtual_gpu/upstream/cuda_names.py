@@ -9,7 +9,6 @@ code that looks at ``tensor.is_cuda`` or ``tensor.device.type`` sees a differenc
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
@@ -18,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random as dtensor_random
+from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.patches import existing, loaded_module, replace
+from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
 from lowmem_ft.virtual_gpu.device.device import VirtualBackend
 from lowmem_ft.virtual_gpu.device.device_index import device_index
@@ -62,39 +62,38 @@ _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.import
 """Modules that check once whether there is a GPU, and cache the answer."""
 
 
-@contextlib.contextmanager
-def cuda_is_virtual(backend: VirtualBackend) -> Iterator[None]:
-    """Let ``cuda`` mean the virtual GPU in a block; afterwards it means the same as before.
+def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None:
+    """Let ``cuda`` mean the virtual GPU until a stack is undone; afterwards it means the same as before.
 
     Args:
+        undo: undoes it.
         backend: the module of the virtual device.
     """
-    with contextlib.ExitStack() as undo:
-        undo.callback(_forget_answers)
-        for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
-            _lend_functions(undo, module, backend)
-        for name in _OURS:
-            setattr(torch.cuda, name, getattr(backend, name))
-            undo.callback(delattr, torch.cuda, name)
-        _lend_to_accelerator(undo, backend)
-        undo.enter_context(cuda_without_hardware())
-        undo.enter_context(classes_of_cuda())
-        undo.enter_context(inference_mode_as_no_grad())
-        undo.enter_context(_no_flex_attention())
-        for name in _ASK_FOR_AUTOCAST:
-            replace(undo, torch, name, _of_virtual_device(getattr(torch, name)))
-        replace(undo, Tensor, "to", _moved(Tensor.to))
-        replace(undo, Tensor, "cuda", _to_virtual_device)
-        _device_constructors()  # else torch would cache the block's functions for `with torch.device(...)`
-        for owner, name in _MAKE_OF_VALUES:
-            replace(undo, owner, name, _made(existing(owner, name)))
-        replace(undo, DeviceMesh, "__init__", _of_devices(DeviceMesh.__init__))
-        undo.enter_context(_another_process_to_dtensor())
-        replace(undo, Tensor, "record_stream", _record_stream)
-        replace(undo, torch.cuda, "_sleep", _sleep)
-        undo.enter_context(_another_process_to_accelerate())
-        _forget_answers()
-        yield
+    undo.callback(_forget_answers)
+    for module in (torch.cuda, torch.cuda.memory, torch.cuda.random, torch.cuda.graphs):
+        _lend_functions(undo, module, backend)
+    for name in _OURS:
+        setattr(torch.cuda, name, getattr(backend, name))
+        undo.callback(delattr, torch.cuda, name)
+    _lend_to_accelerator(undo, backend)
+    cuda_without_hardware(undo)
+    classes_of_cuda(undo)
+    inference_mode_as_no_grad(undo)
+    wrap(undo, flex_attention, "_validate_device", _no_flex_attention)
+    for name in _ASK_FOR_AUTOCAST:
+        wrap(undo, torch, name, _of_virtual_device)
+    wrap(undo, Tensor, "to", _moved)
+    replace(undo, Tensor, "cuda", _to_virtual_device)
+    _device_constructors()  # else torch would cache the block's functions for `with torch.device(...)`
+    for owner, name in _MAKE_OF_VALUES:
+        wrap(undo, owner, name, _made)
+    wrap(undo, DeviceMesh, "__init__", _of_devices)
+    # DTensor makes its RNG tracker for one device, and keeps it for good.
+    replace(undo, dtensor_random, "_rng_tracker", None)
+    replace(undo, Tensor, "record_stream", _record_stream)
+    replace(undo, torch.cuda, "_sleep", _sleep)
+    undo.enter_context(_another_process_to_accelerate())
+    _forget_answers()
 
 
 def on_virtual_device(device: Any) -> Any:
@@ -126,80 +125,44 @@ def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) ->
                 replace(undo, module, name, getattr(backend, name.replace("get_memory_info", "mem_get_info")))
 
 
-@contextlib.contextmanager
-def _no_flex_attention() -> Iterator[None]:
+def _no_flex_attention(validate: Callable[..., None], query: Tensor, *others: Tensor) -> None:
     """Refuse FlexAttention: torch.compile writes its kernel in Triton for each program."""
-    import torch.nn.attention.flex_attention as module
-
-    validate = existing(module, "_validate_device")
-
-    def refuse(query: Tensor, *others: Tensor) -> None:
-        if query.device.type == DEVICE_TYPE:
-            raise UserError(
-                "FlexAttention is a kernel that torch.compile writes, which is not modelled, got a call of it on a "
-                "virtual GPU. Use scaled_dot_product_attention while tracing (`attn_implementation='sdpa'` in "
-                "transformers): where its flash kernel serves the call, it keeps as many bytes."
-            )
-        validate(query, *others)
-
-    with contextlib.ExitStack() as undo:
-        replace(undo, module, "_validate_device", refuse)
-        yield
+    if query.device.type == DEVICE_TYPE:
+        raise UserError(
+            "FlexAttention is a kernel that torch.compile writes, which is not modelled, got a call of it on a "
+            "virtual GPU. Use scaled_dot_product_attention while tracing (`attn_implementation='sdpa'` in "
+            "transformers): where its flash kernel serves the call, it keeps as many bytes."
+        )
+    validate(query, *others)
 
 
-def _of_virtual_device(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of ``torch`` about the autocast state of a device type, which is CUDA if none is given."""
-
-    @functools.wraps(function)
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        named = kwargs.pop("device_type", None)
-        if named is None and args and isinstance(args[0], str):
-            named, args = args[0], args[1:]
-        return function(DEVICE_TYPE if named in (None, CUDA) else named, *args, **kwargs)
-
-    return ask
+def _of_virtual_device(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of ``torch`` about the autocast state of a device type, which is CUDA if none is given."""
+    named = kwargs.pop("device_type", None)
+    if named is None and args and isinstance(args[0], str):
+        named, args = args[0], args[1:]
+    return function(DEVICE_TYPE if named in (None, CUDA) else named, *args, **kwargs)
 
 
-def _moved(to: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(to)
-    def to_device(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if args:
-            args = (on_virtual_device(args[0]), *args[1:])
-        elif "device" in kwargs:
-            kwargs["device"] = on_virtual_device(kwargs["device"])
-        return to(self, *args, **kwargs)
-
-    return to_device
+def _moved(to: Callable[..., Tensor], tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    if args:
+        args = (on_virtual_device(args[0]), *args[1:])
+    elif "device" in kwargs:
+        kwargs["device"] = on_virtual_device(kwargs["device"])
+    return to(tensor, *args, **kwargs)
 
 
-def _made(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(make)
-    def make_on_device(*args: Any, **kwargs: Any) -> Tensor:
-        if "device" in kwargs:
-            kwargs["device"] = on_virtual_device(kwargs["device"])
-        return make(*args, **kwargs)
-
-    return make_on_device
+def _made(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    if "device" in kwargs:
+        kwargs["device"] = on_virtual_device(kwargs["device"])
+    return make(*args, **kwargs)
 
 
-def _of_devices(make: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``DeviceMesh``, whose device type FSDP2 compares with that of tensors."""
-
-    @functools.wraps(make)
-    def make_mesh(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        make(self, DEVICE_TYPE if device_type == CUDA else device_type, *args, **kwargs)
-
-    return make_mesh
-
-
-@contextlib.contextmanager
-def _another_process_to_dtensor() -> Iterator[None]:
-    """Let DTensor make its RNG tracker again in a block: it belongs to one device, and DTensor keeps it for good."""
-    before, dtensor_random._rng_tracker = dtensor_random._rng_tracker, None
-    try:
-        yield
-    finally:
-        dtensor_random._rng_tracker = before
+def _of_devices(
+    make: Callable[..., None], mesh: DeviceMesh, device_type: str, *args: Any, **kwargs: Any
+) -> None:
+    """Make a ``DeviceMesh``, whose device type FSDP2 compares with that of tensors."""
+    make(mesh, DEVICE_TYPE if device_type == CUDA else device_type, *args, **kwargs)
 
 
 def _to_virtual_device(self: Tensor, device: Any = None, non_blocking: bool = False, **kwargs: Any) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -69,26 +68,19 @@ _REFUSED = {
 _ANNOTATIONS = ("range_push", "range_pop", "mark", "range_start", "range_end")
 
 
-@contextlib.contextmanager
-def cuda_without_hardware() -> Iterator[None]:
-    """Let missing parts raise in a block; marks for profilers are accepted and ignored."""
-    with contextlib.ExitStack() as undo:
-        for module_name, table in _REFUSED.items():
-            module = importlib.import_module(module_name)
-            for way_out, names in table.items():
-                for name in names.split():
-                    if hasattr(module, name):
-                        replace(
-                            undo,
-                            module,
-                            name,
-                            _refusal(getattr(module, name), f"{module_name}.{name}", way_out),
-                        )
-        for name in _ANNOTATIONS:
-            replace(undo, torch.cuda.nvtx, name, _mark)
-        for name in ("start", "stop"):
-            replace(undo, torch.cuda.profiler, name, _mark)
-        yield
+def cuda_without_hardware(undo: contextlib.ExitStack) -> None:
+    """Let missing parts raise until a stack is undone; marks for profilers are accepted and ignored."""
+    for module_name, table in _REFUSED.items():
+        module = importlib.import_module(module_name)
+        for way_out, names in table.items():
+            for name in names.split():
+                if hasattr(module, name):
+                    refusal = _refusal(getattr(module, name), f"{module_name}.{name}", way_out)
+                    replace(undo, module, name, refusal)
+    for name in _ANNOTATIONS:
+        replace(undo, torch.cuda.nvtx, name, _mark)
+    for name in ("start", "stop"):
+        replace(undo, torch.cuda.profiler, name, _mark)
 
 
 def _refusal(real: Any, name: str, way_out: str) -> Any:

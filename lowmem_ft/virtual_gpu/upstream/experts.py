@@ -7,34 +7,30 @@ older than Ampere. It checks ``device.type == "cuda"``, which the virtual device
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from transformers.integrations import moe
 
 from lowmem_ft.foundation.devices import compute_capability, is_virtual
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.patches import wrap
 
 _AMPERE = (8, 0)
 
 
-@contextlib.contextmanager
-def experts_as_if_real() -> Iterator[None]:
-    """Let transformers choose among its ways to multiply experts as with real tensors, in a block."""
-    original = existing(moe, "_can_use_grouped_mm")
+def experts_as_if_real(undo: contextlib.ExitStack) -> None:
+    """Let transformers choose among its ways to multiply experts as with real tensors until a stack is undone."""
+    wrap(undo, moe, "_can_use_grouped_mm", _can_use_grouped_mm)
 
-    @functools.wraps(original)
-    def can_use_grouped_mm(input: Tensor, weight: Tensor, offs: Tensor) -> bool:
-        if is_virtual(weight.device):
-            is_there = compute_capability(weight.device) >= _AMPERE
-        else:
-            is_there = original(input, weight, offs)
-        # For types other than bfloat16, torch's own grouped_mm computes one expert after the other, into one output, as
-        # transformers' fallback does; its rule for fake tensors does not take them.
-        return is_there and weight.dtype == torch.bfloat16
 
-    with contextlib.ExitStack() as undo:
-        replace(undo, moe, "_can_use_grouped_mm", can_use_grouped_mm)
-        yield
+def _can_use_grouped_mm(
+    can_use_grouped_mm: Callable[..., bool], inputs: Tensor, weight: Tensor, offs: Tensor
+) -> bool:
+    if is_virtual(weight.device):
+        is_there = compute_capability(weight.device) >= _AMPERE
+    else:
+        is_there = can_use_grouped_mm(inputs, weight, offs)
+    # For types other than bfloat16, torch's own grouped_mm computes one expert after the other, into one output, as
+    # transformers' fallback does; its rule for fake tensors does not take them.
+    return is_there and weight.dtype == torch.bfloat16

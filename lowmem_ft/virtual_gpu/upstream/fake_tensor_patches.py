@@ -1,6 +1,6 @@
 """Patches that keep torch and transformers from treating fake tensors differently from real ones.
 
-Each patch lasts for a ``with`` block.
+Each patch lasts until a stack is undone.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.data._utils import worker as data_loading_worker
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.patches import existing, loaded_module, replace
+from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
 from lowmem_ft.virtual_gpu.kernels.type_names import device_of
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
@@ -95,32 +95,37 @@ def _refuse_real_memory(storage: torch.UntypedStorage) -> None:
         )
 
 
-@contextlib.contextmanager
 def fake_tensors_in_disguise(
-    read_values: Callable[[Tensor], Tensor], list_values: Callable[[Tensor], Tensor]
-) -> Iterator[None]:
+    undo: contextlib.ExitStack,
+    read_values: Callable[[Tensor], Tensor],
+    list_values: Callable[[Tensor], Tensor],
+) -> None:
     """Apply all of the patches below.
 
     Args:
+        undo: undoes them.
         read_values: returns the values for a program that reads a whole fake tensor.
         list_values: returns them for one that reads a tensor as a list.
     """
-    with contextlib.ExitStack() as undo:
-        import_utils = loaded_module("transformers.utils.import_utils")
-        if import_utils is not None:
-            replace(undo, import_utils, "is_fake_tensor", _never)
-        replace(undo, torch.utils, "swap_tensors", _swap_tensors)
-        replace(undo, Tensor, "data", property(_data.__get__, _set_data))
-        replace(undo, Tensor, "numpy", _of(read_values, Tensor.numpy))
-        replace(undo, FakeTensor, "tolist", _list_of(list_values))
-        replace(undo, FakeTensor, "share_memory_", _itself)
-        replace(undo, FakeTensor, "__deepcopy__", _deepcopy)
-        replace(undo, Tensor, "__format__", _of_number(Tensor.__format__))
-        replace(undo, Tensor, "pin_memory", _where_traced(Tensor.pin_memory))
-        worker_loop = existing(data_loading_worker, "_worker_loop")
-        replace(undo, data_loading_worker, "_worker_loop", _computed_for_real(worker_loop))
-        undo.enter_context(_foreach_takes_fake_tensors())
-        yield
+    import_utils = loaded_module("transformers.utils.import_utils")
+    if import_utils is not None:
+        replace(undo, import_utils, "is_fake_tensor", _never)
+    replace(undo, torch.utils, "swap_tensors", _swap_tensors)
+    replace(undo, Tensor, "data", property(_data.__get__, _set_data))
+    wrap(undo, Tensor, "numpy", functools.partial(_numpy, read_values))
+    wrap(undo, FakeTensor, "tolist", functools.partial(_tolist, list_values))
+    replace(undo, FakeTensor, "share_memory_", _itself)
+    replace(undo, FakeTensor, "__deepcopy__", _deepcopy)
+    wrap(undo, Tensor, "__format__", _format)
+    wrap(undo, Tensor, "pin_memory", _pin_memory)
+    wrap(undo, data_loading_worker, "_worker_loop", _computed_for_real)
+    for name in (
+        "torch.utils._foreach_utils",
+        "torch.optim.optimizer",
+    ):  # multi-tensor operators take these types
+        types = existing(loaded_module(name), "_foreach_supported_types")
+        types.append(FakeTensor)
+        undo.callback(types.remove, FakeTensor)
 
 
 def _never(tensor: Any) -> bool:
@@ -206,62 +211,45 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     _take_place(tensor, moved)
 
 
-def _of(read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tensor.numpy``, so that it returns the values read."""
-
-    @functools.wraps(numpy)
-    def of_values(self: Tensor, *, force: bool = False) -> Any:
-        if not (force or self.is_cpu or self.is_meta):
-            raise TypeError(
-                f"can't convert {device_of(self)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
-                "to host memory first."
-            )
-        if self.requires_grad and not force:
-            raise RuntimeError(
-                "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-            )
-        values = read_values(self) if isinstance(self, FakeTensor) else self
-        with unset_fake_temporarily():
-            return numpy(values, force=force)
-
-    return of_values
+def _numpy(
+    read_values: Callable[[Tensor], Tensor], numpy: Callable[..., Any], tensor: Tensor, *, force: bool = False
+) -> Any:
+    """Return ``Tensor.numpy`` of the values read."""
+    if not (force or tensor.is_cpu or tensor.is_meta):
+        raise TypeError(
+            f"can't convert {device_of(tensor)} device type tensor to numpy. Use Tensor.cpu() to copy the tensor "
+            "to host memory first."
+        )
+    if tensor.requires_grad and not force:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+    values = read_values(tensor) if isinstance(tensor, FakeTensor) else tensor
+    with unset_fake_temporarily():
+        return numpy(values, force=force)
 
 
-def _list_of(list_values: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Any]:
-    """Wrap ``FakeTensor.tolist``, which reads one element after the other."""
-
-    def tolist(self: Tensor) -> Any:
-        values = list_values(self)
-        with unset_fake_temporarily():
-            return values.tolist()
-
-    return tolist
+def _tolist(list_values: Callable[[Tensor], Tensor], tolist: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    """Return ``FakeTensor.tolist``, which reads one element after the other, of the values read."""
+    values = list_values(tensor)
+    with unset_fake_temporarily():
+        return values.tolist()
 
 
-def _of_number(format_tensor: Callable[[Tensor, str], str]) -> Callable[[Tensor, str], str]:
-    """Wrap the formatting of ``f"{loss:.3f}"``, which torch supports for plain tensors only."""
-
-    @functools.wraps(format_tensor)
-    def format_number(self: Tensor, format_spec: str) -> str:
-        if isinstance(self, FakeTensor) and self.dim() == 0 and format_spec:
-            return format(self.item(), format_spec)
-        return format_tensor(self, format_spec)
-
-    return format_number
+def _format(format_tensor: Callable[[Tensor, str], str], tensor: Tensor, format_spec: str) -> str:
+    """Format ``f"{loss:.3f}"``, which torch supports for plain tensors only."""
+    if isinstance(tensor, FakeTensor) and tensor.dim() == 0 and format_spec:
+        return format(tensor.item(), format_spec)
+    return format_tensor(tensor, format_spec)
 
 
-def _where_traced(pin_memory: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap ``Tensor.pin_memory``: in other threads, such as a data loader's, tensors are real and get a mark."""
-
-    @functools.wraps(pin_memory)
-    def pin(self: Tensor, *args: Any) -> Tensor:
-        is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
-        if is_traced:
-            return pin_memory(self, *args)
-        vars(self)[_PINNED] = True
-        return self
-
-    return pin
+def _pin_memory(pin_memory: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
+    """Pin a tensor; in other threads, such as a data loader's, tensors are real and get a mark."""
+    is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
+    if is_traced:
+        return pin_memory(tensor, *args)
+    vars(tensor)[_PINNED] = True
+    return tensor
 
 
 def was_pinned_elsewhere(tensor: Tensor) -> bool:
@@ -269,26 +257,7 @@ def was_pinned_elsewhere(tensor: Tensor) -> bool:
     return _PINNED in vars(tensor)
 
 
-def _computed_for_real(worker_loop: Callable[..., None]) -> Callable[..., None]:
+def _computed_for_real(worker_loop: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Let a data loader's processes make real tensors: as forks, they would make fake ones, which cannot be sent."""
-
-    @functools.wraps(worker_loop)
-    def work(*args: Any, **kwargs: Any) -> None:
-        with _disable_current_modes():
-            worker_loop(*args, **kwargs)
-
-    return work
-
-
-@contextlib.contextmanager
-def _foreach_takes_fake_tensors() -> Iterator[None]:
-    """Let torch's multi-tensor operators take fake tensors, whose type is not in their list."""
-    modules = map(loaded_module, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
-    lists = [existing(module, "_foreach_supported_types") for module in modules]
-    for supported in lists:
-        supported.append(FakeTensor)
-    try:
-        yield
-    finally:
-        for supported in lists:
-            supported.remove(FakeTensor)
+    with _disable_current_modes():
+        worker_loop(*args, **kwargs)

@@ -6,7 +6,6 @@ In inference mode, composite operators reach a trace whole, and torch has no ker
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -15,9 +14,8 @@ from torch.autograd.grad_mode import inference_mode
 from lowmem_ft.upstream.patches import replace
 
 
-@contextlib.contextmanager
-def inference_mode_as_no_grad() -> Iterator[None]:
-    """Let ``inference_mode`` only switch off gradients in a block; tensors made in it are ordinary ones."""
+def inference_mode_as_no_grad(undo: contextlib.ExitStack) -> None:
+    """Let ``inference_mode`` only switch off gradients until a stack is undone; its tensors are ordinary ones."""
     running: list[tuple[bool, contextlib.AbstractContextManager[Any]]] = []
 
     def enter(self: inference_mode) -> None:
@@ -27,8 +25,6 @@ def inference_mode_as_no_grad() -> Iterator[None]:
     def leave(self: inference_mode, *exception: Any) -> None:
         running.pop()[1].__exit__(*exception)
 
-    with contextlib.ExitStack() as undo:
-        replace(undo, inference_mode, "__enter__", enter)
-        replace(undo, inference_mode, "__exit__", leave)
-        replace(undo, torch, "is_inference_mode_enabled", lambda: bool(running) and running[-1][0])
-        yield
+    replace(undo, inference_mode, "__enter__", enter)
+    replace(undo, inference_mode, "__exit__", leave)
+    replace(undo, torch, "is_inference_mode_enabled", lambda: bool(running) and running[-1][0])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.upstream.on_import import when_imported
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.on_import import when_imported, wrap_when_imported
+from lowmem_ft.upstream.patches import existing, replace, wrap
 from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 
 _KERNELS = {
@@ -32,44 +32,34 @@ _WRITES = "_backward_kernel"
 """Kernel that overwrites the logits with their gradient."""
 
 
-@contextlib.contextmanager
-def trl_kernels_as_on_cuda() -> Iterator[None]:
-    """Let TRL's heads use Triton on the virtual device in a block, whether imported before or in it."""
+def trl_kernels_as_on_cuda(undo: contextlib.ExitStack) -> None:
+    """Let TRL's heads use Triton on the virtual device until a stack is undone, whether imported before or later."""
     _register_cost()
-    with contextlib.ExitStack() as undo:
-        for name in _ASKS:
-            when_imported(undo, name, functools.partial(_let_ask, undo))
-        for name, kernels in _KERNELS.items():
-            when_imported(undo, name, functools.partial(_adapt, undo, kernels))
-        yield
+    for name in _ASKS:
+        wrap_when_imported(undo, name, "", "_use_triton", _use_triton)
+    for name, kernels in _KERNELS.items():
+        when_imported(undo, name, functools.partial(_adapt, undo, kernels))
 
 
-def _let_ask(undo: contextlib.ExitStack, module: Any) -> None:
-    original = existing(module, "_use_triton")
-
-    @functools.wraps(original)
-    def use_triton(device: torch.device) -> bool:
-        return is_virtual(device) or original(device)
-
-    replace(undo, module, "_use_triton", use_triton)
+def _use_triton(use_triton: Callable[[torch.device], bool], device: torch.device) -> bool:
+    return is_virtual(device) or use_triton(device)
 
 
 def _adapt(undo: contextlib.ExitStack, kernels: tuple[str, ...], module: Any) -> None:
     for name in kernels:
         replace(undo, module, name, _Launcher(existing(module, name), writes=name == _WRITES))
-    has_wide_sums, multiply = existing(module, "_MM_OUT_DTYPE"), existing(module, "_addmm_fp32")
-
-    @functools.wraps(multiply)
-    def addmm_fp32(acc: Tensor, a: Tensor, b: Tensor) -> None:
-        if has_wide_sums and is_virtual(acc.device) and a.dtype in (torch.float16, torch.bfloat16):
-            torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
-        else:
-            multiply(acc, a, b)
-
-    replace(undo, module, "_addmm_fp32", addmm_fp32)
+    if existing(module, "_MM_OUT_DTYPE"):
+        wrap(undo, module, "_addmm_fp32", _addmm_fp32)
     if not hasattr(module, "triton"):  # it is not installed here
         module.triton = SimpleNamespace(cdiv=lambda number, size: -(-number // size))
         undo.callback(delattr, module, "triton")
+
+
+def _addmm_fp32(multiply: Callable[..., None], acc: Tensor, a: Tensor, b: Tensor) -> None:
+    if is_virtual(acc.device) and a.dtype in (torch.float16, torch.bfloat16):
+        torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
+    else:
+        multiply(acc, a, b)
 
 
 class _Launcher:

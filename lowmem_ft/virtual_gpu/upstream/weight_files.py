@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lowmem_ft.upstream.patches import existing, loaded_module, replace
+from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
 
 _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that makes transformers read weights in the calling thread, where the trace sees it."""
@@ -19,26 +19,24 @@ _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _SAVERS = (("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"))
 
 
-@contextlib.contextmanager
-def checkpoints_without_values(say: Callable[[str], None]) -> Iterator[None]:
-    """Let models be loaded from local checkpoints in a block, without ever saving any.
+def checkpoints_without_values(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+    """Let models be loaded from local checkpoints until a stack is undone, without ever saving any.
 
     Args:
+        undo: undoes it.
         say: called when something is not saved.
     """
-    with contextlib.ExitStack() as undo:
-        loading = loaded_module("transformers.core_model_loading")
-        if loading is not None:
-            replace(undo, loading, "_materialize_copy", _materialize_shape)
-            undo.callback(_set_environment, os.environ.get(_IN_THIS_THREAD))
-            _set_environment("1")
-        for module_name, class_name in _SAVERS:
-            module = loaded_module(module_name)
-            if module is not None:
-                owner = existing(module, class_name)
-                replace(undo, owner, "save_pretrained", _not_saved(owner.save_pretrained, say))
-        replace(undo, torch, "save", _not_saved(torch.save, say))
-        yield
+    loading = loaded_module("transformers.core_model_loading")
+    if loading is not None:
+        replace(undo, loading, "_materialize_copy", _materialize_shape)
+        undo.callback(_set_environment, os.environ.get(_IN_THIS_THREAD))
+        _set_environment("1")
+    not_saved = functools.partial(_not_saved, say)
+    for module_name, class_name in _SAVERS:
+        module = loaded_module(module_name)
+        if module is not None:
+            wrap(undo, existing(module, class_name), "save_pretrained", not_saved)
+    wrap(undo, torch, "save", not_saved)
 
 
 def _materialize_shape(tensor: Any, device: Any = None, dtype: torch.dtype | None = None) -> Tensor:
@@ -50,12 +48,8 @@ def _materialize_shape(tensor: Any, device: Any = None, dtype: torch.dtype | Non
     return tensor.to(device=device, dtype=dtype)
 
 
-def _not_saved(save: Callable[..., Any], say: Callable[[str], None]) -> Callable[..., None]:
-    @functools.wraps(save)
-    def save_nothing(*args: Any, **kwargs: Any) -> None:
-        say("checkpoints: not written, as a trace has no values")
-
-    return save_nothing
+def _not_saved(say: Callable[[str], None], *args: Any, **kwargs: Any) -> None:
+    say("checkpoints: not written, as a trace has no values")
 
 
 def _set_environment(value: str | None) -> None:

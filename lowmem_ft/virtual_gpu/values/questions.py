@@ -36,7 +36,10 @@ _LIBRARIES = (
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
-_MACHINERY = (_HERE, _TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep)
+_MACHINERY = (
+    *(_HERE, f"{_PACKAGE}upstream{os.sep}"),
+    *(_TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep),
+)
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})
 _COMPARES = _TORCH + "testing" + os.sep
 """Folder of ``torch.testing``, whose ``assert_close`` and the like only raise."""
