@@ -23,9 +23,9 @@ from demo.get_demo_model import default_cache_dir, get_demo_model
 from measured_on import measured_on, require_device
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.models import load_tokenizer
+from lowmem_ft.models.loading import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss

@@ -19,7 +19,7 @@ from ladder_rungs import RUNGS, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 TINY = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
 COMMON = (

@@ -17,16 +17,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import (
-    MasterWeights,
-    ModelConfig,
-    compute_dtype,
-    load_model_config,
-    log_quantization,
-    quantization_config,
-    quantize_linear_layers,
-    weights_dtype,
-)
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import compute_dtype, load_model_config, weights_dtype
+from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.quantization import log_quantization, quantization_config, quantize_linear_layers
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2

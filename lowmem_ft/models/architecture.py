@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem_ft.catalog import find_architecture
+from lowmem_ft.catalog.architectures import find_architecture
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of

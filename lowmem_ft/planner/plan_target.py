@@ -19,8 +19,7 @@ from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.models import load_model_config
-from lowmem_ft.models.loading import weights_dtype
+from lowmem_ft.models.loading import load_model_config, weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
 from lowmem_ft.recipe import Recipe

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from lowmem_ft.data import load_data
+from lowmem_ft.data.loading import load_data
 from lowmem_ft.memory.memory_estimate import StepTime
-from lowmem_ft.models import load_model_config, load_tokenizer, max_positions, vocab_size
+from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 
 

@@ -3,7 +3,3 @@
 The command line and ``lowmem_ft.train`` call this package. :mod:`lowmem_ft.training` imports nothing from the layers
 above it; it receives the estimator as an argument.
 """
-
-from lowmem_ft.preflight.train import train
-
-__all__ = ["train"]

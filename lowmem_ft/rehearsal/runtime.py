@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.estimator.runtime import VirtualRuntime
 from lowmem_ft.estimator.traces.tracing import NUM_MICRO_BATCHES
 from lowmem_ft.host.pinned_memory import HostMemory

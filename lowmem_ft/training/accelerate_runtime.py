@@ -22,9 +22,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import MasterWeights, ModelConfig, weights_in_shards
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable
+from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.sharded_weights import weights_in_shards
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig

@@ -27,7 +27,9 @@ from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import MasterWeights, compute_dtype, hub_id_of, weights_dtype
+from lowmem_ft.models.files.hub_names import hub_id_of
+from lowmem_ft.models.loading import compute_dtype, weights_dtype
+from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
     check_optimizer,

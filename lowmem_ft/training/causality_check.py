@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lowmem_ft.data import IGNORED_LABEL, Batch
+from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models import vocab_size
+from lowmem_ft.models.loading import vocab_size
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 

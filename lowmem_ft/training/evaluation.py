@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.data import Batch, LabelledRows, half_of, pieces
+from lowmem_ft.data.batches.batch import Batch, LabelledRows
+from lowmem_ft.data.batches.splitting import half_of, pieces
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
 from lowmem_ft.training.run_runtime import RunRuntime

@@ -19,10 +19,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, set_seed
 
-from lowmem_ft.data import DataStream, PreparedData, eval_batches
+from lowmem_ft.data.batches.stream import DataStream, eval_batches
+from lowmem_ft.data.loading import PreparedData
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
-from lowmem_ft.models import load_tokenizer
+from lowmem_ft.models.loading import load_tokenizer
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.system.signals import Interruption

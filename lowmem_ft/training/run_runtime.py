@@ -11,18 +11,14 @@ from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import (
-    MasterWeights,
-    ModelConfig,
-    load_master_weights,
-    load_model,
-    load_model_config,
-    weights_in_files,
-)
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
+from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.checkpoints.run_files import RunFiles
 from lowmem_ft.training.out_of_memory.budget_cap import Host, ThisHost

@@ -22,7 +22,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import MasterWeights, ModelConfig
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.fully_sharded import FullySharded

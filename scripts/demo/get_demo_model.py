@@ -72,7 +72,9 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     """Unpack a GGUF file to fp32 safetensors with config and tokenizer, as ``from_pretrained`` reads them."""
     import torch
 
-    from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
+    from lowmem_ft.models.config import ModelConfig
+    from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+    from lowmem_ft.models.saving import save_model
 
     print(f"Unpacking {gguf_file.name} to fp32 safetensors.")
     config = ModelConfig(name_or_path=str(gguf_file), dtype="float32")

@@ -14,9 +14,9 @@ from ladder_rungs import RUNGS, settings_of
 from torch import Tensor
 from transformers import AutoConfig
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.host import copy_engine
-from lowmem_ft.models import load_model_config
+from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import activation_offload, optimizer_in_backward

@@ -22,8 +22,8 @@ from transformers.integrations import replace_with_bnb_linear
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models import ModelConfig
 from lowmem_ft.models.architecture import catalogue_config
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 _CLEARS_CACHE_SINCE = (0, 20)

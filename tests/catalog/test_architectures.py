@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from lowmem_ft.catalog import find_architecture, load_architectures
+from lowmem_ft.catalog.architectures import find_architecture, load_architectures
 
 ARCHITECTURES = load_architectures()
 

@@ -11,7 +11,7 @@ from importlib import resources
 import pytest
 from processes import LIMIT_SECONDS
 
-from lowmem_ft.catalog import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
@@ -133,7 +133,8 @@ def test_an_unknown_gpu_names_the_nearest(name, near):
 
 def test_reading_the_catalogue_imports_no_heavy_library():
     code = (
-        "import sys; from lowmem_ft.catalog import load_architectures, load_gpus; load_gpus(); load_architectures();"
+        "import sys; from lowmem_ft.catalog.architectures import load_architectures;"
+        "from lowmem_ft.catalog.gpu_catalog import load_gpus; load_gpus(); load_architectures();"
         "print({'torch', 'transformers', 'omegaconf', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)

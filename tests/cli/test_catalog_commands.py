@@ -9,7 +9,8 @@ import sys
 import pytest
 from processes import LIMIT_SECONDS
 
-from lowmem_ft.catalog import load_architectures, load_gpus
+from lowmem_ft.catalog.architectures import load_architectures
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import main
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from lowmem_ft.catalog import load_architectures, load_gpus
+from lowmem_ft.catalog.architectures import load_architectures
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.console.logs import TerminalHandler
 from lowmem_ft.data.sources.reading import Source

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lowmem_ft.data import DataConfig, load_data
+from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.loading import load_data
 
 TEXT_TO_LEARN_MERGES_FROM = [
     "What is the colour of the sky? The sky is blue, and the grass is green.",

@@ -5,7 +5,7 @@ import logging
 import numpy as np
 import pytest
 
-from lowmem_ft.data import DataConfig
+from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.summary import Outcome
 from lowmem_ft.foundation.errors import DataError
 

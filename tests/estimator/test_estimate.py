@@ -305,7 +305,8 @@ def test_many_gpus_get_what_each_alone_gets(make_recipe):
     ],
 )
 def test_the_models_of_the_shipped_recipes_need_no_hub(model):
-    from lowmem_ft.models import ModelConfig, load_model_config
+    from lowmem_ft.models.config import ModelConfig
+    from lowmem_ft.models.loading import load_model_config
 
     config = load_model_config(ModelConfig(name_or_path=model), architecture_only=True)
     assert config.get_text_config().num_hidden_layers > 1

@@ -10,7 +10,7 @@ from transformers import LlamaConfig
 
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models import ModelConfig
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.runtime import Runtime

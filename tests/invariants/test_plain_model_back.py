@@ -9,7 +9,7 @@ from ground_truth.families import FAMILIES, VOCABULARY
 from ladder_rungs import RUNGS, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.adapters.lora import Lora
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime

@@ -8,8 +8,9 @@ import logging
 import pytest
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models import ModelConfig, load_model_config, load_tokenizer, max_positions
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
+from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions
 
 TINY = {
     "model_type": "llama",

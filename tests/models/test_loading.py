@@ -11,7 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, max_positions
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer, max_positions
 
 CPU = torch.device("cpu")
 

@@ -11,7 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.units import KIB, MIB
-from lowmem_ft.models import ModelConfig, load_master_weights, load_model_config, master_weights
+from lowmem_ft.models import master_weights
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.master_weights import load_master_weights
 
 SIZES = {
     "hidden_size": 32,

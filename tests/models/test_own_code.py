@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import recipes_folder
-from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
 
 OWN_CODE = """
 from pathlib import Path

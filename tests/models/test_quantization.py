@@ -14,7 +14,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 pytest.importorskip("bitsandbytes")
 
 from lowmem_ft.foundation.errors import MissingPackageError
-from lowmem_ft.models import ModelConfig, load_model, load_model_config
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 CPU = torch.device("cpu")

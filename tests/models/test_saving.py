@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.models import save_model, verify_saved_model
+from lowmem_ft.models.saving import save_model, verify_saved_model
 
 SIZES = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
 CONFIGS = {

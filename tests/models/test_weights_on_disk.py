@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.weights_on_disk import weights_in_files
 
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 96}
@@ -99,7 +101,9 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.host.mapped_files import MappedFiles
-from lowmem_ft.models import ModelConfig, load_model, load_model_config, weights_in_files
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.weights_on_disk import weights_in_files
 
 def anonymous_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

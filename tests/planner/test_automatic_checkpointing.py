@@ -21,8 +21,8 @@ from lowmem_ft.planner.planning import need_from
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig
-from lowmem_ft.training import train
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
+from lowmem_ft.training.loop import train
 
 SIZES = {
     "vocab_size": 512,

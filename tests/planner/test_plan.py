@@ -20,7 +20,7 @@ from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
 from lowmem_ft.recipe.space.search_space import space_of
 from lowmem_ft.system.signals import sigterm_as_ctrl_c
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype]"
 """Leaves micro-batches, checkpointing and their order to choose."""

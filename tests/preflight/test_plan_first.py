@@ -136,7 +136,7 @@ def test_several_processes_are_planned_for_beforehand(tiny, monkeypatch, searche
 
 def test_a_model_data_and_a_budget_need_no_recipe(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(lowmem_ft.preflight, "train", lambda recipe, folder: seen.append(recipe))
+    monkeypatch.setattr(lowmem_ft.preflight.train, "train", lambda recipe, folder: seen.append(recipe))
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')
     model = load_recipe("tiny").model.name_or_path

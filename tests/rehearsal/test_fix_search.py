@@ -8,7 +8,7 @@ import json
 import pytest
 from rich.console import Console
 
-from lowmem_ft.catalog import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe

@@ -8,7 +8,7 @@ import io
 import pytest
 from rich.console import Console
 
-from lowmem_ft.catalog import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

@@ -6,11 +6,11 @@ import pytest
 from gpu_runs import MOST_BYTES, RUNS, budget_of_one_mib, settings_of_seven_layers, short_recipe
 from ladder_rungs import RUNGS, settings_of
 
-from lowmem_ft.catalog import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host.copy_engine import CopyEngine
 from lowmem_ft.rehearsal import rehearse
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 GPU = "rtx-4090"
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.catalog import find_gpu
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.runtime import _bytes_in_files
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
 

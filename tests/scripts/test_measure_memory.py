@@ -9,7 +9,7 @@ from ground_truth.comparison import compare, summarize
 from ground_truth.cuda_matrix import cuda_rows
 from measured_on import require_device
 
-from lowmem_ft.catalog import find_architecture
+from lowmem_ft.catalog.architectures import find_architecture
 from lowmem_ft.recipe import load_recipe
 
 DEVICE = torch.device("cuda", 0)

@@ -12,7 +12,7 @@ from ground_truth.copy_cases import batch, evaluate, read_all
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
-from lowmem_ft.data import merged
+from lowmem_ft.data.batches.batch import merged
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques

@@ -19,8 +19,8 @@ import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
 from lowmem_ft.training.export.merging import merge_into_base
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = (
@@ -117,8 +117,8 @@ def test_the_merged_model_is_the_one_that_was_evaluated(adapted, tmp_path):
 
 
 def _held_out_loss(model, recipe, tmp_path):
-    from lowmem_ft.data import load_data
-    from lowmem_ft.models import load_tokenizer
+    from lowmem_ft.data.loading import load_data
+    from lowmem_ft.models.loading import load_tokenizer
 
     data = load_data(
         recipe.data,

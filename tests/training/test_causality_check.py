@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, OPTConfi
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -12,7 +12,7 @@ import torch
 from roundings import SMOOTH_ADAMW, of_updates
 from safetensors.torch import load_file
 
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 MODULE = ("-m", "lowmem_ft", "train")
@@ -108,7 +108,7 @@ def said(processes):
 BREAK_RANK_1 = """
 import os, signal, sys
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.data import DataStream
+from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.training.checkpoints import session_files
 

@@ -17,9 +17,9 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import step as step_module
-from lowmem_ft.training import train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import plan_session
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = ("training.max_steps=6", "training.save_steps=4", "training.eval_steps=2")

@@ -9,17 +9,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_ft.data import Batch, DataPosition
+from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training import train
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints import checkpoint, session_files
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.distributed import process_group
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import train_step
 

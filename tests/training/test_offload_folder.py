@@ -22,7 +22,8 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import build, train
+from lowmem_ft.training import build
+from lowmem_ft.training.loop import train
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, step_time
 
@@ -145,7 +146,7 @@ def test_all_that_waits_for_a_visit_is_in_files(tiny, sessions, disk_folder, mon
 KILL_ITSELF = """
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 write = RunFolder.write_metrics

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
-from lowmem_ft.training import train
 from lowmem_ft.training.distributed import process_group
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.out_of_memory import diagnosis
 from lowmem_ft.training.run_runtime import RunRuntime
 

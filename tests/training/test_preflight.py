@@ -20,7 +20,7 @@ from lowmem_ft.memory.memory_estimate import (
 )
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.preflight import check_estimate
 
 GIB = 2**30

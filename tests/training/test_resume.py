@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"

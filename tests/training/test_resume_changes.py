@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")

@@ -9,7 +9,7 @@ import pytest
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
 GO_ON, REPLACE = "training.resume_from_checkpoint=auto", "training.overwrite_output_dir=true"

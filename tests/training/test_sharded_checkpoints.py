@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
 from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest
+from lowmem_ft.training.loop import train
 
 TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 TWELVE = (

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing

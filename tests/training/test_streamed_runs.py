@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 IN_BACKWARD = (
     "optimizer.in_backward=true",

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host.copy_engine import CopyEngine
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

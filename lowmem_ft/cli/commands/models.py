@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.catalog import Architecture, find_architecture, load_architectures
+from lowmem_ft.catalog.architectures import Architecture, find_architecture, load_architectures
 from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import ModelError, did_you_mean

@@ -105,7 +105,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     take_over_library_logs()
     check_small_local_data(recipe.data)
 
-    from lowmem_ft.preflight import train
+    from lowmem_ft.preflight.train import train
 
     take_over_library_logs()  # of what this imported
     train(recipe, folder)

@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from transformers import PretrainedConfig
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.traces.forked_trace import Take, forked_trace
 from lowmem_ft.estimator.traces.repeated_layers import ShallowModel, shallow_model, with_num_layers
@@ -32,7 +32,7 @@ from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.packages import is_installed
-from lowmem_ft.models import load_model_config, vocab_size
+from lowmem_ft.models.loading import load_model_config, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.techniques.technique import Techniques

@@ -11,14 +11,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.models import (
-    MasterWeights,
-    compute_dtype,
-    load_master_weights,
-    load_model,
-    load_model_config,
-    weights_dtype,
-)
+from lowmem_ft.models.loading import compute_dtype, load_model, load_model_config, weights_dtype
+from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora

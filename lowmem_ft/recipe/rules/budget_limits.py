@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import psutil
 
 from lowmem_ft.budget import Budget, is_of_size
-from lowmem_ft.catalog import Gpu, find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.models.files.model_files import least_weights

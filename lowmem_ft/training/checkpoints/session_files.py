@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.models import save_model, save_tokenizer
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, by_file, cut_tensors, num_rows, shard_files
+from lowmem_ft.models.saving import save_model, save_tokenizer
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.session import Session
 

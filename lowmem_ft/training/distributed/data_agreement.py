@@ -8,7 +8,7 @@ from itertools import islice
 
 import numpy as np
 
-from lowmem_ft.data import PreparedData
+from lowmem_ft.data.loading import PreparedData
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.models import ModelConfig, load_model, load_model_config, load_tokenizer, save_model
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder

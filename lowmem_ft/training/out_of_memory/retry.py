@@ -29,7 +29,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import nn
 
-from lowmem_ft.data import Batch, LabelledRows, half_of, half_of_rows
+from lowmem_ft.data.batches.batch import Batch, LabelledRows
+from lowmem_ft.data.batches.splitting import half_of, half_of_rows
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer

@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data import DataPosition, DataStream, PreparedData, load_data
+from lowmem_ft.data.batches.position import DataPosition
+from lowmem_ft.data.batches.stream import DataStream
+from lowmem_ft.data.loading import PreparedData, load_data
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.units import counted
-from lowmem_ft.models import max_positions, vocab_size
+from lowmem_ft.models.loading import max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before

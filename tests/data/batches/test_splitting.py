@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowmem_ft.data import IGNORED_LABEL, LabelledRows, half_of, pieces
+from lowmem_ft.data.batches.batch import LabelledRows
+from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.batches.splitting import half_of, pieces
 
 
 def rows(*documents, padding=0):

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from lowmem_ft.data import DataPosition, DataStream, eval_batches
+from lowmem_ft.data.batches.position import DataPosition
+from lowmem_ft.data.batches.stream import DataStream, eval_batches
 from lowmem_ft.foundation.errors import DataError
 
 KINDS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowmem_ft.data import DataConfig
+from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.text.formats import Chat, Completion, Document, choose_loss_on, recognise_format
 from lowmem_ft.foundation.errors import DataError
 

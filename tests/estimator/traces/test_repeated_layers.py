@@ -8,7 +8,7 @@ from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.traces.repeated_layers import shallow_model, with_num_layers
-from lowmem_ft.models import ModelConfig
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import load_recipe
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}

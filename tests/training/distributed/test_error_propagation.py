@@ -16,7 +16,7 @@ TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(mai
 MEET_WITH = """
 import os, signal, sys, time
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.data import DataStream
+from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.training import evaluation
 from lowmem_ft.training.distributed import error_propagation

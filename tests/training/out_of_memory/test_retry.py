@@ -9,7 +9,7 @@ import pytest
 import torch
 from tiny_models import TINY
 
-from lowmem_ft.data import Batch
+from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss

@@ -17,10 +17,11 @@ from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.tensors.live_tensors import live_tensors
-from lowmem_ft.training import evaluation, loop, train
+from lowmem_ft.training import evaluation, loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.out_of_memory import diagnosis
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.run.replaced_run import allocator_file
@@ -132,7 +133,7 @@ def assert_goes_on_as(whole, folder, tiny, metrics):
 KILLED_IN_THE_SECOND_ATTEMPT = """
 import os, signal, sys, torch
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.step import WindowPass
 
 gradients, attempts = WindowPass.gradients, 0

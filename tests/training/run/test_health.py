@@ -11,14 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from lowmem_ft.data import DataPosition
+from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.models import ModelConfig
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.techniques.adapters.lora import Lora
-from lowmem_ft.training import loop, train
+from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.export.merging import merge_into_base
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.health import RunHealth
 from lowmem_ft.training.run.run_folder import RunFolder
 

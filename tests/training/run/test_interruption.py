@@ -13,8 +13,9 @@ import pytest
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.system import signals
 from lowmem_ft.system.signals import Interruption
-from lowmem_ft.training import loop, train
+from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run import health, start
 
 SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")

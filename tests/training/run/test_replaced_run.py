@@ -6,7 +6,8 @@ import pytest
 from filelock import FileLock
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.training import loop, train
+from lowmem_ft.training import loop
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.replaced_run import allocator_file
 from lowmem_ft.training.run.run_folder import RunFolder
 

@@ -14,7 +14,8 @@ from lowmem_ft.foundation.errors import Interrupted
 from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.system.phase_peaks import PhasePeaks
-from lowmem_ft.training import loop, train
+from lowmem_ft.training import loop
+from lowmem_ft.training.loop import train
 
 SETTINGS = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1")
 

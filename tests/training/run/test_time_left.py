@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from lowmem_ft.training import train
+from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.time_left import TimeLeft
 
 
