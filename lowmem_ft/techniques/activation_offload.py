@@ -22,6 +22,8 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
 
+__all__ = ["enable_activation_offload"]
+
 log = logging.getLogger(__name__)
 
 _ON_THEIR_WAY = {"inputs": 1, "all": 4}

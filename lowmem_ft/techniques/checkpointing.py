@@ -17,6 +17,8 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs, refuse_unfused_attention
 from lowmem_ft.techniques.technique import Technique
 
+__all__ = ["enable_checkpointing"]
+
 log = logging.getLogger(__name__)
 
 

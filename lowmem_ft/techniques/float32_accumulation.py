@@ -9,6 +9,8 @@ import torch
 
 from lowmem_ft.techniques.technique import Technique
 
+__all__ = ["enable_float32_accumulation"]
+
 log = logging.getLogger(__name__)
 
 

@@ -25,6 +25,8 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import is_sharded, local_part
 
+__all__ = ["enable_fsdp2"]
+
 log = logging.getLogger(__name__)
 
 

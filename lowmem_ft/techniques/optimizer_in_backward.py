@@ -31,6 +31,8 @@ from lowmem_ft.techniques.technique import Technique, Unscale
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.local_shards import is_sharded, local_part, sum_over_shards
 
+__all__ = ["enable_optimizer_in_backward"]
+
 log = logging.getLogger(__name__)
 
 _ELEMENTS_AT_ONCE = 2**22

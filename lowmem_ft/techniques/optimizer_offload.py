@@ -20,6 +20,8 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.live_tensors import storage_key
 
+__all__ = ["enable_optimizer_offload"]
+
 log = logging.getLogger(__name__)
 
 NUM_SLOTS = 3

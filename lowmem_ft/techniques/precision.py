@@ -19,6 +19,8 @@ from lowmem_ft.techniques.device_rules import precision_problems
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import local_part
 
+__all__ = ["enable_lost_update_meter"]
+
 logger = logging.getLogger(__name__)
 
 SAMPLED_ELEMENTS = 4096

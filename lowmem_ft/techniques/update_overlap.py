@@ -17,6 +17,8 @@ from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.backward_pass import is_in_backward
 
+__all__ = ["enable_update_overlap"]
+
 log = logging.getLogger(__name__)
 
 

@@ -23,6 +23,8 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 
+__all__ = ["enable_vertical_accumulation"]
+
 log = logging.getLogger(__name__)
 
 _POSITION_BIASES = ("alibi", "position_bias")

@@ -30,6 +30,8 @@ from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
 from lowmem_ft.upstream.patches import existing
 
+__all__ = ["enable_lora"]
+
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"

@@ -28,6 +28,8 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 
+__all__ = ["enable_chunked_loss"]
+
 log = logging.getLogger(__name__)
 
 _IGNORED = -100

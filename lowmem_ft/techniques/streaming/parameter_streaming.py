@@ -27,6 +27,8 @@ from lowmem_ft.techniques.streaming.tensors import move_the_rest
 from lowmem_ft.techniques.technique import Technique, WeightMemory
 from lowmem_ft.tensors.backward_pass import is_in_backward
 
+__all__ = ["enable_parameter_streaming"]
+
 log = logging.getLogger(__name__)
 
 

@@ -20,6 +20,8 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
 
+__all__ = ["enable_tiled_mlp"]
+
 log = logging.getLogger(__name__)
 
 _NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
