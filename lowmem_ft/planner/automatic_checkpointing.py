@@ -1,10 +1,11 @@
 """Choice of the layers to checkpoint, with all other knobs as in the recipe: ``checkpointing.mode=auto``.
 
-Each layer that is not checkpointed costs the bytes of its activations and saves the seconds of its second forward pass.
-A choice is a mode and the number of last layers that it skips. Without checkpointing nothing is recomputed; if that
-does not fit, the search finds for each mode the largest number of layers that can be skipped, and the step time decides
-between the two. The search is short because skipping more layers never takes less memory or more time;
-``tests/planner/test_automatic_checkpointing.py`` checks this against estimates. The choice has been estimated in full.
+A question to the planner's search whose only dimension is the config of checkpointing: a mode and the number of last
+layers that it skips. Rules, bounds and estimates are the planner's; what to estimate next is decided here, since each
+layer that is not checkpointed costs the bytes of its activations and saves the seconds of its second forward pass:
+skipping more layers never takes less memory or more time, which ``tests/planner/test_automatic_checkpointing.py``
+checks against estimates. So for each mode the largest number of layers that fits is narrowed down, and the step time
+decides between the two. The choice has been estimated in full.
 
 The skipped layers are the last ones, also in models whose layers differ (alternating local and global attention, dense
 layers before experts). Backward reaches them first, so their activations are freed before any other layer is
@@ -19,33 +20,30 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.planner.memory_plan import Choice, Counts, MemoryPlan
+from lowmem_ft.planner.candidates import candidates_of
+from lowmem_ft.planner.explain import Findings, Neighbours
+from lowmem_ft.planner.memory_plan import MemoryPlan
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.planning import OnProgress, PlanProgress, need_from, only_looking, smallest_fitting_gpu
-from lowmem_ft.planner.search import Limits, Need
+from lowmem_ft.planner.planning import OnProgress, explained, only_looking, search_in, smallest_fitting_gpu
+from lowmem_ft.planner.search import Need, Search
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.rules.conflicts import recipe_problems
-from lowmem_ft.system.signals import stops_remembered
+from lowmem_ft.recipe.space.search_space import Dimension, Settings, Space, space_over
 from lowmem_ft.techniques.config import CheckpointingConfig
 
-Mode = Literal["full", "selective"]
+Mode = Literal["none", "full", "selective"]
 
-MODES = ("none", "selective", "full")
-"""Modes from the least recomputation to the most."""
+_MODE, _SKIPPED = "checkpointing.mode", "checkpointing.skip_last_layers"
 
-NO_LAYER, EVERY_LAYER = CheckpointingConfig(mode="none"), CheckpointingConfig(mode="full")
-
-EVERY_SELECTIVE = CheckpointingConfig(mode="selective")
+_NONE: Settings = {_MODE: "none", _SKIPPED: 0}
 
 _LEAST_GAIN = 0.001
 """Smallest gain, as a share of the step's seconds, that is mentioned."""
@@ -88,14 +86,26 @@ def plan_checkpointing(
     check_recipe(asked)
     _refuse_without_limit(asked, gpu)
     target = Target.of(asked, gpu)
-    with stops_remembered() as raise_if_stopped:
-        choices = _Choices(
-            recipe=asked, target=target, raise_if_stopped=raise_if_stopped, on_progress=on_progress
-        )
-        choices.try_all()
-        found = choices.concluded(recipe)
+    space = _space(asked, target)
+    candidates = candidates_of(space, target.shape, target.gpu)
+    # None counts as simpler than another: the plan is the fastest.
+    candidates = dataclasses.replace(candidates, changes_N=np.zeros_like(candidates.changes_N))
+    with search_in(space, candidates, target, on_progress) as search:
+        neighbours = Neighbours(space, search)
+        _Question(space, neighbours, search, target).ask()
+        findings = Findings.of(search, space, target.limits, asked)
+        found = explained(findings, neighbours)
         smallest = None if found.fits else smallest_fitting_gpu(found, target)
-    return dataclasses.replace(found, smallest_gpu=smallest, seconds=time.perf_counter() - start)
+    others = [place for place in findings.fitting() if place != findings.found.best]
+    return dataclasses.replace(
+        found,
+        recipe=dataclasses.replace(found.recipe, budget=recipe.budget),
+        alternatives=tuple(map(findings.choice, others)),
+        counts=dataclasses.replace(found.counts, left=0),  # between two estimates, their order excludes them
+        left_seconds=0.0,
+        smallest_gpu=smallest,
+        seconds=time.perf_counter() - start,
+    )
 
 
 def chosen_in_words(found: MemoryPlan) -> str:
@@ -106,15 +116,10 @@ def chosen_in_words(found: MemoryPlan) -> str:
     """
     config, estimate = found.recipe.checkpointing, found.estimate
     skipped = f", skip_last_layers={config.skip_last_layers}" if config.skip_last_layers else ""
-    spare = _room(
-        Limits(
-            device_bytes=_or_infinite(estimate.budget.device_bytes),
-            host_bytes=_or_infinite(estimate.budget.host_bytes),
-        ),
-        estimate.process_peak_bytes,
-        estimate.host_peak_bytes,
-    )
-    words = [f"fits with {format_bytes(int(spare))} to spare" if math.isfinite(spare) else "fits"]
+    of_host = estimate.budget.host_bytes
+    spare = [] if estimate.headroom_bytes is None else [estimate.headroom_bytes]
+    spare += [] if of_host is None else [of_host - estimate.host_peak_bytes]
+    words = [f"fits with {format_bytes(min(spare))} to spare" if spare else "fits"]
     if not found.fits:
         missing = found.missing_device_bytes + found.missing_host_bytes
         lacks = f"lacks {format_bytes(missing)} with 6 % to spare" if missing else "does not fit"
@@ -125,174 +130,12 @@ def chosen_in_words(found: MemoryPlan) -> str:
 
 def _gain(found: MemoryPlan) -> list[str]:
     """Return how much faster the choice is than checkpointing every layer; empty if not estimated or about equal."""
-    every = {"checkpointing.mode": EVERY_LAYER.mode}
+    every = {_MODE: "full"}
     seconds = [choice.step_seconds for choice in found.alternatives if dict(choice.overrides) == every]
     if found.estimate.step is None or not seconds or not seconds[0]:
         return []
     gain = 1 - found.estimate.step.seconds / seconds[0]
     return [f"{100 * gain:.1f} % faster than every layer checkpointed"] if gain >= _LEAST_GAIN else []
-
-
-@dataclass(kw_only=True)
-class _Choices:
-    """The needs of each choice, each estimated once.
-
-    Args:
-        recipe: the recipe, with all other knobs.
-        target: the device, its limits and the model.
-        raise_if_stopped: called before each estimate.
-        on_progress: called before each estimate.
-        needs: needs of each choice so far; a string says why it cannot be built.
-    """
-
-    recipe: Recipe
-    target: Target
-    raise_if_stopped: Callable[[], None]
-    on_progress: OnProgress
-    needs: dict[CheckpointingConfig, Need | str] = field(default_factory=dict)
-
-    def try_all(self) -> None:
-        """Estimate everything that the choice depends on."""
-        none_fits = self._fits(NO_LAYER)
-        if not self._fits(EVERY_LAYER) or none_fits:
-            return  # nothing in between can fit, or be faster than both
-        self._leave_alone_as_many_as_fit("full", 0)
-        if self._fits(EVERY_SELECTIVE):
-            least = self._least_worth_it()
-            if least < self.target.shape.num_layers and self._fits(self._leaving(least, "selective")):
-                self._leave_alone_as_many_as_fit("selective", least)
-
-    def concluded(self, recipe: Recipe) -> MemoryPlan:
-        """Return the best choice found, or the nearest to fitting.
-
-        Raises:
-            UserError: if nothing could be built.
-        """
-        needs = {config: need for config, need in self.needs.items() if isinstance(need, Need)}
-        if not needs:
-            raise UserError(str(self.needs[EVERY_LAYER]))
-        fitting = sorted((config for config in needs if needs[config].fits), key=self._order)
-        best = fitting[0] if fitting else min(needs, key=self._missing)
-        missing = self.target.limits.missing(needs[best].device_bytes, needs[best].host_bytes)
-        return MemoryPlan(
-            recipe=dataclasses.replace(self._with(best), budget=recipe.budget),
-            estimate=needs[best].estimate,
-            fits=needs[best].fits,
-            overrides=_overrides(best),
-            alternatives=tuple(_choice(config, needs[config].estimate) for config in fitting[1:]),
-            counts=Counts(
-                estimated=len(needs),
-                refused=len(self.needs) - len(needs),
-                beyond_bytes=0,
-                beyond_seconds=0,
-                left=0,
-            ),
-            missing_device_bytes=missing[0],
-            missing_host_bytes=missing[1],
-        )
-
-    def _leave_alone_as_many_as_fit(self, mode: Mode, fits: int) -> None:
-        """Narrow down the largest number of skipped layers that fits, from where the memory would run out.
-
-        The first skipped layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most.
-        Linear interpolation between the ends of the interval therefore never overestimates, and is tried first; linear
-        extrapolation from the last two choices on either side never underestimates, and is tried next. If neither
-        gives a number, the search bisects.
-        """
-        beyond, below, above = self.target.shape.num_layers, fits, self.target.shape.num_layers
-        while beyond - fits > 1:
-            sides = [(one, other) for one, other in ((below, fits), (beyond, above)) if one < other]
-            told = [self._end_of_room(mode, *side) for side in sides or [(fits, beyond)]]
-            ends = [end for end in told if end is not None]
-            guess = math.floor(min(ends, default=(fits + beyond) / 2))
-            tried = min(max(guess, fits + 1), beyond - 1)
-            if self._fits(self._leaving(tried, mode)):
-                below, fits = fits, tried
-            else:
-                above, beyond = beyond, tried
-
-    def _end_of_room(self, mode: Mode, fewer: int, more: int) -> float | None:
-        """Return the number of skipped layers at which memory ends, by a line through two choices; or None."""
-        room, less = (self._room(self._leaving(layers, mode)) for layers in (fewer, more))
-        if room is None or less is None or less >= room:
-            return None
-        return fewer + room / (room - less) * (more - fewer)
-
-    def _leaving(self, layers: int, mode: Mode) -> CheckpointingConfig:
-        """Return the config that checkpoints all layers except this many of the last ones."""
-        if layers == self.target.shape.num_layers:
-            return NO_LAYER
-        return CheckpointingConfig(mode=mode, skip_last_layers=layers)
-
-    def _least_worth_it(self) -> int:
-        """Return how many layers selective checkpointing has to skip to be faster than the best choice so far.
-
-        Assumes that each skipped layer saves the same time; only there is selective checkpointing estimated again.
-        """
-        fitting = [config for config, need in self.needs.items() if isinstance(need, Need) and need.fits]
-        best = min((config for config in fitting if config.mode == "full"), key=self._order)
-        seconds, selective, none = map(self._seconds, (best, EVERY_SELECTIVE, NO_LAYER))
-        if not seconds:
-            return best.skip_last_layers
-        if none is None or selective is None or seconds > selective or none >= selective:
-            return 0
-        saved = (selective - none) / self.target.shape.num_layers
-        return math.floor((selective - seconds) / saved) + 1
-
-    def _seconds(self, config: CheckpointingConfig) -> float | None:
-        need = self._need(config)
-        return need.seconds if isinstance(need, Need) else None
-
-    def _fits(self, config: CheckpointingConfig) -> bool:
-        need = self._need(config)
-        return isinstance(need, Need) and need.fits
-
-    def _room(self, config: CheckpointingConfig) -> float | None:
-        need = self._need(config)
-        if isinstance(need, str):
-            return None
-        return _room(self.target.limits, need.device_bytes, need.host_bytes)
-
-    def _need(self, config: CheckpointingConfig) -> Need | str:
-        if config not in self.needs:
-            self.needs[config] = self._asked(config)
-        return self.needs[config]
-
-    def _asked(self, config: CheckpointingConfig) -> Need | str:
-        """Check the recipe's rules, which cost nothing, then estimate in full."""
-        recipe = self._with(config)
-        if problems := recipe_problems(recipe):
-            return " ".join(problems)
-        self.raise_if_stopped()
-        self.on_progress(self._progress())
-        try:
-            return need_from(self.target.estimate(recipe)[0])
-        except UserError as error:
-            return " ".join(error.problems)
-
-    def _with(self, config: CheckpointingConfig) -> Recipe:
-        return dataclasses.replace(self.recipe, checkpointing=config)
-
-    def _progress(self) -> PlanProgress:
-        needs = {config: need for config, need in self.needs.items() if isinstance(need, Need)}
-        best = min((config for config in needs if needs[config].fits), key=self._order, default=None)
-        return PlanProgress(
-            combinations=1 + 2 * self.target.shape.num_layers,
-            estimated=len(needs),
-            best=None if best is None else needs[best].estimate,
-        )
-
-    def _order(self, config: CheckpointingConfig) -> tuple[float, int, int]:
-        """Return the sort key: seconds; where these are equal or unknown, the number of recomputed layers."""
-        need = self.needs[config]
-        assert isinstance(need, Need), "only estimates are compared"
-        again = 0 if config.mode == "none" else self.target.shape.num_layers - config.skip_last_layers
-        return need.seconds, again, MODES.index(config.mode)
-
-    def _missing(self, config: CheckpointingConfig) -> int:
-        need = self.needs[config]
-        assert isinstance(need, Need), "only estimates are compared"
-        return sum(self.target.limits.missing(need.device_bytes, need.host_bytes))
 
 
 def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
@@ -307,25 +150,111 @@ def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
     )
 
 
-def _room(limits: Limits, device_bytes: float, host_bytes: float) -> float:
-    """Return the bytes left of device or host memory, whichever has less left."""
-    return min(limits.device_bytes - device_bytes, limits.host_bytes - host_bytes)
+def _space(recipe: Recipe, target: Target) -> Space:
+    """Return all choices as one dimension, from the fewest recomputed layers to the most.
+
+    Raises:
+        UserError: if the device refuses all of them.
+    """
+    skips = range(max(0, target.shape.num_layers - 1), -1, -1)
+    choices: list[Settings] = [
+        {_MODE: mode, _SKIPPED: skip} for skip in skips for mode in ("selective", "full")
+    ]
+    space = space_over(recipe, (Dimension(choices=(_NONE, *choices)),), then=target.rules)
+    if not space.combinations:
+        raise UserError(*(problem for rule in target.rules for problem in rule.problems(recipe)))
+    return space
 
 
-def _or_infinite(num_bytes: int | None) -> float:
-    return math.inf if num_bytes is None else num_bytes
+class _Question:
+    """The estimates that the choice depends on.
 
+    Args:
+        space: the choices that no rule refuses.
+        neighbours: their indices.
+        search: makes each estimate once.
+        target: the limits, and the model's number of layers.
+    """
 
-def _overrides(config: CheckpointingConfig) -> dict[str, str | int]:
-    """Return the settings of the config: the mode, and the skipped layers if there are any."""
-    skipped = {"checkpointing.skip_last_layers": config.skip_last_layers} if config.skip_last_layers else {}
-    return {"checkpointing.mode": config.mode, **skipped}
+    def __init__(self, space: Space, neighbours: Neighbours, search: Search, target: Target) -> None:
+        self._choices = space.dimensions[0].choices
+        self._place_of = neighbours.place_of
+        self._search = search
+        self._limits = target.limits
+        self._num_layers = target.shape.num_layers
 
+    def ask(self) -> None:
+        """Make them.
 
-def _choice(config: CheckpointingConfig, estimate: MemoryEstimate) -> Choice:
-    return Choice(
-        overrides=_overrides(config),
-        device_bytes=estimate.process_high_bytes,
-        host_bytes=estimate.host_peak_bytes,
-        step_seconds=None if estimate.step is None else estimate.step.seconds,
-    )
+        Raises:
+            UserError: if nothing could be built.
+        """
+        none_fits, every_fits = self._fits("none", self._num_layers), self._fits("full", 0)
+        if every_fits and not none_fits:  # else nothing in between can fit, or be faster than both
+            self._skip_as_many_as_fit("full", 0)
+            full = self._search.found.fastest
+            assert full is not None, "every layer fits"
+            if self._fits("selective", 0):
+                least = self._least_worth_it(full)
+                if least < self._num_layers and self._fits("selective", least):
+                    self._skip_as_many_as_fit("selective", least)
+        if not self._search.found.needs:
+            raise UserError(next(reversed(self._search.found.refused.values())))
+
+    def _skip_as_many_as_fit(self, mode: Mode, fits: int) -> None:
+        """Narrow down the largest number of skipped layers that fits, from where the memory would run out.
+
+        The first skipped layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most.
+        Linear interpolation between the ends of the interval therefore never overestimates, and is tried first; linear
+        extrapolation from the last two choices on either side never underestimates, and is tried next. If neither
+        gives a number, the search bisects.
+        """
+        beyond, below, above = self._num_layers, fits, self._num_layers
+        while beyond - fits > 1:
+            sides = [(one, other) for one, other in ((below, fits), (beyond, above)) if one < other]
+            told = [self._end_of_room(mode, *side) for side in sides or [(fits, beyond)]]
+            ends = [end for end in told if end is not None]
+            guess = math.floor(min(ends, default=(fits + beyond) / 2))
+            tried = min(max(guess, fits + 1), beyond - 1)
+            if self._fits(mode, tried):
+                below, fits = fits, tried
+            else:
+                above, beyond = beyond, tried
+
+    def _end_of_room(self, mode: Mode, fewer: int, more: int) -> float | None:
+        """Return the number of skipped layers at which memory ends, by a line through two choices; or None."""
+        one, other = self._need(mode, fewer), self._need(mode, more)
+        if one is None or other is None:
+            return None
+        room, less = self._room(one), self._room(other)
+        return fewer + room / (room - less) * (more - fewer) if less < room else None
+
+    def _room(self, need: Need) -> float:
+        """Return the bytes left of device or host memory, whichever has less left."""
+        limits = self._limits
+        return min(limits.device_bytes - need.device_bytes, limits.host_bytes - need.host_bytes)
+
+    def _least_worth_it(self, full: int) -> int:
+        """Return how many layers selective checkpointing has to skip to be faster than the best of full.
+
+        Assumes that each skipped layer saves the same time; only there is selective checkpointing estimated again.
+        """
+        seconds = self._search.found.needs[full].seconds
+        selective, none = self._need("selective", 0), self._need("none", self._num_layers)
+        if not seconds or selective is None:
+            return self._choices[full][_SKIPPED]
+        if none is None or seconds > selective.seconds or none.seconds >= selective.seconds:
+            return 0
+        saved = (selective.seconds - none.seconds) / self._num_layers
+        return math.floor((selective.seconds - seconds) / saved) + 1
+
+    def _fits(self, mode: Mode, skipped: int) -> bool:
+        need = self._need(mode, skipped)
+        return need is not None and need.fits
+
+    def _need(self, mode: Mode, skipped: int) -> Need | None:
+        """Return the needs of a choice, all layers skipped being none; None if it cannot be built."""
+        choice = _NONE if skipped == self._num_layers else {_MODE: mode, _SKIPPED: skipped}
+        place = self._place_of((self._choices.index(choice),))
+        need = None if place is None else self._search.estimate(place, then=())
+        return need if isinstance(need, Need) else None

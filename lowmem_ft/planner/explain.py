@@ -43,6 +43,13 @@ class Findings:
     limits: Limits
     found: Searched
 
+    @staticmethod
+    def of(search: Search, space: Space, limits: Limits, asked: Recipe) -> Findings:
+        """Return what a search has found so far."""
+        return Findings(
+            asked=asked, space=space, candidates=search.candidates, limits=limits, found=search.conclude()
+        )
+
     def changes(self, place: int) -> dict[str, Any]:
         """Return the settings of a combination that differ from the user's recipe."""
         changed = self.space.recipe_of(self.space.combinations[place])
@@ -89,14 +96,17 @@ class Findings:
             and (best is None or need.seconds * (1 + NEARLY_AS_FAST) < found.needs[best].seconds)
         ]
 
-    def alternatives(self) -> tuple[Choice, ...]:
-        """Return others that fit: each is slower, and needs less device or host memory than all faster ones."""
-        fitting = sorted(
+    def fitting(self) -> list[int]:
+        """Return the estimated combinations that fit, the fastest first."""
+        return sorted(
             (place for place, need in self.found.needs.items() if need.fits),
             key=lambda place: (self.found.needs[place].seconds, int(self.candidates.after_N[place])),
         )
+
+    def alternatives(self) -> tuple[Choice, ...]:
+        """Return others that fit: each is slower, and needs less device or host memory than all faster ones."""
         kept: list[int] = []
-        for place in fitting:
+        for place in self.fitting():
             need = self.found.needs[place]
             others = [self.found.needs[other] for other in kept]
             is_leaner = all(need.device_bytes < other.device_bytes for other in others) or all(

@@ -246,21 +246,39 @@ def _plan_in(
     space: Space, candidates: Candidates, target: Target, asked: Recipe, on_progress: OnProgress
 ) -> MemoryPlan:
     """Return the best of a search space, explained against the user's recipe; Ctrl-C ends the search."""
-    others = EstimatesAhead(num_processes_ahead(), target.gpu, target.budget)
-    with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
-        return _searched(space, candidates, target, asked, on_progress, raise_if_stopped, ahead)
+    with search_in(space, candidates, target, on_progress, num_processes_ahead()) as search:
+        neighbours = Neighbours(space, search)
+        found = search.run(neighbours.place_of(space.own))
+        if not found.interrupted:
+            try:
+                neighbours.look_around()
+            except KeyboardInterrupt:
+                found.interrupted = True
+        if not found.needs:
+            _estimate_nearest(
+                search,
+                candidates,
+                target.limits,
+                lambda place: expected_bytes(
+                    space.recipe_of(space.combinations[place]), target.shape, target.gpu
+                ),
+            )
+        return explained(Findings.of(search, space, target.limits, asked), neighbours)
 
 
-def _searched(
-    space: Space,
-    candidates: Candidates,
-    target: Target,
-    asked: Recipe,
-    on_progress: OnProgress,
-    raise_if_stopped: Callable[[], None],
-    ahead: EstimatesAhead,
-) -> MemoryPlan:
-    """Return the best of a search space, explained."""
+@contextlib.contextmanager
+def search_in(
+    space: Space, candidates: Candidates, target: Target, on_progress: OnProgress, num_ahead: int = 0
+) -> Iterator[Search]:
+    """Yield a search of a space, whose estimates are the target's, each made once.
+
+    Args:
+        space: at least one combination.
+        candidates: its combinations, with their bounds and their order.
+        target: the device and the model.
+        on_progress: called before each estimate.
+        num_ahead: processes in addition to this one that estimate what the search should ask for next.
+    """
 
     def recipe_of(place: int) -> Recipe:
         return space.recipe_of(space.combinations[place])
@@ -281,35 +299,20 @@ def _searched(
         except UserError as error:
             return " ".join(error.problems)
 
-    search = Search(
-        candidates,
-        target.limits,
-        need_of,
-        prior_of(space, candidates, target.limits, target.shape, target.gpu),
-        max_effort=MAX_EFFORT,
-        least_promise=LEAST_PROMISE,
-        nearest_tried=NEAREST_TRIED,
-        simpler_tried=SIMPLER_TRIED,
-        look_ahead=lambda places: ahead.guess(places, recipe_of),
-    )
-    neighbours = Neighbours(space, search)
-    found = search.run(neighbours.place_of(space.own))
-    if not found.interrupted:
-        try:
-            neighbours.look_around()
-        except KeyboardInterrupt:
-            found.interrupted = True
-    if not found.needs:
-        _estimate_nearest(
-            search,
+    others = EstimatesAhead(num_ahead, target.gpu, target.budget)
+    with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
+        search = Search(
             candidates,
             target.limits,
-            lambda place: expected_bytes(recipe_of(place), target.shape, target.gpu),
+            need_of,
+            prior_of(space, candidates, target.limits, target.shape, target.gpu),
+            max_effort=MAX_EFFORT,
+            least_promise=LEAST_PROMISE,
+            nearest_tried=NEAREST_TRIED,
+            simpler_tried=SIMPLER_TRIED,
+            look_ahead=lambda places: ahead.guess(places, recipe_of),
         )
-    findings = Findings(
-        asked=asked, space=space, candidates=candidates, limits=target.limits, found=search.conclude()
-    )
-    return _explained(findings, neighbours)
+        yield search
 
 
 def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
@@ -356,7 +359,8 @@ def _estimate_nearest(
         raise UserError(str(answers[0]))
 
 
-def _explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
+def explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
+    """Return the best that a search has found, or the nearest to fitting, with the reasons."""
     found, space = findings.found, findings.space
     best = found.best if found.best is not None else nearest(list(found.needs.items()), findings.limits)
     assert best is not None, "at least one estimate was made"

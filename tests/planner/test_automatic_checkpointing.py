@@ -16,13 +16,15 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import plan, plan_checkpointing
-from lowmem_ft.planner.automatic_checkpointing import NO_LAYER, chosen_in_words
+from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
 from lowmem_ft.planner.planning import need_from
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.loop import train
+
+NO_LAYER = CheckpointingConfig(mode="none")
 
 SIZES = {
     "vocab_size": 512,

@@ -130,9 +130,22 @@ def space_of(recipe: Recipe, *, num_layers: int, has_bfloat16: bool, rules: Sequ
         The search space.
     """
     dimensions = tuple(_dimensions(recipe, num_layers=num_layers, has_bfloat16=has_bfloat16))
+    return space_over(recipe, dimensions, [_consent_rule(recipe), *_idle_rules(recipe)], rules)
+
+
+def space_over(
+    recipe: Recipe, dimensions: tuple[Dimension, ...], first: Sequence[Rule] = (), then: Sequence[Rule] = ()
+) -> Space:
+    """Return the combinations of some dimensions that no rule excludes.
+
+    Args:
+        recipe: the starting point.
+        dimensions: the choices to make.
+        first: rules that are asked before the recipe's own.
+        then: rules that are asked after them.
+    """
     refused: Counter[str] = Counter()
-    own = [_consent_rule(recipe), *_idle_rules(recipe)]
-    enumeration = _Enumeration(recipe, dimensions, [*own, *recipe_rules(), *rules], refused)
+    enumeration = _Enumeration(recipe, dimensions, [*first, *recipe_rules(), *then], refused)
     return Space(recipe=recipe, dimensions=dimensions, combinations=tuple(enumeration), refused=dict(refused))
 
 
