@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import shlex
-import sys
 from collections.abc import Sequence
 
 import lowmem_ft
@@ -26,17 +25,16 @@ COMMANDS = {
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Run one subcommand.
 
     Args:
-        argv: the arguments after the program's name; None: those of this process.
+        arguments: the arguments after the program's name.
 
     Returns:
         The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, or may not, 130 or 143
         stopped by Ctrl-C or SIGTERM.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if not arguments:
         parser.print_help()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import logging
-import sys
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,16 +38,15 @@ if TYPE_CHECKING:
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Estimate what the settings describe, on one GPU or on all of the catalogue.
 
     Args:
-        argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
+        arguments: ``recipe=NAME|PATH``, ``key=value`` settings and options.
 
     Returns:
         The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
     """
-    arguments = sys.argv[1:] if argv is None else argv
     if names_script(arguments):
         from lowmem_ft.cli.estimating.estimate_script import estimate_script
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
@@ -19,16 +18,16 @@ _NOT_IN_JSON = ("nvlink", "held_by_others_bytes", "has_triton", "segments_grow")
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Print the catalogue's GPUs, or all that is known of one of them.
 
     Args:
-        argv: nothing, or a GPU's name, and ``--json``; None: those of this process.
+        arguments: nothing, or a GPU's name, and ``--json``.
 
     Returns:
         The exit code, 0.
     """
-    return show(_CATALOGUE, argv)
+    return show(_CATALOGUE, arguments)
 
 
 def _row(gpu: Gpu) -> tuple[str, ...]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,28 +19,28 @@ The base model is loaded into host memory in its own type; nothing runs on a GPU
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Merge an adapter into its base.
 
     Args:
-        argv: the adapter's folder, the new folder and options; None: those of this process.
+        arguments: the adapter's folder, the new folder and options.
 
     Returns:
         The exit code, 0.
     """
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(arguments)
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.rules.path_checks import check_merge
 
     set_up_logging()
-    adapter, target = expand_user(arguments.adapter), expand_user(arguments.target)
-    check_merge(adapter, target, base=arguments.base)  # before the imports below, which take seconds
+    adapter, target = expand_user(options.adapter), expand_user(options.target)
+    check_merge(adapter, target, base=options.base)  # before the imports below, which take seconds
 
     from lowmem_ft.training.export.merging import merge_into_base
 
     take_over_library_logs()
-    merge_into_base(adapter, target, base=arguments.base, dtype=arguments.dtype, track=_with_bar)
+    merge_into_base(adapter, target, base=options.base, dtype=options.dtype, track=_with_bar)
     return 0
 
 

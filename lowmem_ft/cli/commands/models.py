@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.catalog.architectures import Architecture, find_architecture, load_architectures
@@ -15,16 +14,16 @@ if TYPE_CHECKING:
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Print the catalogue's models, or one of them.
 
     Args:
-        argv: nothing, or a model's name or hub id, and ``--json``; None: those of this process.
+        arguments: nothing, or a model's name or hub id, and ``--json``.
 
     Returns:
         The exit code, 0.
     """
-    return show(_CATALOGUE, argv)
+    return show(_CATALOGUE, arguments)
 
 
 def _find(name: str) -> Architecture:

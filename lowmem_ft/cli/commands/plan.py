@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +13,7 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import (
-    ALL_GPUS,
-    Once,
-    add_overwrite,
-    file_problems,
-    gpu_problems,
-    split_recipe,
-)
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, file_problems, gpu_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import may_have_gpu
 
@@ -52,17 +44,16 @@ Exit codes: 0 a plan that fits; 3 nothing fits; 2 the input is at fault."""
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Plan what the settings describe.
 
     Args:
-        argv: ``recipe=NAME|PATH`` or ``model=NAME``, ``key=value`` settings and options; None: those of this process.
+        arguments: ``recipe=NAME|PATH`` or ``model=NAME``, ``key=value`` settings and options.
 
     Returns:
         The exit code: 0 if the plan fits, else 3.
     """
     parser = _parser()
-    arguments = list(sys.argv[1:] if argv is None else argv)
     options, others = parser.parse_options(arguments)
     recipe_name, settings = split_recipe(others, "A plan")
     _check(options)
@@ -232,25 +223,14 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        action=Once,
-        help="a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
+    parser.add_once(
+        {
+            "--gpu NAME": "a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
+            "--max-gpus N": "if one GPU is not enough, try 2, 4, ... up to N of them, at most 8, that share the recipe",
+            "--write FILE.yaml": "write the plan as a recipe that is ready to train",
+            "--json FILE|-": "write the plan as JSON; - is stdout, then JSON alone",
+        }
     )
-    parser.add_argument(
-        "--max-gpus",
-        metavar="N",
-        action=Once,
-        help="if one GPU is not enough, try 2, 4, ... up to N of them, at most 8, that share the recipe",
-    )
-    # The name it had.
-    parser.add_argument("--max-cards", dest="max_gpus", action=Once, help=argparse.SUPPRESS)
-    parser.add_argument(
-        "--write", metavar="FILE.yaml", action=Once, help="write the plan as a recipe that is ready to train"
-    )
-    parser.add_argument(
-        "--json", metavar="FILE|-", action=Once, help="write the plan as JSON; - is stdout, then JSON alone"
-    )
-    add_overwrite(parser)
+    parser.add_once({"--max-cards N": argparse.SUPPRESS}, dest="max_gpus")  # the former name
+    parser.add_overwrite()
     return parser

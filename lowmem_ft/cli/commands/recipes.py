@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
-
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Print the list of recipes, or one recipe as YAML that can be edited and trained.
 
     Args:
-        argv: nothing, or a recipe's name or path and ``key=value`` settings; None: those of this process.
+        arguments: nothing, or a recipe's name or path and ``key=value`` settings.
 
     Returns:
         The exit code, 0.
     """
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(arguments)
 
     from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 
-    if arguments.recipe is None:
+    if options.recipe is None:
         _print_list()
         return 0
-    recipe = load_recipe(arguments.recipe.removeprefix("recipe="), arguments.settings)
+    recipe = load_recipe(options.recipe.removeprefix("recipe="), options.settings)
     print(
         f"# Save as FILE.yaml, edit, and: lowmem-ft train recipe=FILE.yaml\n"
         f"# On several GPUs: accelerate launch -m lowmem_ft train recipe=FILE.yaml\n\n{recipe_to_yaml(recipe)}",

@@ -7,23 +7,13 @@ import contextlib
 import json
 import logging
 import shlex
-import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import (
-    ALL_GPUS,
-    CPU,
-    Once,
-    add_overwrite,
-    file_problems,
-    gpu_problems,
-    split_recipe,
-)
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, file_problems, gpu_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, raise_problems, raise_together
 from lowmem_ft.system.signals import if_stopped, stops_remembered
 
@@ -51,17 +41,17 @@ Exit codes: 0 it fits; 3 it does not, or may not; 2 the input is at fault."""
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Rehearse what the settings describe.
 
     Args:
-        argv: ``recipe=NAME|PATH``, ``key=value`` settings and options; None: those of this process.
+        arguments: ``recipe=NAME|PATH``, ``key=value`` settings and options.
 
     Returns:
         The exit code: 0 if it fits; 3 if it does not, or may not.
     """
     with if_stopped("while rehearsing: nothing was kept."):
-        return _rehearse(list(sys.argv[1:] if argv is None else argv))
+        return _rehearse(arguments)
 
 
 def _rehearse(arguments: list[str]) -> int:
@@ -201,27 +191,18 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        action=Once,
-        help="a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size",
+    parser.add_once(
+        {
+            "--gpu NAME": "a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size"
+        }
     )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        action=Once,
-        help="optimizer steps to rehearse, from the first; without: all",
-    )
-    parser.add_argument(
-        "--json", metavar="FILE|-", action=Once, help="write the result as JSON; - is stdout, then JSON alone"
-    )
+    parser.add_once({"--steps N": "optimizer steps to rehearse, from the first; without: all"}, type=int)
+    parser.add_once({"--json FILE|-": "write the result as JSON; - is stdout, then JSON alone"})
     parser.add_argument(
         "--changes",
         action=argparse.BooleanOptionalAction,
         help="if it does not fit, search for the smallest change with which it does and that trains the same numbers, "
         "and rehearse it, which takes minutes; the default, except with --json (Ctrl-C ends the search)",
     )
-    add_overwrite(parser)
+    parser.add_overwrite()
     return parser

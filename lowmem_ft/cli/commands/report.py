@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +22,11 @@ examples:
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Print runs side by side.
 
     Args:
-        argv: folders of runs, and ``--json``; None: those of this process.
+        arguments: folders of runs, and ``--json``.
 
     Returns:
         The exit code, 0.
@@ -36,15 +34,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         UserError: if a folder does not hold a run of this package; the error names all such folders.
     """
-    arguments = _parser().parse_args(sys.argv[1:] if argv is None else list(argv))
+    options = _parser().parse_args(arguments)
     runs, problems = [], []
-    for name in arguments.runs:
+    for name in options.runs:
         try:
             runs.append(_read(expand_user(name)))
         except UserError as error:
             problems += error.problems
     raise_problems(problems)
-    if arguments.json:
+    if options.json:
         print(json.dumps({"schema": 1, "runs": [run.to_json() for run in runs]}, indent=2))
         return 0
     from lowmem_ft.reports.run_report import run_report

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
@@ -31,11 +30,11 @@ _ENOUGH_FOR_A_PLAN = ({"model", "model.name_or_path"}, {"data", "data.path"}, {"
 
 
 @explains_user_errors
-def main(argv: Sequence[str] | None = None) -> int:
+def main(arguments: list[str]) -> int:
     """Train what the settings describe.
 
     Args:
-        argv: ``recipe=NAME|PATH`` and further ``key=value`` settings; None: those of this process.
+        arguments: ``recipe=NAME|PATH`` and further ``key=value`` settings.
 
     Returns:
         The exit code, 0.
@@ -43,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises:
         RecipeError: if no recipe is named, or more than one.
     """
-    arguments = list(sys.argv[1:] if argv is None else argv)
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0

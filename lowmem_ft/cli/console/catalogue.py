@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
@@ -48,12 +47,12 @@ class Catalogue(NamedTuple, Generic[EntryT]):
     details: Callable[[EntryT], Document]
 
 
-def show(catalogue: Catalogue[Any], argv: Sequence[str] | None) -> int:
+def show(catalogue: Catalogue[Any], arguments: list[str]) -> int:
     """Print all entries of a catalogue, or all that is known of one.
 
     Args:
         catalogue: the catalogue.
-        argv: nothing, or an entry's name, and ``--json``; None: those of this process.
+        arguments: nothing, or an entry's name, and ``--json``.
 
     Returns:
         The exit code, 0.
@@ -61,14 +60,14 @@ def show(catalogue: Catalogue[Any], argv: Sequence[str] | None) -> int:
     parser = Parser(f"lowmem-ft {catalogue.key}", description=catalogue.description, epilog=catalogue.epilog)
     parser.add_argument("name", nargs="?", metavar="NAME", help=catalogue.name_help)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    arguments = parser.parse_args(sys.argv[1:] if argv is None else list(argv))
-    found = [catalogue.find(arguments.name)] if arguments.name else list(catalogue.load().values())
-    if arguments.json:
+    options = parser.parse_args(arguments)
+    found = [catalogue.find(options.name)] if options.name else list(catalogue.load().values())
+    if options.json:
         print(json.dumps({"schema": 1, catalogue.key: [*map(catalogue.as_json, found)]}, indent=2))
         return 0
     from lowmem_ft.reports.text.document import Pairs, Table
 
-    if arguments.name:
+    if options.name:
         cells = zip(catalogue.columns, catalogue.row(found[0]), strict=True)
         Output().add(Pairs((pair for pair in cells if pair[1]), indent=0), catalogue.details(found[0]))
     else:

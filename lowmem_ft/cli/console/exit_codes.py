@@ -43,23 +43,23 @@ class Command(Protocol):
     def __call__(self, argv: Sequence[str] | None = None) -> int: ...  # noqa: D102
 
 
-def explains_user_errors(command: Callable[[Sequence[str] | None], int]) -> Command:
+def explains_user_errors(command: Callable[[list[str]], int]) -> Command:
     """Wrap a command to print each problem of a ``UserError`` on its own line; our own bugs pass through."""
 
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
         with sigterm_as_ctrl_c():
-            exit_code = _explained(command, argv)
+            exit_code = _explained(command, list(sys.argv[1:] if argv is None else argv))
             return SIGNALLED + stopped_by() if was_terminated() else exit_code
 
     return explained
 
 
-def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+def _explained(command: Callable[[list[str]], int], arguments: list[str]) -> int:
     try:
         _open_closed_streams()
         raise_at_ctrl_c()
-        exit_code = _exit_code_of(command, argv)
+        exit_code = _exit_code_of(command, arguments)
         sys.stdout.flush()
         return exit_code
     except Interrupted as stop:
@@ -88,9 +88,9 @@ def _explained(command: Callable[[Sequence[str] | None], int], argv: Sequence[st
         raise
 
 
-def _exit_code_of(command: Callable[[Sequence[str] | None], int], argv: Sequence[str] | None) -> int:
+def _exit_code_of(command: Callable[[list[str]], int], arguments: list[str]) -> int:
     try:
-        return command(argv)
+        return command(arguments)
     except SystemExit as end:
         if isinstance(end.__context__, BrokenPipeError):  # rich exits like this, with 1
             return EXIT_NOBODY_READS

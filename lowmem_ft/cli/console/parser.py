@@ -8,7 +8,7 @@ import itertools
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from lowmem_ft.cli.console.help_formatter import HelpFormatter
@@ -28,6 +28,21 @@ class Parser(argparse.ArgumentParser):
         self._options |= {name.lstrip("-"): name for name in action.option_strings if name.startswith("--")}
         self._flags |= set() if action.nargs is None else {*action.option_strings}
         return action
+
+    def add_once(self, options: Mapping[str, str], **settings: Any) -> None:
+        """Add options that may be given once each.
+
+        Args:
+            options: the help of each, by its name and the placeholder of its value.
+            settings: further arguments of ``add_argument``.
+        """
+        for option, help_text in options.items():
+            name, placeholder = option.split()
+            self.add_argument(name, metavar=placeholder, action=_Once, help=help_text, **settings)
+
+    def add_overwrite(self) -> None:
+        """Add the option that allows the others to replace files."""
+        self.add_argument("--overwrite", action="store_true", help="replace existing files")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Parse like argparse, which would take ``-1xl4`` after ``--gpu`` for an option."""
@@ -85,3 +100,22 @@ class Parser(argparse.ArgumentParser):
     def _option_near(self, name: str) -> str | None:
         near = difflib.get_close_matches(name, self._options, n=1, cutoff=0.75)
         return self._options[near[0]] if near else None
+
+
+class _Once(argparse.Action):
+    """An option that may be given once; argparse would silently take the last of two values."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest)
+        if before is not None:
+            raise UserError(
+                f"{option_string} can be given once, got {before} and {values}. "
+                + ("Name one, or use --gpu all." if self.dest == "gpu" else "Leave one out.")
+            )
+        setattr(namespace, self.dest, values)

@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
@@ -237,30 +236,6 @@ def _write_problem(name: str, file: str, path: Path, *, overwrite: bool) -> str 
     return None
 
 
-def add_overwrite(parser: Parser) -> None:
-    """Add the option that allows the others to replace files."""
-    parser.add_argument("--overwrite", action="store_true", help="replace existing files")
-
-
-class Once(argparse.Action):
-    """An option that may be given once; argparse would silently take the last of two values."""
-
-    def __call__(  # noqa: D102
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: Any,
-        option_string: str | None = None,
-    ) -> None:
-        before = getattr(namespace, self.dest)
-        if before is not None:
-            raise UserError(
-                f"{option_string} can be given once, got {before} and {values}. "
-                + ("Name one, or use --gpu all." if self.dest == "gpu" else "Leave one out.")
-            )
-        setattr(namespace, self.dest, values)
-
-
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft estimate",
@@ -269,25 +244,15 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME|all",
-        action=Once,
-        help="a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all of them by the price of tokens; without: "
-        "what this machine has",
+    parser.add_once(
+        {
+            "--gpu NAME|all": "a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all of them by the price of "
+            "tokens; without: what this machine has",
+            "--script FILE.py": "a training script of your own, in place of a recipe; its arguments follow --",
+        }
     )
-    parser.add_argument(
-        "--script",
-        metavar="FILE.py",
-        action=Once,
-        help="a training script of your own, in place of a recipe; its arguments follow --",
-    )
-    parser.add_argument(
-        "--steps",
-        metavar="N",
-        type=int,
-        action=Once,
-        help=f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default",
+    parser.add_once(
+        {"--steps N": f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default"}, type=int
     )
     parser.add_argument(
         "--changes",
@@ -295,20 +260,12 @@ def _parser() -> Parser:
         help="if it does not fit, search for the cheapest changes that make it fit, which can take minutes; the "
         "default, except with --json (Ctrl-C ends the search and keeps what it has found)",
     )
-    parser.add_argument(
-        "--json",
-        metavar="FILE|-",
-        action=Once,
-        help="write the estimate as JSON; - is stdout, then JSON alone",
+    parser.add_once(
+        {
+            "--json FILE|-": "write the estimate as JSON; - is stdout, then JSON alone",
+            "--plot FILE": "plot memory over the run: interactive .html, or .png",
+            "--snapshot FILE.pickle": "write a snapshot that https://pytorch.org/memory_viz opens",
+        }
     )
-    parser.add_argument(
-        "--plot", metavar="FILE", action=Once, help="plot memory over the run: interactive .html, or .png"
-    )
-    parser.add_argument(
-        "--snapshot",
-        metavar="FILE.pickle",
-        action=Once,
-        help="write a snapshot that https://pytorch.org/memory_viz opens",
-    )
-    add_overwrite(parser)
+    parser.add_overwrite()
     return parser
