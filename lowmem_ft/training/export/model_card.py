@@ -5,7 +5,6 @@ Others will read it, so it names nothing of this machine: a local path would tel
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.files.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.training.evaluation import EvaluationResult
 
@@ -212,16 +212,10 @@ def _body(card: Path) -> str:
 def _chosen_settings(recipe: Recipe) -> dict[str, dict[str, Any]]:
     """Return the settings that a reader looks for or that differ from the defaults, in the recipe's YAML form."""
     asked_for = _ALWAYS | (_ALWAYS_OF_ADAPTERS if recipe.adapter.name != "none" else set())
-    defaults, chosen = dataclasses.asdict(Recipe()), {}
-    for group, settings in dataclasses.asdict(recipe).items():
-        if not isinstance(settings, dict):
-            continue
-        told = {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in settings.items()
-            if f"{group}.{name}" in asked_for
-            or (value != defaults[group][name] and f"{group}.{name}" not in _OF_THIS_MACHINE)
-        }
-        if told:
-            chosen[group] = told
+    defaults, chosen = Recipe(), dict[str, dict[str, Any]]()
+    for path, key in recipe_keys().items():
+        value, (group, _, name) = key.value_in(recipe), path.partition(".")
+        is_own = value != key.value_in(defaults) and path not in _OF_THIS_MACHINE
+        if path in asked_for or is_own:
+            chosen.setdefault(group, {})[name] = list(value) if isinstance(value, tuple) else value
     return chosen

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
@@ -80,11 +79,11 @@ def _differences(recipe: Recipe, run: Path) -> _Differences:
     file = run / RECIPE_FILE
     if not file.exists():
         return _Differences()
-    saved, present = _settings(load_recipe(str(file))), _settings(recipe)
+    saved = load_recipe(str(file))
     changed = {
-        name: f"{name} was {saved.get(name)!r}, is {value!r}"
-        for name, value in present.items()
-        if value != saved.get(name) and name not in _OF_THE_CALL
+        name: f"{name} was {key.value_in(saved)!r}, is {key.value_in(recipe)!r}"
+        for name, key in recipe_keys().items()
+        if key.value_in(recipe) != key.value_in(saved) and name not in _OF_THE_CALL
     }
     return _Differences(
         refused=tuple(text for name, text in changed.items() if not _may_change(name, recipe)),
@@ -96,14 +95,3 @@ def _may_change(name: str, recipe: Recipe) -> bool:
     if recipe.adapter.name != "none" and _DECIDES_THE_BASE.fullmatch(name):
         return False
     return _MUST_STAY.fullmatch(name) is None
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    """Return every setting under the name that a user types."""
-    settings: dict[str, Any] = {}
-    for name, value in dataclasses.asdict(recipe).items():
-        if isinstance(value, dict):
-            settings.update({f"{name}.{key}": entry for key, entry in value.items()})
-        else:
-            settings[name] = value
-    return settings
