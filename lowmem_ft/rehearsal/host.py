@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.training.out_of_memory.budget_cap import Host
 from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 
-class RehearsedHost:
+class RehearsedHost(Host):
     """A host for ``budget_cap.py`` that holds a process's libraries and the host allocations of the trace.
 
     Weights in transit while files are read and written are not in a trace; the estimate adds them

@@ -21,7 +21,7 @@ from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.out_of_memory.budget_cap import Host, ThisHost
+from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.schedule import create_scheduler
@@ -38,7 +38,7 @@ class RunRuntime(Runtime, RunFiles):
         progress_console: the console on which this process shows the run's progress; None: it shows none.
     """
 
-    host: Host = ThisHost()
+    host: Host = THIS_HOST
     progress_console: Console | None = None
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from typing import Protocol
 
 import torch
 
@@ -23,40 +22,27 @@ LOW_BYTES = 256 * MIB
 step may take that much without notice."""
 
 
-class Host(Protocol):
-    """Readings of the host memory of a run's process."""
-
-    def held_bytes(self) -> int:
-        """Return the bytes that the process holds now."""
-        ...
-
-    def peak_bytes(self, file_bytes: int) -> int:
-        """Return the most bytes that the process has held, without ``file_bytes`` of files in ``offload.folder``."""
-        ...
-
-    def limit(self, file_bytes: int) -> HostLimit | None:
-        """Return the host memory that the machine or the container has left, ignoring those files; None: no limit."""
-        ...
-
-
-class ThisHost:
-    """The host of this process."""
+class Host:
+    """Readings of the host memory of a run's process: this one; a rehearsal overrides them."""
 
     def held_bytes(self) -> int:
         """Return the bytes held now, without pages of files; see ``system/process_memory.py``."""
         return read_host_memory().now_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:
-        """Return the peak without pages of files that were resident then and have been dropped since."""
+        """Return the most bytes that the process has held, without ``file_bytes`` of files in ``offload.folder``.
+
+        Their pages that were resident at the peak and have been dropped since do not count.
+        """
         dropped_bytes, memory = max(0, file_bytes - resident_file_bytes()), read_host_memory()
         return max(memory.now_bytes, memory.peak_bytes - dropped_bytes)
 
-    def limit(self, file_bytes: int) -> HostLimit:
-        """Return the limit of the machine or the container, whichever leaves less."""
+    def limit(self, file_bytes: int) -> HostLimit | None:
+        """Return the host memory that the machine or the container has left, ignoring those files; None: no limit."""
         return tightest_host_limit(None, file_bytes=file_bytes)
 
 
-THIS_HOST = ThisHost()
+THIS_HOST = Host()
 
 
 def apply_budget(
