@@ -7,14 +7,17 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL, memory_snapshot
-from lowmem_ft.virtual_gpu.active import ActiveGpu, active_gpu_or_none
+from lowmem_ft.virtual_gpu.active import active_gpu_or_none
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu import VirtualGPU
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +68,7 @@ def _recording(max_entries: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _recording_trace(gpu: ActiveGpu, max_entries: int) -> Iterator[Any]:
+def _recording_trace(gpu: VirtualGPU, max_entries: int) -> Iterator[Any]:
     timeline = gpu.recorder.timeline
     begin = len(timeline.events)
 

@@ -167,6 +167,9 @@ TORCH = (
         "tensors bucket_size_limits expect_sparse_gradient tensor_indices logger",
         "DDP's buckets in a trace, as they are from the second step on",
     ),
+    replaced(
+        "torch.distributed.Reducer", "_rebuild_buckets", None, "their order, which ranks agree on by values"
+    ),
     *data("torch.distributed", "_DEFAULT_FIRST_BUCKET_BYTES", "of those buckets, the first", "int"),
     *each("module", "torch.testing", "_internal", "where that lies"),
     *each(

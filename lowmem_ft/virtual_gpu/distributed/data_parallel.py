@@ -11,36 +11,27 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lowmem_ft.memory.category import Category
-from lowmem_ft.upstream.patches import existing, replace
+from lowmem_ft.upstream.patches import wrap
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are sent together: ``bucket_cap_mb`` of torch's ``DistributedDataParallel``."""
 
 
-class _KeepingBuckets:
-    """A reducer that keeps its buckets in the order of the parameters: to agree on another, ranks exchange values."""
+class _With:
+    """An object of torch's, which Python cannot change, with another value for an attribute."""
 
-    def __init__(self, reducer: Any) -> None:
-        self._reducer = reducer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._reducer, name)
-
-    def _rebuild_buckets(self) -> bool:
-        return False
-
-
-class _WithoutTimes:
-    """A logger without timers: torch has them for CPUs and CUDA alone, and logs that once a process."""
-
-    def __init__(self, logger: Any) -> None:
-        self._logger = logger
+    def __init__(self, inner: Any, name: str, value: Any) -> None:
+        self._inner = inner
+        setattr(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._logger, name)
+        return getattr(self._inner, name)
 
-    def set_runtime_stats_and_log(self) -> None:
-        """Return at once."""
+
+def _assign_buckets(assign: Callable[..., Any], tensors: Any, size_limits: Any, expect_sparse: Any) -> Any:
+    """Assign as every later backward does: the first one would put all gradients into one bucket."""
+    limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
+    return assign(tensors, limits, expect_sparse)
 
 
 class TracedDataParallel(DistributedDataParallel):
@@ -59,21 +50,15 @@ class TracedDataParallel(DistributedDataParallel):
         self, model: nn.Module, device: torch.device, mark: Callable[[torch.Tensor, Category], None]
     ) -> None:
         with contextlib.ExitStack() as undo:
-            # The first backward would put all gradients into one bucket.
-            assign = existing(torch.distributed, "_compute_bucket_assignment_by_size")
-            limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
-            replace(
-                undo,
-                torch.distributed,
-                "_compute_bucket_assignment_by_size",
-                lambda tensors, size_limits, expect_sparse: assign(tensors, limits, expect_sparse),
-            )
+            wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", _assign_buckets)
             super().__init__(model, init_sync=False)
         self._mark = mark
         self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._side: Any = None if self._streams is None else self._streams.Stream()
-        self.reducer = _KeepingBuckets(self.reducer)  # type: ignore[assignment]
-        self.logger = _WithoutTimes(self.logger)  # type: ignore[assignment]
+        # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
+        self.reducer = _With(self.reducer, "_rebuild_buckets", lambda: False)  # type: ignore[assignment]
+        # torch has timers for CPUs and CUDA alone, and logs that once a process.
+        self.logger = _With(self.logger, "set_runtime_stats_and_log", lambda: None)  # type: ignore[assignment]
         # The fake group's work has no result, which torch's own hook reads.
         self.register_comm_hook(None, self._sum)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowmem_ft.virtual_gpu.kernels.flops import is_free
 from lowmem_ft.virtual_gpu.races.happens_before import Span
+from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
 
 aten = torch.ops.aten
 
@@ -73,19 +74,10 @@ def operands(
     for key, argument in (*enumerate(args), *kwargs.items()):
         writes = key in uses.written
         if writes or uses.reads:
-            for tensor in tensors_in(argument):
+            for tensor in tensors_in((argument,)):
                 yield tensor, writes, False
-    for tensor in tensors_in(result):
+    for tensor in tensors_in((result,)):
         yield tensor, True, True
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in an argument or a result."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def span_of(tensor: Tensor) -> Span | None:

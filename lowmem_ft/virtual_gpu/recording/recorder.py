@@ -34,10 +34,9 @@ from lowmem_ft.virtual_gpu.device.host_copies import HostCopies
 from lowmem_ft.virtual_gpu.device.orderings import Orderings
 from lowmem_ft.virtual_gpu.distributed.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of
 from lowmem_ft.virtual_gpu.races.checker import StreamChecker
-from lowmem_ft.virtual_gpu.races.operands import tensors_in
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
-from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, without_pinning
+from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
