@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -43,31 +43,56 @@ class SdpaChoice:
     reason: str
 
 
-def choose_sdpa(
-    query_BHTD: Tensor,
-    key_BHSD: Tensor,
-    value_BHSD: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    enable_gqa: bool = False,
-    compute_capability: tuple[int, int],
-) -> SdpaChoice:
-    """Return the kernel that torch takes on a GPU of this compute capability, with torch's usual packages.
+@dataclass(frozen=True)
+class SdpaCall:
+    """A call of ``scaled_dot_product_attention`` on a GPU. To choose its kernel, no values are read.
+
+    Args:
+        query: B x H x T x D, on any device and of any type.
+        key: B x H x S x D; it may have fewer heads with ``enable_gqa``.
+        value: likewise.
+        attn_mask: boolean or additive, broadcastable to B x H x T x S.
+        dropout_p: share of attention weights dropped.
+        is_causal: whether the kernel masks the future itself.
+        scale: factor of the scores; None is one over the square root of D.
+        enable_gqa: whether groups of query heads share a key head.
+        capability: the GPU's compute capability, such as (8, 0).
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_mask: Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = field(default=None, kw_only=True)
+    enable_gqa: bool = field(default=False, kw_only=True)
+    capability: tuple[int, int] = field(kw_only=True)
+
+    @property
+    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value."""
+        return self.query, self.key, self.value
+
+    @property
+    def major(self) -> int:
+        """The GPU's generation: 8 is Ampere."""
+        return self.capability[0]
+
+    @property
+    def head_size(self) -> int:
+        """Size of a query's head, D."""
+        return self.query.size(-1)
+
+
+def choose_sdpa(call: SdpaCall) -> SdpaChoice:
+    """Return the kernel that torch takes for a call, with torch's usual packages.
 
     The switches of ``torch.backends.cuda`` and ``torch.nn.attention.sdpa_kernel`` apply, as on a device.
     Limits: inputs of three dimensions, to which torch 2.14 adds a batch dimension of one, count as unfused.
 
     Args:
-        query_BHTD: on any device and of any type; only its shape, strides, type and ``requires_grad`` are read.
-        key_BHSD: may have fewer heads with ``enable_gqa``.
-        value_BHSD: likewise.
-        attn_mask: boolean or additive, broadcastable to B x H x T x S.
-        dropout_p: share of attention weights dropped.
-        is_causal: whether the kernel masks the future itself.
-        enable_gqa: whether groups of query heads share a key head.
-        compute_capability: such as (8, 0).
+        call: its tensors' shapes, strides, types and ``requires_grad`` are read.
 
     Returns:
         The kernel and the reason.
@@ -75,11 +100,8 @@ def choose_sdpa(
     Raises:
         UserError: if no kernel that is switched on can run.
     """
-    call = _Call(
-        query_BHTD, key_BHSD, value_BHSD, attn_mask, dropout_p, is_causal, enable_gqa, compute_capability
-    )
     passed_over: list[str] = []
-    for backend in _priority(compute_capability):
+    for backend in _priority(call.capability):
         obstacle = _OBSTACLES[backend](call)
         if obstacle is None:
             return SdpaChoice(backend=backend, reason="; ".join(passed_over))
@@ -88,30 +110,6 @@ def choose_sdpa(
         f"scaled_dot_product_attention needs a kernel that is switched on and can run: {'; '.join(passed_over)}. "
         "Switch on torch.backends.cuda.enable_math_sdp(True), or set model.attn_implementation=eager."
     )
-
-
-@dataclass(frozen=True)
-class _Call:
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    attn_mask: Tensor | None
-    dropout_p: float
-    is_causal: bool
-    enable_gqa: bool
-    capability: tuple[int, int]
-
-    @property
-    def operands(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.query, self.key, self.value
-
-    @property
-    def major(self) -> int:
-        return self.capability[0]
-
-    @property
-    def head_size(self) -> int:
-        return self.query.size(-1)
 
 
 def _priority(capability: tuple[int, int]) -> list[Backend]:
@@ -137,7 +135,7 @@ _BACKENDS: dict[int, Backend] = {
 }
 
 
-def _flash_obstacle(call: _Call) -> str | None:
+def _flash_obstacle(call: SdpaCall) -> str | None:
     """Return what the flash kernel needs and lacks; None if it can run."""
     if not torch.backends.cuda.flash_sdp_enabled():
         return "torch.backends.cuda.enable_flash_sdp(True)"
@@ -154,7 +152,7 @@ def _flash_obstacle(call: _Call) -> str | None:
     )
 
 
-def _efficient_obstacle(call: _Call) -> str | None:
+def _efficient_obstacle(call: SdpaCall) -> str | None:
     """Return what the memory-efficient kernel needs and lacks; None if it can run."""
     if not torch.backends.cuda.mem_efficient_sdp_enabled():
         return "torch.backends.cuda.enable_mem_efficient_sdp(True)"
@@ -170,7 +168,7 @@ def _efficient_obstacle(call: _Call) -> str | None:
     )
 
 
-def _cudnn_obstacle(call: _Call) -> str | None:
+def _cudnn_obstacle(call: SdpaCall) -> str | None:
     """Return what cuDNN's kernel needs and lacks; torch's packages include cuDNN 9.19 or later."""
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return "torch.backends.cuda.enable_cudnn_sdp(True)"
@@ -193,11 +191,11 @@ def _cudnn_obstacle(call: _Call) -> str | None:
     )
 
 
-def _math_obstacle(call: _Call) -> str | None:
+def _math_obstacle(call: SdpaCall) -> str | None:
     return None if torch.backends.cuda.math_sdp_enabled() else "torch.backends.cuda.enable_math_sdp(True)"
 
 
-_OBSTACLES: dict[Backend, Callable[[_Call], str | None]] = {
+_OBSTACLES: dict[Backend, Callable[[SdpaCall], str | None]] = {
     "flash": _flash_obstacle,
     "efficient": _efficient_obstacle,
     "cudnn": _cudnn_obstacle,
@@ -205,7 +203,7 @@ _OBSTACLES: dict[Backend, Callable[[_Call], str | None]] = {
 }
 
 
-def _shape_obstacle(call: _Call) -> str | None:
+def _shape_obstacle(call: SdpaCall) -> str | None:
     if any(operand.dim() != 4 for operand in call.operands):
         return f"inputs of 4 dimensions, got {call.query.dim()}"
     if 0 in (call.query.size(-2), call.key.size(-2)):
@@ -213,13 +211,13 @@ def _shape_obstacle(call: _Call) -> str | None:
     return None
 
 
-def _dtype_obstacle(call: _Call, dtypes: tuple[torch.dtype, ...]) -> str | None:
+def _dtype_obstacle(call: SdpaCall, dtypes: tuple[torch.dtype, ...]) -> str | None:
     if all(operand.dtype == call.query.dtype for operand in call.operands) and call.query.dtype in dtypes:
         return None
     return f"{' or '.join(map(_name, dtypes))}, got {', '.join(dict.fromkeys(map(_name, _dtypes(call))))}"
 
 
-def _flash_head_size_obstacle(call: _Call) -> str | None:
+def _flash_head_size_obstacle(call: SdpaCall) -> str | None:
     sizes = {operand.size(-1) for operand in call.operands}
     if len(sizes) > 1 or max(sizes) > 256:
         return f"one head size of at most 256, got {', '.join(map(str, sorted(sizes)))}"
@@ -233,13 +231,13 @@ def _flash_head_size_obstacle(call: _Call) -> str | None:
     return None
 
 
-def _non_square_causal_obstacle(call: _Call) -> str | None:
+def _non_square_causal_obstacle(call: SdpaCall) -> str | None:
     if call.is_causal and call.query.size(-2) != call.key.size(-2):
         return f"as many queries as keys with is_causal, got {call.query.size(-2)} and {call.key.size(-2)}"
     return None
 
 
-def _heads_obstacle(call: _Call, *, supports_gqa: bool, same_kv_heads: bool = True) -> str | None:
+def _heads_obstacle(call: SdpaCall, *, supports_gqa: bool, same_kv_heads: bool = True) -> str | None:
     batches = [operand.size(0) for operand in call.operands]
     if len(set(batches)) > 1:
         return f"one batch size, got {batches}"
@@ -254,7 +252,7 @@ def _heads_obstacle(call: _Call, *, supports_gqa: bool, same_kv_heads: bool = Tr
     return None
 
 
-def _layout_obstacle(call: _Call, *, singleton_is_fine: bool) -> str | None:
+def _layout_obstacle(call: SdpaCall, *, singleton_is_fine: bool) -> str | None:
     operands_are_fine = all(operand.stride(-1) == 1 for operand in call.operands)
     operands_are_fine = operands_are_fine or (singleton_is_fine and call.head_size == 1)
     if operands_are_fine and (call.attn_mask is None or call.attn_mask.stride(-1) == 1):
@@ -262,7 +260,7 @@ def _layout_obstacle(call: _Call, *, singleton_is_fine: bool) -> str | None:
     return "inputs and mask whose last dimension is contiguous"
 
 
-def _gemm_alignment_obstacle(call: _Call) -> str | None:
+def _gemm_alignment_obstacle(call: SdpaCall) -> str | None:
     is_half = call.query.dtype in _HALF
     elements = 4 if call.major >= 8 else 1
     if call.major >= 8 or (call.major >= 7 and is_half):  # tensor cores load 16 bytes at once
@@ -276,13 +274,13 @@ def _gemm_alignment_obstacle(call: _Call) -> str | None:
     return None
 
 
-def _starts_aligned(call: _Call, alignment: int) -> bool:
+def _starts_aligned(call: SdpaCall, alignment: int) -> bool:
     return all(
         operand.storage_offset() * operand.element_size() % alignment == 0 for operand in call.operands
     )
 
 
-def _cudnn_mask_obstacle(call: _Call) -> str | None:
+def _cudnn_mask_obstacle(call: SdpaCall) -> str | None:
     mask = call.attn_mask
     if mask is None:
         return None
@@ -295,7 +293,7 @@ def _cudnn_mask_obstacle(call: _Call) -> str | None:
     return None if is_broadcastable else f"a mask of 2 or 4 dimensions, got {tuple(mask.shape)}"
 
 
-def _cudnn_dropout_obstacle(call: _Call) -> str | None:
+def _cudnn_dropout_obstacle(call: SdpaCall) -> str | None:
     if call.dropout_p * 16 % 1:
         return f"dropout in steps of 1/16, got {call.dropout_p}"
     if call.dropout_p and call.query.size(-2) == 1:
@@ -303,7 +301,7 @@ def _cudnn_dropout_obstacle(call: _Call) -> str | None:
     return None
 
 
-def _cudnn_size_obstacle(call: _Call) -> str | None:
+def _cudnn_size_obstacle(call: SdpaCall) -> str | None:
     if max(call.query.shape[:2]) > 65535:
         return "batch and heads of at most 65535"
     if call.key.size(-2) == 1:
@@ -325,7 +323,7 @@ def trains(*operands: Tensor) -> bool:
     return torch.is_grad_enabled() and any(operand.requires_grad for operand in operands)
 
 
-def _dtypes(call: _Call) -> list[torch.dtype]:
+def _dtypes(call: SdpaCall) -> list[torch.dtype]:
     return [operand.dtype for operand in call.operands]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.kernels.attention_choice import choose_sdpa
+from lowmem_ft.virtual_gpu.kernels.attention_choice import SdpaCall, choose_sdpa
 from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 VOLTA, TURING, AMPERE, RTX_3090, ADA, HOPPER, BLACKWELL, RTX_5090 = (
@@ -31,7 +31,8 @@ def qkv(dtype=BRAIN, heads=4, kv_heads=None, size=64, tokens=32, keys=None, trai
 
 
 def choose(capability, *, mask=None, dropout=0.0, causal=True, gqa=False, **shape):
-    return choose_sdpa(*qkv(**shape), mask, dropout, causal, enable_gqa=gqa, compute_capability=capability)
+    call = SdpaCall(*qkv(**shape), mask, dropout, causal, enable_gqa=gqa, capability=capability)
+    return choose_sdpa(call)
 
 
 MASK = torch.empty(1, 1, 32, 32, dtype=torch.bool, device="meta")
