@@ -271,17 +271,8 @@ class MemoryEstimate:
         }
         return {
             "schema": SCHEMA,
-            "model": {
-                "name": self.model.name,
-                "parameters": self.model.parameters,
-                "trainable_parameters": self.model.trainable_parameters,
-            },
-            "gpu": {
-                "name": self.gpu.name,
-                "memory_bytes": self.gpu.memory_bytes,
-                "held_by_others_bytes": self.gpu.held_by_others_bytes,
-                "context_is_estimate": self.gpu.context_is_estimate,
-            },
+            "model": asdict(self.model),
+            "gpu": asdict(self.gpu),
             "device": {
                 "allocated_peak_bytes": self.allocated_peak_bytes,
                 "reserved_peak_bytes": self.reserved_peak_bytes,
@@ -301,11 +292,7 @@ class MemoryEstimate:
             "peak_at": {"phase": self.peak_phase, "module": self.peak_module},
             "step": step,
             "processes": processes,
-            "budget": {
-                "device_bytes": self.budget.device_bytes,
-                "host_bytes": self.budget.host_bytes,
-                "headroom_bytes": self.headroom_bytes,
-            },
+            "budget": {**asdict(self.budget), "headroom_bytes": self.headroom_bytes},
             "fits": self.fits,
             "verdict": self.verdict,
             "tight": self.tight,

@@ -47,25 +47,18 @@ class OutOfMemory(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockState:
-    """One block of a segment, for a snapshot."""
-
-    address: int
-    size: int
-    requested_bytes: int
-    is_allocated: bool
-
-
-@dataclass(frozen=True, kw_only=True)
 class Segment:
-    """One piece of memory from the driver, for a snapshot; for an expandable segment, one mapped stretch."""
+    """One piece of memory from the driver; for an expandable segment, one mapped stretch.
+
+    Its blocks are the allocator's own, which change with further requests.
+    """
 
     address: int
     size: int
     stream: int
     is_small: bool
     is_expandable: bool
-    blocks: tuple[BlockState, ...]
+    blocks: list[Block]
 
 
 class CachingAllocator:
@@ -326,15 +319,7 @@ class CachingAllocator:
             stream=blocks[0].pool.stream,
             is_small=blocks[0].pool.is_small,
             is_expandable=self.config.expandable_segments,
-            blocks=tuple(
-                BlockState(
-                    address=block.address,
-                    size=block.size,
-                    requested_bytes=block.requested_bytes,
-                    is_allocated=block.is_allocated,
-                )
-                for block in blocks
-            ),
+            blocks=blocks,
         )
 
 

@@ -20,25 +20,15 @@ from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 @dataclass(frozen=True, kw_only=True)
 class TensorPeaks:
-    """Peaks that depend on the tensors alone, the same on every GPU.
+    """Those fields of a ``MemoryEstimate`` that depend on the tensors alone, the same on every GPU."""
 
-    Args:
-        allocated_bytes: the peak on the device.
-        by_category: live bytes at that moment, by purpose.
-        by_phase: the peak of each phase.
-        phase: phase of the allocation that made the peak.
-        module: module of that allocation; empty if outside any.
-        pinned_bytes: the peak of pinned host memory.
-        disk_bytes: the peak of files that are mapped as memory.
-    """
-
-    allocated_bytes: int
-    by_category: Mapping[Category, int]
+    allocated_peak_bytes: int
+    by_category_at_peak: Mapping[Category, int]
     by_phase: Mapping[Phase, int]
-    phase: Phase
-    module: str
-    pinned_bytes: int
-    disk_bytes: int
+    peak_phase: Phase
+    peak_module: str
+    host_pinned_bytes: int
+    disk_peak_bytes: int
 
     @classmethod
     def of(
@@ -54,13 +44,13 @@ class TensorPeaks:
         """
         at_peak = None if peak_at is None else allocation_at(timeline, peak_at)
         return cls(
-            allocated_bytes=0 if peak_at is None else allocated[peak_at],
-            by_category={} if peak_at is None else categories_at(timeline, peak_at, sizes),
+            allocated_peak_bytes=0 if peak_at is None else allocated[peak_at],
+            by_category_at_peak={} if peak_at is None else categories_at(timeline, peak_at, sizes),
             by_phase=peak_by_phase(timeline, allocated),
-            phase="load" if at_peak is None else at_peak.phase,
-            module="" if at_peak is None else at_peak.module,
-            pinned_bytes=max(timeline.live_bytes(("pinned",)), default=0),
-            disk_bytes=max(timeline.live_bytes(("disk",)), default=0),
+            peak_phase="load" if at_peak is None else at_peak.phase,
+            peak_module="" if at_peak is None else at_peak.module,
+            host_pinned_bytes=max(timeline.live_bytes(("pinned",)), default=0),
+            disk_peak_bytes=max(timeline.live_bytes(("disk",)), default=0),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
@@ -160,8 +161,11 @@ def estimate_on_gpu(
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
-        _DevicePeaks(device, reserved_peak, process, process_range),
         replays.tensor_peaks,
+        gpu=device,
+        reserved_peak_bytes=reserved_peak,
+        process_peak_bytes=process,
+        process_range=process_range,
         budget=budget,
         fits=fits and is_host_enough,
         fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
@@ -234,7 +238,7 @@ def estimate_on_cpu(
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
-    peak = tensors.allocated_bytes
+    peak = tensors.allocated_peak_bytes
     base = surroundings.host.process_bytes
     heap = _kept_by_heap(trace.timeline, peak_at, surroundings)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
@@ -245,14 +249,15 @@ def estimate_on_cpu(
     )
     return _estimate(
         trace,
-        _DevicePeaks(
-            DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0), peak + heap, process, process_range
-        ),
         tensors,
+        gpu=DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0),
+        reserved_peak_bytes=peak + heap,
+        process_peak_bytes=process,
+        process_range=process_range,
         budget=budget,
         fits=process_range.high_bytes <= min(limits, default=process_range.high_bytes),
         fits_at_low_end=process_range.low_bytes <= min(limits, default=process_range.low_bytes),
-        host_by_part={**tensors.by_category, "heap": heap, "process": base},
+        host_by_part={**tensors.by_category_at_peak, "heap": heap, "process": base},
         step=None,
         processes=surroundings.processes,
         choices=trace.choices,
@@ -314,57 +319,24 @@ def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:
     )
 
 
-@dataclass(frozen=True)
-class _DevicePeaks:
-    """A device, and its peaks that do not follow from the tensors alone."""
-
-    limit: DeviceLimit
-    reserved_peak_bytes: int
-    process_peak_bytes: int
-    process_range: ProcessRange
-
-
 def _estimate(
     trace: Trace,
-    device: _DevicePeaks,
     tensors: TensorPeaks,
     *,
-    budget: BudgetVerdict,
-    fits: bool,
-    fits_at_low_end: bool,
     host_by_part: Mapping[str, int],
-    step: StepTime | None,
-    processes: Processes | None,
     choices: tuple[str, ...],
-    not_modelled: tuple[str, ...],
-    trace_seconds: float,
+    **fields: Any,
 ) -> MemoryEstimate:
-    host_peak = sum(host_by_part.values())
+    """Return an estimate with those of its fields that follow from the trace, and the others as given."""
     if trace.assumed_largest:
         choices = (*choices, f"taken at their largest, as values decide: {', '.join(trace.assumed_largest)}")
     return MemoryEstimate(
         model=trace.model,
-        gpu=device.limit,
-        allocated_peak_bytes=tensors.allocated_bytes,
-        reserved_peak_bytes=device.reserved_peak_bytes,
-        process_peak_bytes=device.process_peak_bytes,
-        process_range=device.process_range,
-        host_peak_bytes=host_peak,
-        host_pinned_bytes=tensors.pinned_bytes,
+        **vars(tensors),
+        host_peak_bytes=sum(host_by_part.values()),
         host_by_part_at_peak=host_by_part,
-        by_category_at_peak=tensors.by_category,
-        by_phase=tensors.by_phase,
-        peak_phase=tensors.phase,
-        peak_module=tensors.module,
-        step=step,
-        processes=processes,
-        budget=budget,
-        fits=fits,
-        fits_at_low_end=fits_at_low_end,
-        disk_peak_bytes=tensors.disk_bytes,
         choices=choices,
-        not_modelled=not_modelled,
         versions=library_versions(),
-        trace_seconds=trace_seconds,
         timeline=trace.timeline,
+        **fields,
     )

@@ -51,8 +51,12 @@ def run(allocator, steps):
         yield live
 
 
+def blocks(allocator):
+    return [block for segment in allocator.segments() for block in segment.blocks]
+
+
 def spans(allocator):
-    return [(block.address, block.size) for segment in allocator.segments() for block in segment.blocks]
+    return [(block.address, block.size) for block in blocks(allocator)]
 
 
 @settings(max_examples=150)
@@ -155,4 +159,7 @@ def test_a_limit_changes_nothing_before_it_is_reached(config, steps):
     for _ in run(limited, steps):
         pass
     assert limited.num_retries == 0
-    assert limited.segments() == free.segments()
+    assert [(block.requested_bytes, block.is_allocated) for block in blocks(limited)] == [
+        (block.requested_bytes, block.is_allocated) for block in blocks(free)
+    ]
+    assert spans(limited) == spans(free)
