@@ -21,17 +21,10 @@ from lowmem_ft.techniques.config import AdapterConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.tensors.logical_size import logical_numel
 
-_NOT_OF_THE_ARCHITECTURE = {
-    "architectures",
-    "attn_implementation",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "pad_token_id",
-    "quantization_config",
-    "transformers_version",
-    "use_cache",
-}
+_NOT_OF_THE_ARCHITECTURE = (
+    "architectures attn_implementation bos_token_id dtype eos_token_id pad_token_id quantization_config "
+    "transformers_version use_cache"
+)
 """Config keys that neither shapes nor layers depend on."""
 
 _OTHER_WEIGHTS = {
@@ -176,7 +169,7 @@ def _architecture(config: PretrainedConfig) -> dict[str, Any]:
     return {
         name: value
         for name, value in config.to_dict().items()
-        if not name.startswith("_") and name not in _NOT_OF_THE_ARCHITECTURE
+        if not name.startswith("_") and name not in _NOT_OF_THE_ARCHITECTURE.split()
     }
 
 

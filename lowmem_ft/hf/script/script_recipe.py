@@ -43,6 +43,12 @@ _UNLIKE: Mapping[str, tuple[Any, str]] = {
 }
 """Fields that change a step's memory and have no counterpart: the value that switches them off, and the consequence."""
 
+_SAME_NAME = (
+    "output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
+    "num_train_epochs max_steps use_cpu seed full_determinism save_total_limit"
+)
+"""Keys of ``training`` that arguments have by the same name, with the same values."""
+
 _REFUSED = ("deepspeed", "fsdp", "optim_target_modules")
 
 
@@ -231,22 +237,7 @@ def _data(script: Script, max_length: int | None) -> DataConfig:
 
 def _training(script: Script, reading: Reading) -> TrainingConfig:
     args: Any = script.args
-    named = {
-        name: getattr(args, name)
-        for name in (
-            "output_dir",
-            "per_device_train_batch_size",
-            "per_device_eval_batch_size",
-            "gradient_accumulation_steps",
-            "learning_rate",
-            "num_train_epochs",
-            "max_steps",
-            "use_cpu",
-            "seed",
-            "full_determinism",
-        )
-    }
-    named["save_total_limit"] = args.save_total_limit
+    named = {name: getattr(args, name) for name in _SAME_NAME.split()}
     # HF accepts what a recipe refuses: a warmup in a schedule that has no warmup, or one longer than the run.
     named["warmup_steps"] = float(args.warmup_steps)
     if args.max_steps > 0:

@@ -75,21 +75,11 @@ _EFFECTIVE_KEYS = (
     "per_process_memory_fraction",
 )
 
-_KEYS_WITHOUT_EFFECT = frozenset(
-    {
-        "graph_capture_record_stream_reuse",
-        "pinned_free_catch_all",
-        "pinned_max_cached_size_mb",
-        "pinned_max_round_threshold_mb",
-        "pinned_num_register_threads",
-        "pinned_reserve_segment_size_mb",
-        "pinned_use_background_threads",
-        "pinned_use_cuda_host_register",
-        "pinned_use_hip_host_register",
-        "release_lock_on_cudamalloc",
-        "release_lock_on_hipmalloc",
-        "throw_on_cudamalloc_oom",
-    }
+_KEYS_WITHOUT_EFFECT = (
+    "graph_capture_record_stream_reuse pinned_free_catch_all pinned_max_cached_size_mb pinned_max_round_threshold_mb "
+    "pinned_num_register_threads pinned_reserve_segment_size_mb pinned_use_background_threads "
+    "pinned_use_cuda_host_register pinned_use_hip_host_register release_lock_on_cudamalloc release_lock_on_hipmalloc "
+    "throw_on_cudamalloc_oom"
 )
 
 
@@ -108,7 +98,7 @@ class _Parser:
                 getattr(self, f"_read_{key}")(settings[key])
         if self._problems:
             raise UserError(*self._problems)
-        ignored = sorted(settings.keys() & _KEYS_WITHOUT_EFFECT)
+        ignored = sorted(settings.keys() & set(_KEYS_WITHOUT_EFFECT.split()))
         if ignored:
             logger.info("Device memory does not depend on these allocator settings: %s.", ", ".join(ignored))
         return AllocatorConfig(**self._fields)
@@ -120,10 +110,10 @@ class _Parser:
                 self._reject(
                     "settings are written key:value and separated by commas", item, "expandable_segments:True"
                 )
-            elif key in _EFFECTIVE_KEYS or key in _KEYS_WITHOUT_EFFECT:
+            elif key in _EFFECTIVE_KEYS or key in _KEYS_WITHOUT_EFFECT.split():
                 yield key, value
             else:
-                meant = did_you_mean(key, (*_EFFECTIVE_KEYS, *_KEYS_WITHOUT_EFFECT))
+                meant = did_you_mean(key, (*_EFFECTIVE_KEYS, *_KEYS_WITHOUT_EFFECT.split()))
                 self._problems.append(f"PYTORCH_CUDA_ALLOC_CONF has no key `{key}`.{meant}")
 
     def _read_large_segment_size_mb(self, value: str) -> None:

@@ -22,96 +22,12 @@ _KEY = "AutocastPrivateUse1"
 _LIBRARY = torch.library.Library("aten", "IMPL")
 _FALLBACK = torch.library.Library("_", "IMPL")
 
-_LOWER_PRECISION = frozenset(
-    {
-        "_convolution.deprecated",
-        "_convolution",
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d.input",
-        "conv_transpose3d.input",
-        "convolution",
-        "prelu",
-        "addmm",
-        "addmv",
-        "addr",
-        "matmul",
-        "einsum",
-        "mm",
-        "mv",
-        "linalg_vecdot",
-        "linear",
-        "addbmm",
-        "baddbmm",
-        "bmm",
-        "chain_matmul",
-        "linalg_multi_dot",
-        "_thnn_fused_lstm_cell",
-        "_thnn_fused_gru_cell",
-        "lstm_cell",
-        "gru_cell",
-        "rnn_tanh_cell",
-        "rnn_relu_cell",
-        "_scaled_dot_product_flash_attention",
-        "scaled_dot_product_attention",
-        "cudnn_convolution",
-        "cudnn_convolution_transpose",
-        "_cudnn_rnn",
-    }
-)
-"""Operators that compute in autocast's type."""
-
-_RESULT_IN_FLOAT32 = frozenset(
-    {
-        "prod",
-        "prod.dim_int",
-        "prod.dim_Dimname",
-        "softmax.int",
-        "softmax.Dimname",
-        "log_softmax.int",
-        "log_softmax.Dimname",
-        "cumprod",
-        "cumprod.dimname",
-        "cumsum",
-        "cumsum.dimname",
-        "linalg_vector_norm",
-        "linalg_matrix_norm",
-        "linalg_matrix_norm.str_ord",
-        "sum",
-        "sum.dim_IntList",
-        "sum.dim_DimnameList",
-    }
-)
-"""Operators that read their input as it is and return float32, unless the call asks for another type."""
-
 _WITH_DTYPE = {
     "norm.Scalar": "ScalarOpt_dtype",
     "norm.ScalarOpt_dim": "ScalarOpt_dim_dtype",
     "norm.names_ScalarOpt_dim": "names_ScalarOpt_dim_dtype",
 }
 """Operators replaced by their overload with a result type."""
-
-_WIDEST_TYPE = frozenset(
-    {
-        "addcdiv",
-        "addcmul",
-        "atan2",
-        "bilinear",
-        "cross",
-        "dot",
-        "vdot",
-        "grid_sampler",
-        "index_put",
-        "tensordot",
-        "scatter_add",
-    }
-)
-"""Operators that compute in the widest type among their inputs."""
-
-_REFUSED = "binary_cross_entropy"
 
 
 @functools.cache
@@ -132,21 +48,9 @@ def _cuda_autocast_operators() -> Iterator[str]:
 
 def _kernel_of(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
-    operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    if name == _REFUSED:
-        return _refuse
-    if name in _LOWER_PRECISION:
-        rule = _in_lower_precision
-    elif name in _RESULT_IN_FLOAT32:
-        rule = _with_float32_result
-    elif name in _WITH_DTYPE:
-        operator = getattr(getattr(torch.ops.aten, packet), _WITH_DTYPE[name])
-        rule = _with_appended_dtype
-    elif name in _WIDEST_TYPE:
-        rule = _in_widest_type
-    else:
-        rule = _in_float32
-    return _without_autocast(functools.partial(rule, operator))
+    overload = _WITH_DTYPE.get(name, overload or "default")
+    rule = next((rule for rule, names in _RULES.items() if name in names.split()), _in_float32)
+    return _without_autocast(functools.partial(rule, getattr(getattr(torch.ops.aten, packet), overload)))
 
 
 def _without_autocast(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -226,6 +130,27 @@ def _eligible_tensors(tree: Any) -> Iterator[Tensor]:
             yield from _eligible_tensors(item)
         elif _is_eligible(item):
             yield item
+
+
+_RULES: dict[Callable[..., Any], str] = {
+    _in_lower_precision: (
+        "_convolution.deprecated _convolution conv1d conv2d conv3d conv_tbc conv_transpose1d "
+        "conv_transpose2d.input conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm "
+        "mv linalg_vecdot linear addbmm baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell "
+        "_thnn_fused_gru_cell lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell "
+        "_scaled_dot_product_flash_attention scaled_dot_product_attention cudnn_convolution "
+        "cudnn_convolution_transpose _cudnn_rnn"
+    ),
+    _with_float32_result: (
+        "prod prod.dim_int prod.dim_Dimname softmax.int softmax.Dimname log_softmax.int log_softmax.Dimname "
+        "cumprod cumprod.dimname cumsum cumsum.dimname linalg_vector_norm linalg_matrix_norm "
+        "linalg_matrix_norm.str_ord sum sum.dim_IntList sum.dim_DimnameList"
+    ),
+    _with_appended_dtype: " ".join(_WITH_DTYPE),
+    _in_widest_type: "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    _refuse: "binary_cross_entropy",
+}
+"""Names of operators by their rule; all others compute in float32."""
 
 
 # --- casts, and the cache of them -------------------------------------------------------------------------------------

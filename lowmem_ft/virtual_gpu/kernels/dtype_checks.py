@@ -159,38 +159,9 @@ def _check_arithmetic(func: Any, args: Sequence[Any], kwargs: dict[str, Any], ca
 
 
 _ARITHMETIC = (
-    *(
-        "add",
-        "sub",
-        "mul",
-        "div",
-        "add_",
-        "sub_",
-        "mul_",
-        "div_",
-        "addcmul",
-        "addcdiv",
-        "addcmul_",
-        "addcdiv_",
-    ),
-    *(
-        "lerp",
-        "lerp_",
-        "exp",
-        "log",
-        "sqrt",
-        "rsqrt",
-        "pow",
-        "neg",
-        "sigmoid",
-        "tanh",
-        "silu",
-        "gelu",
-        "relu",
-    ),
-    *("sum", "mean", "var", "cumsum", "_softmax", "_log_softmax", "linalg_vector_norm", "amax", "amin"),
+    "add sub mul div add_ sub_ mul_ div_ addcmul addcdiv addcmul_ addcdiv_ lerp lerp_ exp log sqrt rsqrt pow neg "
+    "sigmoid tanh silu gelu relu sum mean var cumsum _softmax _log_softmax linalg_vector_norm amax amin"
 )
-
 _CHECKS: dict[str, Check] = {
     "mm": _check_matrices("addmm_cuda", 0),
     "addmm": _check_matrices("addmm_cuda", 1),
@@ -210,5 +181,5 @@ _CHECKS: dict[str, Check] = {
     "native_layer_norm": _check_layer_norm,
     "nll_loss_forward": _check_targets,
     **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _check_fused),
-    **dict.fromkeys(_ARITHMETIC, _check_arithmetic),
+    **dict.fromkeys(_ARITHMETIC.split(), _check_arithmetic),
 }

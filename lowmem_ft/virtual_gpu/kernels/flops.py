@@ -34,27 +34,15 @@ def flops_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: A
 @functools.cache
 def is_free(func: Any) -> bool:
     """Return whether an operator launches no kernel: views, uninitialised allocations, queries of a tensor."""
-    if func.is_view or func._schema.name in _FREE:
+    if func.is_view or func._schema.name.removeprefix("aten::") in _FREE.split():
         return True
     returns_tensor = any("Tensor" in str(returned.type) for returned in func._schema.returns)
     return not returns_tensor and not func._schema.is_mutable
 
 
-_FREE = frozenset(
-    f"aten::{name}"
-    for name in (
-        "_unsafe_view",
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "lift_fresh",
-        "new_empty",
-        "new_empty_strided",
-        "record_stream",
-        "resize_",
-        "set_",
-    )
+_FREE = (
+    "_unsafe_view empty empty_like empty_permuted empty_strided lift_fresh new_empty new_empty_strided record_stream "
+    "resize_ set_"
 )
 
 

@@ -99,19 +99,9 @@ def _cublaslt_workspace_bytes(compute_capability: tuple[int, int]) -> int:
 
 _MATRIX_PRODUCTS = frozenset(
     {
-        aten.mm.default,
-        aten.addmm.default,
-        aten.bmm.default,
-        aten.baddbmm.default,
-        aten.addmv.default,
-        aten.mv.default,
-        aten.dot.default,
-        aten.mm.out,
-        aten.addmm.out,
-        aten.addmm_.default,
-        aten.bmm.out,
-        aten.baddbmm.out,
-        aten.baddbmm_.default,
+        *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmv.default),
+        *(aten.addmm.default, aten.addmm_.default, aten.baddbmm.default, aten.baddbmm_.default),
+        *(aten.mm.out, aten.bmm.out, aten.addmm.out, aten.baddbmm.out),
     }
 )
 

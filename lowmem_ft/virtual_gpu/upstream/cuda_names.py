@@ -31,23 +31,11 @@ from lowmem_ft.virtual_gpu.upstream.inference_mode import inference_mode_as_no_g
 
 CUDA = "cuda"
 
-_ASK_FOR_AUTOCAST = (
-    "is_autocast_enabled",
-    "get_autocast_dtype",
-    "set_autocast_enabled",
-    "set_autocast_dtype",
-)
+_ASK_FOR_AUTOCAST = "is_autocast_enabled get_autocast_dtype set_autocast_enabled set_autocast_dtype"
 _OF_ACCELERATOR = (
-    *(
-        "empty_cache",
-        "empty_host_cache",
-        "memory_stats",
-        "memory_allocated",
-        "max_memory_allocated",
-        "memory_reserved",
-    ),
-    *("max_memory_reserved", "reset_accumulated_memory_stats", "reset_peak_memory_stats"),
-    *("current_stream", "set_stream", "synchronize"),
+    "empty_cache empty_host_cache memory_stats memory_allocated max_memory_allocated memory_reserved "
+    "max_memory_reserved reset_accumulated_memory_stats reset_peak_memory_stats current_stream set_stream synchronize "
+    "get_memory_info"
 )
 _MAKE_OF_VALUES = (
     *((torch, name) for name in ("tensor", "as_tensor", "asarray")),
@@ -80,7 +68,7 @@ def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None
     classes_of_cuda(undo)
     inference_mode_as_no_grad(undo)
     wrap(undo, flex_attention, "_validate_device", _no_flex_attention)
-    for name in _ASK_FOR_AUTOCAST:
+    for name in _ASK_FOR_AUTOCAST.split():
         wrap(undo, torch, name, _of_virtual_device)
     wrap(undo, Tensor, "to", _moved)
     replace(undo, Tensor, "cuda", _to_virtual_device)
@@ -120,7 +108,7 @@ def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: Vir
 def _lend_to_accelerator(undo: contextlib.ExitStack, backend: VirtualBackend) -> None:
     """Replace functions of ``torch.accelerator``, which query the device's allocator: a device in Python has none."""
     for module in (torch.accelerator, torch.accelerator.memory):
-        for name in (*_OF_ACCELERATOR, "get_memory_info"):
+        for name in _OF_ACCELERATOR.split():
             if hasattr(module, name):
                 replace(undo, module, name, getattr(backend, name.replace("get_memory_info", "mem_get_info")))
 

@@ -47,14 +47,15 @@ def upstream_list(macro):
 
 
 @pytest.mark.parametrize(
-    "macro, ours",
+    "macro, rule",
     [
-        ("AT_FORALL_LOWER_PRECISION_FP", autocast._LOWER_PRECISION),
-        ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast._RESULT_IN_FLOAT32),
-        ("AT_FORALL_PROMOTE", autocast._WIDEST_TYPE),
+        ("AT_FORALL_LOWER_PRECISION_FP", autocast._in_lower_precision),
+        ("AT_FORALL_FP32_SET_OPT_DTYPE", autocast._with_float32_result),
+        ("AT_FORALL_PROMOTE", autocast._in_widest_type),
     ],
 )
-def test_the_lists_are_those_of_the_installed_torch(macro, ours):
+def test_the_lists_are_those_of_the_installed_torch(macro, rule):
+    ours = set(autocast._RULES[rule].split())
     theirs = upstream_list(macro)
     assert len(theirs) > 5
     assert theirs <= ours
@@ -64,8 +65,7 @@ def test_the_lists_are_those_of_the_installed_torch(macro, ours):
 
 
 def test_all_that_is_in_no_other_list_is_upstreams_float32_list():
-    others = autocast._LOWER_PRECISION | autocast._RESULT_IN_FLOAT32 | autocast._WIDEST_TYPE
-    others |= set(autocast._WITH_DTYPE) | {autocast._REFUSED}
+    others = {name for names in autocast._RULES.values() for name in names.split()}
     rest = set(autocast._cuda_autocast_operators()) - others
     assert len(rest) > 40
     assert upstream_list("AT_FORALL_FP32") <= rest
