@@ -8,7 +8,7 @@ import logging
 import time
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.errors import UserError
@@ -70,9 +70,7 @@ class MemoryCallback(TrainerCallback):
         self._running = contextlib.ExitStack()
         self._step_began = 0.0
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Make the estimate, and check it against the budget."""
         self._memory = RunMemory(args.device)
         if not state.is_world_process_zero:
@@ -86,48 +84,31 @@ class MemoryCallback(TrainerCallback):
             self._memory.estimate = self.estimate
             check_estimate(recipe, self.estimate, num_processes=args.world_size)
 
-    def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the step's phase."""
         self._begin("step")
         self._step_began = time.perf_counter()
 
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the memory that remains after the step."""
         seconds = time.perf_counter() - self._step_began
         self._begin("save" if control.should_save and not control.should_evaluate else "")
         if self._memory is not None:
             self._memory.after_step(kwargs["model"], kwargs["optimizer"], Techniques(), seconds)
 
-    def on_prediction_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin the evaluation's phase with its first batch."""
         self._begin("evaluation")
 
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the evaluation's phase; a save may follow."""
         self._begin("save" if control.should_save else "")
 
-    def on_save(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """End the save's phase."""
         self._begin("")
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Add the peak so far to the shown logs and to the trainer's history."""
         if logs is None or self._memory is None:
             return
@@ -136,9 +117,7 @@ class MemoryCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(peak)
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Log estimated next to measured peaks; measured ones alone, if there is no estimate."""
         self._begin("")
         for row in self.rows():

@@ -31,7 +31,7 @@ from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import SwitchedOn, switch_on
@@ -39,9 +39,6 @@ from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 
 logger = logging.getLogger(__name__)
 
-_SAVES = ("_save_checkpoint", "save_model")
-_LOADS = ("_load_from_checkpoint", "_load_best_model")
-_LOADS_STATE = "_load_optimizer_and_scheduler"
 _MARK = "lowmem_ft"
 """The attribute under which a trainer and its model keep the recipe attached to them."""
 
@@ -237,8 +234,8 @@ def _changes(
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
         yield from _changes_of_loss(trainer, kind, stock_forward)
-    yield wrap_method(trainer, "log", functools.partial(_with_metrics, on.techniques))
-    yield wrap_method(trainer.callback_handler, "add_callback", functools.partial(_refusing, recipe))
+    yield call_around(trainer, "log", functools.partial(_log_with_metrics, on.techniques))
+    yield call_around(trainer.callback_handler, "add_callback", functools.partial(_add_callback, recipe))
 
 
 def _changes_of_accelerator(
@@ -252,24 +249,23 @@ def _changes_of_accelerator(
         handler = dataclasses.replace(accelerator.ddp_handler, find_unused_parameters=False)
         yield set_attribute(accelerator, "ddp_handler", handler)
 
-    def noting(backward: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(loss: torch.Tensor, **kwargs: Any) -> Any:
-            step.add(loss)
-            return backward(loss, **kwargs)
+    def note(backward: Callable[..., Any], loss: torch.Tensor, **kwargs: Any) -> Any:
+        step.add(loss)
+        return backward(loss, **kwargs)
 
-        return noted
-
-    yield wrap_method(accelerator, "backward", noting)
+    yield call_around(accelerator, "backward", note)
     model, own_forward = trainer.model, vars(trainer.model).get("forward")
 
-    def in_place(prepare_model: Callable[..., Any]) -> Callable[..., Any]:
-        def prepared(one: Any, device_placement: bool | None = None, evaluation_mode: bool = False) -> Any:
-            if one is not model:
-                return prepare_model(one, device_placement=device_placement, evaluation_mode=evaluation_mode)
-            without_ddp = not evaluation_mode and runtime.goes_without_ddp(model, takes_mean=True)
-            return prepare_model(one, device_placement=False, evaluation_mode=evaluation_mode or without_ddp)
-
-        return prepared
+    def prepare_in_place(
+        prepare: Callable[..., Any],
+        one: Any,
+        device_placement: bool | None = None,
+        evaluation_mode: bool = False,
+    ) -> Any:
+        if one is not model:
+            return prepare(one, device_placement=device_placement, evaluation_mode=evaluation_mode)
+        without_ddp = not evaluation_mode and runtime.goes_without_ddp(model, takes_mean=True)
+        return prepare(one, device_placement=False, evaluation_mode=evaluation_mode or without_ddp)
 
     def forget() -> None:
         """Remove what Accelerate has added to the model since, so that the next training prepares it again."""
@@ -281,39 +277,36 @@ def _changes_of_accelerator(
         if own_forward is not None:
             model.forward = own_forward
 
-    yield wrap_method(accelerator, "prepare_model", in_place)
+    yield call_around(accelerator, "prepare_model", prepare_in_place)
     yield forget
 
 
 def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], object]]:
     """Let the trainer read and write weights and state at their place, with waiting updates made first."""
 
-    def at_rest(method: Callable[..., Any], *, sets_weights: bool = False) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            with on.techniques.at_rest():
-                result = method(*args, **kwargs)
-                if sets_weights and isinstance(on.optimizer, ChunkedOptimizer):
-                    on.optimizer.adopt_weights()
-                return result
-
-        return call
-
-    def flushed(method: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(method)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            on.techniques.flush()
+    def at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with on.techniques.at_rest():
             return method(*args, **kwargs)
 
-        return call
+    def load_at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with on.techniques.at_rest():
+            result = method(*args, **kwargs)
+            if isinstance(on.optimizer, ChunkedOptimizer):
+                on.optimizer.adopt_weights()
+            return result
+
+    def flushed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        on.techniques.flush()
+        return method(*args, **kwargs)
 
     yield from save_whole(trainer)
-    for name in (*_SAVES, _LOADS_STATE):
-        yield wrap_method(trainer, name, at_rest)
-    for name in _LOADS:
-        yield wrap_method(trainer, name, functools.partial(at_rest, sets_weights=True))
-    for name in ("evaluate", "predict", "evaluation_loop"):
-        yield wrap_method(trainer, name, flushed)
+    for names, around in (
+        (("_save_checkpoint", "save_model", "_load_optimizer_and_scheduler"), at_rest),
+        (("_load_from_checkpoint", "_load_best_model"), load_at_rest),
+        (("evaluate", "predict", "evaluation_loop"), flushed),
+    ):
+        for name in names:
+            yield call_around(trainer, name, around)
 
 
 def _changes_of_loss(
@@ -322,51 +315,43 @@ def _changes_of_loss(
     """Give an evaluation logits if it wants them, and let SFTTrainer's loss be the model's own."""
     wants_logits, asks_itself = False, "prediction_step" in overridden(trainer, kind)
 
-    def logits_if_wanted(chunked_forward: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(chunked_forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return (stock_forward if wants_logits else chunked_forward)(*args, **kwargs)
+    def logits_if_wanted(chunked_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return (stock_forward if wants_logits else chunked_forward)(*args, **kwargs)
 
-        return forward
+    def wanting(
+        prediction_step: Callable[..., Any],
+        model: Any,
+        inputs: Any,
+        prediction_loss_only: bool,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        nonlocal wants_logits
+        wants_logits = asks_itself or not prediction_loss_only
+        try:
+            return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+        finally:
+            wants_logits = False
 
-    def wanting(prediction_step: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(prediction_step)
-        def step(model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-            nonlocal wants_logits
-            wants_logits = asks_itself or not prediction_loss_only
-            try:
-                return prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
-            finally:
-                wants_logits = False
-
-        return step
-
-    yield wrap_method(base_model(trainer.model), "forward", logits_if_wanted)
-    yield wrap_method(trainer, "prediction_step", wanting)
+    yield call_around(base_model(trainer.model), "forward", logits_if_wanted)
+    yield call_around(trainer, "prediction_step", wanting)
     if kind == "SFTTrainer":
         yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
 
 
-def _refusing(recipe: Recipe, add_callback: Callable[..., Any]) -> Callable[..., Any]:
+def _add_callback(recipe: Recipe, add: Callable[..., Any], callback: Any) -> Any:
     """Hold callbacks that are added later to the same rules."""
-
-    @functools.wraps(add_callback)
-    def add(callback: Any) -> Any:
-        if problems := list(problems_with_callback(callback, recipe)):
-            raise UserError(*problems)
-        return add_callback(callback)
-
-    return add
+    if problems := list(problems_with_callback(callback, recipe)):
+        raise UserError(*problems)
+    return add(callback)
 
 
-def _with_metrics(techniques: Techniques, log: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(log)
-    def logged(logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-        if "loss" in logs:
-            logs.update(techniques.metrics())
-        return log(logs, *args, **kwargs)
-
-    return logged
+def _log_with_metrics(
+    techniques: Techniques, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any
+) -> Any:
+    if "loss" in logs:
+        logs.update(techniques.metrics())
+    return log(logs, *args, **kwargs)
 
 
 def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.techniques.modules.patching import wrap_method
+from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.training.checkpoints.atomic_io import incomplete_name, whole_folder
 
 logger = logging.getLogger(__name__)
@@ -35,26 +35,22 @@ def save_whole(trainer: Any) -> Iterator[Callable[[], object]]:
     Args:
         trainer: a trainer of any kind; with several processes, call it in each.
     """
-    yield wrap_method(trainer, "_save_checkpoint", functools.partial(_saved_whole, trainer))
-    yield wrap_method(trainer, "_load_from_checkpoint", _only_whole_ones)
+    yield call_around(trainer, "_save_checkpoint", functools.partial(_save_whole, trainer))
+    yield call_around(trainer, "_load_from_checkpoint", _load_whole)
 
 
-def _saved_whole(trainer: Any, save: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(save)
-    def saved(model: Any, trial: Any) -> None:
-        run_dir, state = trainer._get_output_dir(trial), trainer.state
-        folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
-        if state.best_global_step == state.global_step:  # the trainer looks for the folder before it exists
-            state.best_model_checkpoint = folder
-        with contextlib.ExitStack() as writing:
-            if trainer.args.should_save:
-                _delete_cut_short(Path(run_dir))
-                writing.enter_context(whole_folder(Path(folder)))
-            trainer.accelerator.wait_for_everyone()
-            with Handle(*_written_elsewhere(trainer, folder, finish=writing.close)):
-                save(model, trial)
-
-    return saved
+def _save_whole(trainer: Any, save: Callable[..., None], model: Any, trial: Any) -> None:
+    run_dir, state = trainer._get_output_dir(trial), trainer.state
+    folder = os.path.join(run_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+    if state.best_global_step == state.global_step:  # the trainer looks for the folder before it exists
+        state.best_model_checkpoint = folder
+    with contextlib.ExitStack() as writing:
+        if trainer.args.should_save:
+            _delete_cut_short(Path(run_dir))
+            writing.enter_context(whole_folder(Path(folder)))
+        trainer.accelerator.wait_for_everyone()
+        with Handle(*_written_elsewhere(trainer, folder, finish=writing.close)):
+            save(model, trial)
 
 
 def _written_elsewhere(
@@ -64,22 +60,23 @@ def _written_elsewhere(
     incomplete = incomplete_name(Path(folder))
 
     def elsewhere(
-        write: Callable[..., Any], after: Callable[[], object] = lambda: None
-    ) -> Callable[..., Any]:
-        def call(path: str | None = None, *args: Any, **kwargs: Any) -> None:
-            if path is not None and Path(path).is_relative_to(folder):
-                path = str(incomplete / Path(path).relative_to(folder))
-            write(path, *args, **kwargs)
-            after()
-
-        return call
+        after: Callable[[], object],
+        write: Callable[..., Any],
+        path: str | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        if path is not None and Path(path).is_relative_to(folder):
+            path = str(incomplete / Path(path).relative_to(folder))
+        write(path, *args, **kwargs)
+        after()
 
     for name in ("save_model", "_save_optimizer_and_scheduler", "_save_scaler"):
-        yield wrap_method(trainer, name, elsewhere)
+        yield call_around(trainer, name, functools.partial(elsewhere, lambda: None))
     # Every process writes one of these, and the main process continues to the end.
     all_there = trainer.accelerator.wait_for_everyone
-    yield wrap_method(trainer, "_save_rng_state", functools.partial(elsewhere, after=all_there))
-    yield wrap_method(trainer.state, "save_to_json", functools.partial(elsewhere, after=finish))
+    yield call_around(trainer, "_save_rng_state", functools.partial(elsewhere, all_there))
+    yield call_around(trainer.state, "save_to_json", functools.partial(elsewhere, finish))
 
 
 def _delete_cut_short(run_dir: Path) -> None:
@@ -89,26 +86,22 @@ def _delete_cut_short(run_dir: Path) -> None:
             shutil.rmtree(path)
 
 
-def _only_whole_ones(load: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(load)
-    def loaded(checkpoint: str, *args: Any, **kwargs: Any) -> None:
-        folder = Path(checkpoint)
-        if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
-            whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
-            newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
-            way_out = f"resume from {newest}" if newest else "start from scratch"
-            raise UserError(
-                f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, but {folder} does not have it: the "
-                f"save was interrupted. Delete the folder, and {way_out}."
-            )
-        if folder.is_dir() and not (folder / OPTIMIZER_NAME).is_file():
-            logger.warning(
-                "%s has weights but no optimizer state, as with save_only_model: the optimizer starts from scratch.",
-                folder,
-            )
-        load(checkpoint, *args, **kwargs)
-
-    return loaded
+def _load_whole(load: Callable[..., None], checkpoint: str, *args: Any, **kwargs: Any) -> None:
+    folder = Path(checkpoint)
+    if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
+        whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
+        newest = max(whole, key=lambda path: int(path.name.rpartition("-")[2]), default=None)
+        way_out = f"resume from {newest}" if newest else "start from scratch"
+        raise UserError(
+            f"A trainer writes {TRAINER_STATE_NAME} last into a checkpoint, but {folder} does not have it: the "
+            f"save was interrupted. Delete the folder, and {way_out}."
+        )
+    if folder.is_dir() and not (folder / OPTIMIZER_NAME).is_file():
+        logger.warning(
+            "%s has weights but no optimizer state, as with save_only_model: the optimizer starts from scratch.",
+            folder,
+        )
+    load(checkpoint, *args, **kwargs)
 
 
 def _is_whole(path: Path) -> bool:

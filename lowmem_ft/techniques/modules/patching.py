@@ -58,6 +58,28 @@ def wrap_method(
     return _put_on(target, name, override)
 
 
+def call_around(target: Any, name: str, around: Callable[..., Any]) -> Callable[[], None]:
+    """Set a method that calls a function with the one it hides, and return the call that removes it again.
+
+    Args:
+        target: a module or another object with a ``__dict__``.
+        name: name of the method.
+        around: gets the hidden method, then the arguments of the call.
+
+    Returns:
+        A call for a :class:`lowmem_ft.foundation.handle.Handle`.
+    """
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return around(method, *args, **kwargs)
+
+        return call
+
+    return wrap_method(target, name, wrap)
+
+
 def _put_on(target: Any, name: str, override: _Override) -> Callable[[], None]:
     if _HISTORY not in vars(target):
         setattr(target, _HISTORY, {})

@@ -16,7 +16,7 @@ from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.config import CheckpointingConfig, LossConfig, OffloadConfig, TilingConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
-from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+from lowmem_ft.techniques.modules.patching import call_around, set_attribute, wrap_method
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 
@@ -64,12 +64,18 @@ def calling(held, hidden):
     return lambda x: (held, hidden(x))
 
 
-def test_nothing_of_a_wrapper_waits_for_the_garbage_collector():
+def calling_at_once(held, hidden, x):
+    return held, hidden(x)
+
+
+@pytest.mark.parametrize("put_on, wrapper", [(wrap_method, calling), (call_around, calling_at_once)])
+def test_nothing_of_a_wrapper_waits_for_the_garbage_collector(put_on, wrapper):
     target, held = Doubling(), Handle()
     reference = weakref.ref(held)
     gc.disable()
     try:
-        undo = wrap_method(target, "forward", functools.partial(calling, held))
+        undo = put_on(target, "forward", functools.partial(wrapper, held))
+        assert target.forward(3) == (held, 6)
         del held
         undo()
         del undo
