@@ -29,20 +29,19 @@ class Orderings:
         self._recorder = recorder
         self._log = recorder.work
         self._checked = None if recorder.checker is None else recorder.checker.order
+        self._both = (self._log,) if self._checked is None else (self._log, self._checked)
 
     def record_event(self, event: int, stream: int | None) -> None:
         """Record an event after the work that a stream has so far."""
         stream = self._begin(stream)
-        self._log.record_event(event, stream)
-        if self._checked is not None:
-            self._checked.record_event(event, stream)
+        for follower in self._both:
+            follower.record_event(event, stream)
 
     def wait_event(self, event: int, stream: int | None) -> None:
         """Let a stream's further work wait for an event."""
         stream = self._begin(stream)
-        self._log.wait_event(event, stream)
-        if self._checked is not None:
-            self._checked.wait_event(event, stream)
+        for follower in self._both:
+            follower.wait_event(event, stream)
 
     def synchronize_event(self, event: int) -> None:
         """Let the host wait for an event."""
@@ -63,9 +62,8 @@ class Orderings:
 
     def synchronize(self) -> None:
         """Let the host wait for all streams."""
-        self._log.synchronize()
-        if self._checked is not None:
-            self._checked.synchronize()
+        for follower in self._both:
+            follower.synchronize()
 
     def synchronize_stream(self, event: int) -> None:
         """Let the host wait for a stream, by an event after its work."""

@@ -123,15 +123,12 @@ def _priority(capability: tuple[int, int]) -> list[Backend]:
     return order
 
 
-_MATH: Any = SDPBackend.MATH
-_FLASH: Any = SDPBackend.FLASH_ATTENTION
-_EFFICIENT: Any = SDPBackend.EFFICIENT_ATTENTION
-_CUDNN: Any = SDPBackend.CUDNN_ATTENTION
+_SDPA: Any = SDPBackend
 _BACKENDS: dict[int, Backend] = {
-    int(_FLASH): "flash",
-    int(_EFFICIENT): "efficient",
-    int(_CUDNN): "cudnn",
-    int(_MATH): "math",
+    int(_SDPA.FLASH_ATTENTION): "flash",
+    int(_SDPA.EFFICIENT_ATTENTION): "efficient",
+    int(_SDPA.CUDNN_ATTENTION): "cudnn",
+    int(_SDPA.MATH): "math",
 }
 
 

@@ -85,26 +85,17 @@ def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     return 2 * result.numel() * left.shape[-1]
 
 
+_BY_FIRST = (
+    "aten::mm aten::bmm aten::mv aten::_int_mm aten::_scaled_mm bitsandbytes::int8_linear_matmul "
+    "bitsandbytes::int8_scaled_mm bitsandbytes::int8_mixed_scaled_mm bitsandbytes::gemv_4bit"
+)
+_BY_SECOND = "aten::addmm aten::addmm_ aten::_addmm_activation aten::addmv aten::baddbmm aten::baddbmm_"
 _PRODUCTS: dict[str, Formula] = {
-    "aten::mm": _product(0),
-    "aten::bmm": _product(0),
-    "aten::mv": _product(0),
+    **dict.fromkeys(_BY_FIRST.split(), _product(0)),
+    **dict.fromkeys(_BY_SECOND.split(), _product(1)),
     "aten::dot": lambda args, kwargs, result: 2 * args[0].numel(),
-    "aten::_int_mm": _product(0),
-    "aten::_scaled_mm": _product(0),
-    "aten::addmm": _product(1),
-    "aten::addmm_": _product(1),
-    "aten::_addmm_activation": _product(1),
-    "aten::addmv": _product(1),
-    "aten::baddbmm": _product(1),
-    "aten::baddbmm_": _product(1),
     "aten::addbmm": lambda args, kwargs, result: 2 * args[1].numel() * args[2].shape[-1],
-    "aten::_grouped_mm": _grouped_product,
-    "aten::_scaled_grouped_mm": _grouped_product,
-    "bitsandbytes::int8_linear_matmul": _product(0),
-    "bitsandbytes::int8_scaled_mm": _product(0),
-    "bitsandbytes::int8_mixed_scaled_mm": _product(0),
-    "bitsandbytes::gemv_4bit": _product(0),
+    **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_product),
 }
 
 # Products of queries, keys and values: 2 forward; 5 backward, which recomputes the scores. The second number is the

@@ -219,6 +219,12 @@ def _scan(call: dict[str, Any], result: Any) -> int:
     return 2 if call["self"].numel() == call["self"].shape[call["dim"]] else 1
 
 
+_FILL_THEN_WRITE = (
+    "nll_loss_backward slice_backward select_backward constant_pad_nd masked_fill scatter scatter_add index_add "
+    "index_fill index_copy slice_scatter select_scatter"
+)
+"""Operators that fill with zeros, or copy their first argument, then write values into it."""
+
 _RULES: dict[str, Rule] = {
     "aten::cat": _joined,
     "aten::stack": _joined,
@@ -226,30 +232,14 @@ _RULES: dict[str, Rule] = {
     "aten::baddbmm": _always(2),
     "aten::_grouped_mm": _always(2),  # cuda/GroupMM.cu: addresses first
     "aten::embedding_dense_backward": _embedding_backward,
-    "aten::index_put": _index_put,
-    "aten::index_put_": _index_put,
-    "aten::_index_put_impl_": _index_put,
+    **dict.fromkeys(("aten::index_put", "aten::index_put_", "aten::_index_put_impl_"), _index_put),
     "aten::native_layer_norm_backward": _always(2),  # cuda/layer_norm_kernel.cu: of the input, of the weights
     "aten::_fused_rms_norm_backward": _always(2),
-    # Zeros, or a copy of the first argument, then the values written into them.
-    "aten::nll_loss_backward": _always(2),
-    "aten::slice_backward": _always(2),
-    "aten::select_backward": _always(2),
-    "aten::constant_pad_nd": _always(2),
-    "aten::masked_fill": _always(2),
-    "aten::scatter": _always(2),
-    "aten::scatter_add": _always(2),
-    "aten::index_add": _always(2),
-    "aten::index_fill": _always(2),
-    "aten::index_copy": _always(2),
-    "aten::slice_scatter": _always(2),
-    "aten::select_scatter": _always(2),
+    **dict.fromkeys(map("aten::{}".format, _FILL_THEN_WRITE.split()), _always(2)),
     "aten::_scaled_dot_product_flash_attention_backward": functools.partial(_flash_backward, -3),
     "aten::_flash_attention_backward": functools.partial(_flash_backward, -2),
     "torch_attn::_varlen_attn_backward": functools.partial(_flash_backward, -2),
     "aten::_scaled_dot_product_efficient_attention_backward": _efficient_backward,
     "aten::_efficient_attention_backward": _efficient_backward,
-    "aten::cumsum": _scan,
-    "aten::cumprod": _scan,
-    "aten::logcumsumexp": _scan,
+    **dict.fromkeys(("aten::cumsum", "aten::cumprod", "aten::logcumsumexp"), _scan),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_NAMES = {
+TYPE_NAMES = {
     torch.float64: "Double",
     torch.float32: "Float",
     torch.float16: "Half",
@@ -25,7 +25,7 @@ _NAMES = {
 
 def name_of(dtype: torch.dtype) -> str:
     """Return a type's name, such as ``Float``."""
-    return _NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
+    return TYPE_NAMES.get(dtype) or str(dtype).removeprefix("torch.").capitalize()
 
 
 def class_of(tensor: Tensor) -> str:

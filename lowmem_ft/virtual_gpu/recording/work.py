@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from lowmem_ft.memory.timeline import Timeline
@@ -53,21 +54,11 @@ class Work:
 
     def at(self, position: int) -> Work:
         """Return the same work at another position of the timeline; seven times as fast as ``dataclasses.replace``."""
-        return Work(
-            self.kind,
-            position,
-            self.stream,
-            self.name,
-            self.flops,
-            self.dtype,
-            self.num_bytes,
-            self.event,
-            self.blocking,
-            self.to_host,
-            self.times,
-            self.launches,
-        )
+        return Work(self.kind, position, *_rest(self))
 
+
+_rest = operator.attrgetter(*(one.name for one in fields(Work)[2:]))
+"""Returns all fields of an entry after its position."""
 
 _ROUNDING = 1e-6
 """Rounding error allowed in sums of shares of a launch."""

@@ -19,20 +19,9 @@ from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device.device_index import device_index
 from lowmem_ft.virtual_gpu.device.streams import VirtualEvent, VirtualStream
+from lowmem_ft.virtual_gpu.kernels.type_names import TYPE_NAMES
 
 _Generator = torch.Generator
-_TENSORS = {
-    "HalfTensor": torch.float16,
-    "BFloat16Tensor": torch.bfloat16,
-    "FloatTensor": torch.float32,
-    "DoubleTensor": torch.float64,
-    "ByteTensor": torch.uint8,
-    "CharTensor": torch.int8,
-    "ShortTensor": torch.int16,
-    "IntTensor": torch.int32,
-    "LongTensor": torch.int64,
-    "BoolTensor": torch.bool,
-}
 
 
 class VirtualGenerator(_Generator):
@@ -66,9 +55,12 @@ def classes_of_cuda(undo: contextlib.ExitStack) -> None:
     replace(undo, torch.cuda, "default_generators", (VirtualGenerator(),))
     replace(undo, torch, "Stream", _chosen_by_device(torch.Stream, VirtualStream, None))
     replace(undo, torch, "Event", _chosen_by_device(torch.Event, VirtualEvent, None))
-    typed = {name: _typed_tensor(dtype) for name, dtype in _TENSORS.items()}
-    for name, value in typed.items():
-        replace(undo, torch.cuda, name, value)
+    typed: dict[str, type] = {}
+    for dtype, type_name in TYPE_NAMES.items():
+        name = f"{type_name}Tensor"
+        if hasattr(torch.cuda, name):
+            typed[name] = _typed_tensor(dtype)
+            replace(undo, torch.cuda, name, typed[name])
     wrap(undo, Tensor, "type", functools.partial(_with_type, typed))
 
 

@@ -149,10 +149,10 @@ class Clock:
 
     def __init__(self, entries: Sequence[Work]) -> None:
         self._entries = entries
-        self._is_kernel = np.array([entry.kind == "kernel" for entry in entries], dtype=bool)
-        self._is_collective = np.array([entry.kind == "collective" for entry in entries], dtype=bool)
-        self._is_copy = np.array([entry.kind == "copy" for entry in entries], dtype=bool)
-        self._is_host_copy = np.array([entry.kind == "host copy" for entry in entries], dtype=bool)
+        self._is_kernel, self._is_collective, self._is_copy, self._is_host_copy = (
+            np.array([entry.kind == kind for entry in entries], dtype=bool)
+            for kind in ("kernel", "collective", "copy", "host copy")
+        )
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
         self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
