@@ -101,6 +101,7 @@ def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -
         pcie_generation=row["pcie"]["generation"],
         pcie_lanes=row["pcie"]["lanes"],
         context_bytes=row["context_mib"] * MIB,
+        context_is_estimate=row.get("context_is_estimate", True),
         nvlink=row.get("nvlink_gb_per_s", 0) * 1e9,
         prices=tuple(
             Price(

@@ -42,6 +42,7 @@ class Gpu:
         pcie_generation: PCIe generation of its host link.
         pcie_lanes: PCIe lanes of its host link.
         context_bytes: bytes that a process holds on it in addition to tensors: the CUDA context and the loaded kernels.
+        context_is_estimate: whether the context's size was never measured on such a GPU.
         nvlink: bytes per second that it sends over NVLink to the other GPUs of its machine, all links together; 0: it
             has no NVLink, or one bridge to one other GPU, which a ring of more cannot use.
         held_by_others_bytes: bytes that other processes and displays hold of it now, for a GPU of this machine; None:
@@ -65,6 +66,7 @@ class Gpu:
     pcie_generation: int
     pcie_lanes: int
     context_bytes: int
+    context_is_estimate: bool = True
     nvlink: float = 0.0
     held_by_others_bytes: int | None = None
     has_triton: bool = True
@@ -76,11 +78,6 @@ class Gpu:
     def available_bytes(self) -> int:
         """Bytes that one more process may take: all of the memory except what others are known to hold."""
         return self.memory_bytes - (self.held_by_others_bytes or 0)
-
-    @property
-    def context_is_estimate(self) -> bool:
-        """True if its context's size was never measured, but follows from the number of multiprocessors."""
-        return self.sources.get("context_mib", "estimate").startswith("estimate")
 
     @property
     def reaches_peers(self) -> bool:

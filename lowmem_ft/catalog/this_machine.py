@@ -38,10 +38,6 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         )
 
     nearest = min(load_gpus().values(), key=distance)
-    sources = dict(nearest.sources)
-    if not is_namesake(nearest):
-        # Gpu.context_is_estimate reads this first word.
-        sources["context_mib"] = f"estimate: that of {nearest.name}"
     return dataclasses.replace(
         nearest,
         full_name=properties.name,
@@ -51,7 +47,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         held_by_others_bytes=_held_by_others(device, nearest.context_bytes),
         has_triton=triton_lacks() is None,
         segments_grow=segments_can_grow(),
-        sources=sources,
+        context_is_estimate=nearest.context_is_estimate or not is_namesake(nearest),
     )
 
 

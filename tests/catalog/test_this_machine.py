@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -20,6 +22,13 @@ def test_an_unknown_gpu_is_taken_for_its_nearest_relative(cuda_driver):
     assert gpu.memory_bytes == 47 * GIB
     assert gpu.compute_capability == (8, 9)
     assert gpu.name == "rtx-6000-ada"
+
+
+def test_no_wording_of_a_source_decides_whether_a_context_is_an_estimate():
+    """A reworded source had made measured contexts of estimated ones."""
+    gpu = find_gpu("h200")
+    reworded = dataclasses.replace(gpu, sources={**gpu.sources, "context_mib": "estimated by its neighbours"})
+    assert reworded.context_is_estimate == gpu.context_is_estimate
 
 
 def test_a_relatives_context_is_an_estimate(cuda_driver):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import NamedTuple
 
 import torch
 
@@ -73,11 +74,11 @@ def apply_budget(
         DoesNotFitError: if the process already holds more than a budget allows, on the host or outside the allocator.
     """
     now_bytes = host.held_bytes()
-    for words, limit_bytes in _limits_of_host(budget, device, num_processes_here).items():
-        if now_bytes > limit_bytes and budget.enforce:
+    for limit in _limits_of_host(budget, device, num_processes_here):
+        if now_bytes > limit.num_bytes and budget.enforce:
             raise DoesNotFitError(
-                f"{words} is less than this process holds before the model is loaded, {format_bytes(now_bytes)} for "
-                "the libraries alone. Raise it, or leave it out."
+                f"{limit.words} is less than this process holds before the model is loaded, {format_bytes(now_bytes)} "
+                "for the libraries alone. Raise it, or leave it out."
             )
     if budget.device is None or device.type != "cuda":
         return
@@ -162,16 +163,16 @@ class BudgetWatch:
         """
         self._warn_of_machine(file_bytes)
         peak_bytes = self._host.peak_bytes(file_bytes) if self._limits else 0
-        for words, limit_bytes in list(self._limits.items()):
-            if peak_bytes <= limit_bytes:
+        for limit in list(self._limits):
+            if peak_bytes <= limit.num_bytes:
                 continue
-            if self._is_first and self._budget.enforce and words.startswith("budget.device"):
+            if self._is_first and self._budget.enforce and limit.of_device:
                 raise DoesNotFitError(
-                    f"{words} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; or "
-                    "set budget.enforce=false to continue with only a warning."
+                    f"{limit.words} is less than this process took for one step, {format_bytes(peak_bytes)}. Raise it; "
+                    "or set budget.enforce=false to continue with only a warning."
                 )
-            logger.warning("Host memory has grown to %s, above %s.", format_bytes(peak_bytes), words)
-            del self._limits[words]
+            logger.warning("Host memory has grown to %s, above %s.", format_bytes(peak_bytes), limit.words)
+            self._limits.remove(limit)
         self._is_first = False
 
     def report(self, *, file_bytes: int = 0) -> None:
@@ -211,12 +212,20 @@ class BudgetWatch:
         )
 
 
-def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) -> dict[str, int]:
-    """Return the budgets in bytes that host memory counts for, by their words; on a CPU, device memory counts, too."""
-    limits = {}
+class _Limit(NamedTuple):
+    """A budget that a process's host memory counts for, and whether it is that of the device, on a CPU."""
+
+    words: str
+    num_bytes: int
+    of_device: bool
+
+
+def _limits_of_host(budget: Budget, device: torch.device, num_processes: int) -> list[_Limit]:
+    """Return the budgets that host memory counts for; on a CPU, device memory counts, too."""
+    limits = []
     if budget.device is not None and device.type == "cpu":
-        limits[f"budget.device={budget.device}"] = parse_bytes(budget.device)
+        limits.append(_Limit(f"budget.device={budget.device}", parse_bytes(budget.device), of_device=True))
     host_bytes = budget.host_bytes(num_processes)
     if host_bytes is not None:
-        limits[budget.host_in_words(num_processes)] = host_bytes
+        limits.append(_Limit(budget.host_in_words(num_processes), host_bytes, of_device=False))
     return limits

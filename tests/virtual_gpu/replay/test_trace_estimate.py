@@ -128,7 +128,7 @@ def test_what_is_less_certain_has_a_wider_range():
         width(dataclasses.replace(plain, is_quantized=True))
         == round(600 * MIB * QUANTIZED_RESERVED_SHARE) + 10 * MIB
     )
-    estimated_context = dataclasses.replace(GPU, sources={"context_mib": "estimate: by multiprocessors"})
+    estimated_context = dataclasses.replace(GPU, context_is_estimate=True)
     assert width(plain, estimated_context) == round(600 * MIB * RESERVED_SHARE) + 25 * MIB
     assert estimate(plain, gpu=estimated_context).to_json()["gpu"]["context_is_estimate"]
 
