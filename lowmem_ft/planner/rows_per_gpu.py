@@ -31,7 +31,10 @@ def numbers_up_to(max_gpus: int, recipe: Recipe) -> tuple[int, ...]:
     """
     if max_gpus not in (1, *NUMBERS):
         several = ", ".join(map(str, NUMBERS[:-1]))
-        raise UserError(f"max_gpus (--max-gpus) is 1, {several} or {NUMBERS[-1]}, got {max_gpus}.")
+        raise UserError(
+            f"max_gpus (--max-gpus) is 1, {several} or {NUMBERS[-1]}, got {max_gpus}. Set it to {NUMBERS[-1]}, which "
+            "tries the smaller numbers first, or leave it out."
+        )
     if max_gpus == 1:
         return (1,)
     config = recipe.distributed

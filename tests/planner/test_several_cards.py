@@ -200,7 +200,7 @@ def test_cards_that_cannot_divide_the_rows_are_left_out(make_recipe):
 @pytest.mark.parametrize(
     "settings, gpu, max_gpus, says",
     [
-        ([], "l4", 3, "max_gpus (--max-gpus) is 1, 2, 4 or 8, got 3."),
+        ([], "l4", 3, "max_gpus (--max-gpus) is 1, 2, 4 or 8, got 3. Set it to 8"),
         (["distributed.num_processes=2"], "l4", 4, "distributed.num_processes=2. Leave these out"),
         (["plan.keep=[training]"], "l4", 4, "share the rows of a step, and plan.keep holds training"),
         ([], "cpu", 4, "max_gpus needs a GPU, and this plan is for a processor"),

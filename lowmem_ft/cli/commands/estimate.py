@@ -244,7 +244,7 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
 
 def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
     """Return the changes found before the search or the user ended it; first ``tell`` a shipped recipe that fits."""
-    from lowmem_ft.estimator.changes import ChangeSearch
+    from lowmem_ft.estimator.changes import Changes, ChangeSearch
     from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.planner.outlook import outlook_for
@@ -256,10 +256,11 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
         raise_if_stopped()
         say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
-    outlook = outlook_for(recipe, gpu)
-    search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate, outlook=outlook)
+    search: ChangeSearch | None = None
     with stops_remembered() as raise_if_stopped:
         try:
+            outlook = outlook_for(recipe, gpu)
+            search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate, outlook=outlook)
             with progress_line(f"{_name(recipe)}: looking for a shipped recipe that fits"):
                 shipped = shipped_recipe_that_fits(recipe, gpu, kept=kept, outlook=outlook)
             if shipped is not None:
@@ -268,7 +269,8 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
                 for change in search:
                     found.append(change)
         except KeyboardInterrupt:
-            return search.found(complete=False)
+            nothing = Changes(fitting=(), all_together=None, complete=False)
+            return nothing if search is None else search.found(complete=False)
     return search.found(complete=True)
 
 

@@ -206,8 +206,10 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
         )
-    if options.max_gpus is not None and not options.max_gpus.isdecimal():
-        problems.append(f"--max-gpus is a number of GPUs, got {options.max_gpus}.")
+    if options.max_gpus is not None and not (options.max_gpus.isdecimal() and int(options.max_gpus)):
+        problems.append(
+            f"--max-gpus is a number of GPUs, at least 1, got {options.max_gpus}. Try --max-gpus 8, or leave it out."
+        )
     problems += file_problems(options, "write", "json")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
         problems.append(f"--write names a recipe file, which ends in .yaml, got {options.write}.")

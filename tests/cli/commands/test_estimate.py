@@ -355,6 +355,16 @@ def test_ctrl_c_ends_the_search_and_keeps_the_verdict_and_what_was_found(estimat
     assert "No change makes it fit" not in seen.err
 
 
+def test_ctrl_c_before_the_first_estimate_of_the_search_keeps_the_verdict(estimator, capsys, monkeypatch):
+    def interrupted(recipe, gpu):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("lowmem_ft.planner.outlook.outlook_for", interrupted)
+    assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
+    changes = json.loads(capsys.readouterr().out)["changes"]
+    assert changes == {"fitting": [], "all_together": None, "complete": False}
+
+
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ctrl_c_in_a_finalizer_of_the_search_is_not_lost(estimator, capsys, monkeypatch):
     """Python prints an exception there and goes on; a trace runs thousands of them."""

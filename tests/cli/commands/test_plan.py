@@ -216,8 +216,15 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
         (["model=X", "budget=-1GiB"], "A size is a positive number and a unit"),
         (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
         (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
-        (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, got many"),
-        (["model=X", "--max-cards", "many"], "--max-gpus is a number of GPUs, got many"),  # its old name
+        (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, at least 1, got many"),
+        (
+            ["model=X", "--max-gpus", "0"],
+            "--max-gpus is a number of GPUs, at least 1, got 0. Try --max-gpus 8",
+        ),
+        (
+            ["model=X", "--max-cards", "many"],
+            "--max-gpus is a number of GPUs, at least 1, got many",
+        ),  # its old name
         (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
     ],
 )
