@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from lowmem_ft.estimator.script import estimate_script
     from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
     from lowmem_ft.planner import MemoryPlan, plan, plan_checkpointing
-    from lowmem_ft.preflight import train
+    from lowmem_ft.preflight.train import train
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.rehearsal import Rehearsal, rehearse
     from lowmem_ft.virtual_gpu import VirtualGPU
