@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.stream import DataStream, eval_batches
 from lowmem_ft.data.loading import PreparedData
@@ -43,6 +43,7 @@ from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
+from lowmem_ft.training.random_seed import seed_generators
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.run.progress import ProgressDisplay
 from lowmem_ft.training.run.run_folder import RunFolder
@@ -206,7 +207,7 @@ class TrainingRun:
             runtime, launched = join_processes(recipe, folder)
         else:
             launched = as_launched(recipe, Launch(num_processes=runtime.num_processes))
-        set_seed(config.seed, deterministic=config.full_determinism)
+        seed_generators(config)
         resume_from = folder.resume_from
         with runtime.failing_together():
             apply_budget(
@@ -237,7 +238,7 @@ class TrainingRun:
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
             refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
             # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
-            set_seed(config.seed + runtime.process_index, deterministic=config.full_determinism)
+            seed_generators(config, runtime.process_index)
             if resume_from is not None:
                 load_checkpoint(resume_from, session, runtime)
                 logger.info("Resuming from %s at step %d.", resume_from, progress.step)
