@@ -41,7 +41,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
-from lowmem_ft.techniques.attention import AttentionChoice, choose_attention
+from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.fully_sharded import FullySharded

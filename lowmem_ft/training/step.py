@@ -19,7 +19,7 @@ import torch
 
 from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
 from lowmem_ft.data.batches.splitting import pieces
-from lowmem_ft.techniques.varlen_attention import border_inputs, borders_arrive
+from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.training.session import Session
 
 

@@ -16,7 +16,7 @@ from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
-from lowmem_ft.techniques.attention import choose_attention
+from lowmem_ft.techniques.attention.choose_attention import choose_attention
 
 _SOURCE = "lowmem_ft_source"
 

@@ -10,7 +10,7 @@ from torch.nn.attention import varlen
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.techniques.varlen_attention import register_varlen_attention
+from lowmem_ft.techniques.attention.varlen_attention import register_varlen_attention
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

@@ -13,12 +13,12 @@ from transformers.utils import is_flash_attn_2_available
 from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
 from lowmem_ft.foundation.devices import is_virtual, kernels_of
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError, raise_problems
+from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from lowmem_ft.techniques.device_rules import (
     attention_problems,
     flash_attention_obstacle,
     varlen_attention_obstacle,
 )
-from lowmem_ft.techniques.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 
 AttentionImplementation = Literal[
     "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"

@@ -13,8 +13,8 @@ from torch.nn.attention import varlen
 
 from lowmem_ft.data.batches.batch import LabelledRows
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.techniques.attention import choose_attention
-from lowmem_ft.techniques.varlen_attention import (
+from lowmem_ft.techniques.attention.choose_attention import choose_attention
+from lowmem_ft.techniques.attention.varlen_attention import (
     border_inputs,
     borders_arrive,
     document_borders,

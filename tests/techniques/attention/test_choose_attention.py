@@ -5,8 +5,8 @@ import torch
 import transformers as hf
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
-from lowmem_ft.techniques import attention
-from lowmem_ft.techniques.attention import choose_attention
+from lowmem_ft.techniques.attention import choose_attention as attention
+from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
