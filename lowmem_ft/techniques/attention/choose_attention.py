@@ -13,6 +13,11 @@ from transformers.utils import is_flash_attn_2_available
 from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
 from lowmem_ft.foundation.devices import is_virtual, kernels_of
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError, raise_problems
+from lowmem_ft.techniques.attention.grouped_attention import (
+    REPEATED_HEADS,
+    model_needs_repeated_heads,
+    register_repeated_heads,
+)
 from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
 from lowmem_ft.techniques.device_rules import (
     attention_problems,
@@ -43,7 +48,9 @@ _SUPPORT_FLAGS = {
 class AttentionChoice:
     """The ``attn_implementation`` to load a model with, and one clause for the log that says why."""
 
-    implementation: Literal["varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"]
+    implementation: Literal[
+        "varlen_attn", "sdpa", "sdpa_repeated_heads", "flash_attention_2", "flex_attention", "eager"
+    ]
     reason: str
 
 
@@ -103,7 +110,7 @@ def choose_attention(
         choice = _leanest(supported, config, device, packing=packing, needs_kernel=needs_kernel, facts=facts)
         if choice.implementation == VARLEN_ATTENTION:
             register_varlen_attention()
-        return choice
+        return _with_fused_kernel(choice, config, compute_dtype, facts["compute_capability"])
     if requested == VARLEN_ATTENTION and not makes_batches:
         raise UserError(
             f"{_KEY}={VARLEN_ATTENTION} takes batches without padding masks, as lowmem-ft train makes them; batches "
@@ -119,7 +126,26 @@ def choose_attention(
         raise _MissingFlashAttentionError
     if requested == VARLEN_ATTENTION:
         register_varlen_attention()
-    return AttentionChoice(implementation=requested, reason=f"requested by {_KEY}")
+    choice = AttentionChoice(implementation=requested, reason=f"requested by {_KEY}")
+    return _with_fused_kernel(choice, config, compute_dtype, facts["compute_capability"])
+
+
+def _with_fused_kernel(
+    choice: AttentionChoice,
+    config: PreTrainedConfig,
+    compute_dtype: torch.dtype,
+    compute_capability: tuple[int, int] | None,
+) -> AttentionChoice:
+    """Return sdpa with repeated heads for sdpa, where grouped heads would send it to the unfused operators."""
+    if choice.implementation != "sdpa" or compute_capability is None:
+        return choice
+    if not model_needs_repeated_heads(config, compute_dtype, compute_capability):
+        return choice
+    register_repeated_heads()
+    return AttentionChoice(
+        implementation=REPEATED_HEADS,
+        reason=f"{choice.reason}; heads are repeated, as no fused kernel takes grouped ones here",
+    )
 
 
 def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:

@@ -25,10 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.flash_attention import get_target_dtype
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from lowmem_ft.foundation.devices import sent_to
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.techniques.attention.grouped_attention import causal_attention
 
 VARLEN_ATTENTION = "varlen_attn"
 """The value of ``model.attn_implementation``, named after torch's function."""
@@ -162,9 +162,9 @@ def _varlen_attention_forward(
     longest = length if longest_document is None else longest_document
     has_window = sliding_window is not None and sliding_window < longest
     if document_borders is None and not has_window:
-        return sdpa_attention_forward(
-            module, query_BHTD, key_BKTD, value_BKTD, None, dropout=dropout, scaling=scaling, is_causal=True
-        )
+        return causal_attention(
+            module, query_BHTD, key_BKTD, value_BKTD, dropout=dropout, scaling=scaling
+        ), None
     if dropout:
         raise _refused(
             f"dropout of scores ({dropout})", "Set attention_dropout to 0 in the model's config, or"

@@ -1,0 +1,128 @@
+"""Keys and values repeated for each query head, where grouped heads would miss the fused attention kernels.
+
+Transformers lets ``scaled_dot_product_attention`` share a key head among a group of query heads. Before torch 2.14 only
+the flash and cuDNN kernels can, which need compute capability 8.0 and a 16-bit type: on a T4, and in float32 on every
+GPU, torch falls back to unfused operators, which keep scores of tokens x tokens for every head. The memory-efficient
+kernel runs there once each head has keys of its own.
+
+Frees: the scores, heads x tokens x tokens of a layer. Costs: keys and values as large as the queries.
+Equals: the same attention; kernels round differently.
+
+Axes: B rows, T tokens, H query heads, K key heads, D head size.
+"""
+
+from __future__ import annotations
+
+import functools
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+from lowmem_ft.foundation.devices import compute_capability, kernels_of
+from lowmem_ft.virtual_gpu.kernels.attention_choice import choose_sdpa
+
+REPEATED_HEADS = "sdpa_repeated_heads"
+"""The ``attn_implementation`` under which transformers knows this attention."""
+
+
+@functools.cache
+def needs_repeated_heads(
+    heads: int, key_heads: int, size: int, dtype: torch.dtype, compute_capability: tuple[int, int]
+) -> bool:
+    """Return whether grouped heads keep torch from a fused kernel that takes separate heads.
+
+    Args:
+        heads: query heads.
+        key_heads: heads of keys and values.
+        size: elements of a head.
+        dtype: the type of queries and keys.
+        compute_capability: of the CUDA device.
+    """
+
+    def kernel(key_heads: int) -> str:
+        query, key = (
+            torch.empty(1, count, 16, size, dtype=dtype, device="meta", requires_grad=True)
+            for count in (heads, key_heads)
+        )
+        is_grouped = key_heads < heads
+        return choose_sdpa(
+            query, key, key, is_causal=True, enable_gqa=is_grouped, compute_capability=compute_capability
+        ).backend
+
+    return key_heads < heads and kernel(key_heads) == "math" != kernel(heads)
+
+
+def model_needs_repeated_heads(
+    config: PreTrainedConfig, dtype: torch.dtype, compute_capability: tuple[int, int]
+) -> bool:
+    """Return whether a model's heads are grouped so; False if its config does not tell."""
+    text = config.get_text_config()
+    heads = getattr(text, "num_attention_heads", None) or 1
+    key_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    return needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
+
+
+@functools.cache
+def register_repeated_heads() -> None:
+    """Register the implementation with transformers, once per process. Its masks are those of sdpa."""
+    AttentionInterface.register(REPEATED_HEADS, _repeated_heads_forward)
+    AttentionMaskInterface.register(REPEATED_HEADS, sdpa_mask)
+
+
+def _repeated_heads_forward(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Compute attention as transformers' sdpa does, with a key head for each query head: B x T x H x D."""
+    group = query_BHTD.size(1) // key_BKTD.size(1)
+    ungrouped: Any = SimpleNamespace(is_causal=getattr(module, "is_causal", True))
+    return sdpa_attention_forward(
+        ungrouped,
+        query_BHTD,
+        repeat_kv(key_BKTD, group),
+        repeat_kv(value_BKTD, group),
+        attention_mask,
+        **kwargs,
+    )
+
+
+def causal_attention(
+    module: nn.Module,
+    query_BHTD: Tensor,
+    key_BKTD: Tensor,
+    value_BKTD: Tensor,
+    *,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Compute causal attention of rows of one document each, with repeated heads where a fused kernel needs them.
+
+    Args:
+        module: the attention layer.
+        query_BHTD: queries.
+        key_BKTD: keys; K divides H.
+        value_BKTD: values.
+        dropout: on scores.
+        scaling: factor on the scores; None: one over the square root of D.
+
+    Returns:
+        The output, B x T x H x D.
+    """
+    device = query_BHTD.device
+    repeats = kernels_of(device) == "cuda" and needs_repeated_heads(
+        query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), query_BHTD.dtype, compute_capability(device)
+    )
+    forward = _repeated_heads_forward if repeats else sdpa_attention_forward
+    return forward(
+        module, query_BHTD, key_BKTD, value_BKTD, None, dropout=dropout, scaling=scaling, is_causal=True
+    )[0]
