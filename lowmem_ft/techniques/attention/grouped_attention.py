@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 
 from lowmem_ft.foundation.devices import compute_capability, kernels_of
-from lowmem_ft.virtual_gpu.kernels.attention_choice import choose_sdpa
+from lowmem_ft.virtual_gpu.kernels.attention_choice import SdpaCall, choose_sdpa
 
 REPEATED_HEADS = "sdpa_repeated_heads"
 """The ``attn_implementation`` under which transformers knows this attention."""
@@ -50,9 +50,8 @@ def needs_repeated_heads(
             for count in (heads, key_heads)
         )
         is_grouped = key_heads < heads
-        return choose_sdpa(
-            query, key, key, is_causal=True, enable_gqa=is_grouped, compute_capability=compute_capability
-        ).backend
+        call = SdpaCall(query, key, key, is_causal=True, enable_gqa=is_grouped, capability=compute_capability)
+        return choose_sdpa(call).backend
 
     return key_heads < heads and kernel(key_heads) == "math" != kernel(heads)
 
