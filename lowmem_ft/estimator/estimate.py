@@ -27,7 +27,6 @@ from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
@@ -37,6 +36,7 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     estimate_on_cpu,
     estimate_on_gpu,
 )
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 def estimate_memory(
@@ -212,7 +212,7 @@ def _trace_or_error(
 
 
 def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None, process_index: int = 0) -> TracedRecipe:
-    new_machine = VirtualMachine if gpu is None else functools.partial(VirtualGPU, gpu)
+    new_machine = TracingMachine if gpu is None else functools.partial(VirtualGPU, gpu)
     kind = None if gpu is None else _kind(recipe, gpu)
     return trace_recipe(recipe, new_machine, kept=kept, machine=kind, process_index=process_index)
 

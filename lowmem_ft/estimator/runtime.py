@@ -27,8 +27,8 @@ from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 def model_on_meta(
@@ -106,7 +106,7 @@ class VirtualRuntime(Runtime):
 
     def __init__(
         self,
-        machine: VirtualMachine,
+        machine: TracingMachine,
         config: TrainingConfig,
         distributed: DistributedConfig = ONE_PROCESS,
         process_index: int = 0,

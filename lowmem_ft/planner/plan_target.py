@@ -29,7 +29,7 @@ from lowmem_ft.recipe.rules.rule import Rule, reads
 from lowmem_ft.system.host_limits import tightest_host_limit
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 Answer = tuple[MemoryEstimate, int]
 
@@ -135,7 +135,7 @@ def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
         *keys_with("no loss scale"),
     )
     def rule(recipe: Recipe) -> Iterator[str]:
-        machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
+        machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
         try:
             with machine:
                 plan_session(recipe, VirtualRuntime(machine, recipe.training), hf_config)

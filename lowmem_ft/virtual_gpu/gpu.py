@@ -20,7 +20,6 @@ from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
@@ -28,12 +27,13 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     allocator_config_of_environment,
     estimate_on_gpu,
 )
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 
 
-class VirtualGPU(VirtualMachine):
+class VirtualGPU(TracingMachine):
     """A virtual machine with one GPU of the catalogue.
 
         with VirtualGPU("t4") as gpu:
@@ -41,7 +41,7 @@ class VirtualGPU(VirtualMachine):
             train(model)  # any PyTorch training function
         print(gpu.report())
 
-    A process can have one at a time. Attributes are those of :class:`VirtualMachine`.
+    A process can have one at a time. Attributes are those of :class:`TracingMachine`.
 
     Args:
         gpu: name in the catalogue, or a :class:`Gpu` of your own.

@@ -22,10 +22,10 @@ from lowmem_ft.techniques import optimizer_in_backward
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding
 from lowmem_ft.virtual_gpu import machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing import clock
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 GPU = find_gpu("a100-80gb")
 BUDGET = BudgetVerdict(device_bytes=GPU.memory_bytes, host_bytes=None)
@@ -123,7 +123,7 @@ def compare(
     )
 
     def trace() -> Trace:
-        virtual = VirtualMachine() if kind == "cpu" else VirtualGPU(GPU)
+        virtual = TracingMachine() if kind == "cpu" else VirtualGPU(GPU)
         return tracing.trace_recipe(recipe, lambda: virtual, extend=False).trace
 
     in_rounds = trace()

@@ -20,9 +20,9 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.training.session import Session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 GPU = find_gpu("a100-80gb")
 BUDGET = BudgetVerdict(device_bytes=GPU.memory_bytes, host_bytes=None)
@@ -146,8 +146,8 @@ def recipe_for(folder: Path, config: PretrainedConfig, settings: list[str]) -> R
     )
 
 
-def new_machine(kind: str) -> VirtualMachine:
-    return VirtualMachine() if kind == "cpu" else VirtualGPU(GPU)
+def new_machine(kind: str) -> TracingMachine:
+    return TracingMachine() if kind == "cpu" else VirtualGPU(GPU)
 
 
 def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
@@ -184,7 +184,7 @@ def traced_depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     depths: list[int] = []
     original = tracing.trace_layers
 
-    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine, process_index: int) -> Any:
+    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: TracingMachine, process_index: int) -> Any:
         depths.append(hf_config.get_text_config().num_hidden_layers)
         return original(recipe, hf_config, machine, process_index)
 

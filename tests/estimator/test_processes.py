@@ -21,8 +21,8 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 SETTINGS = (
     "data.eval_size=null",
@@ -117,7 +117,7 @@ def test_kept_bytes_are_those_of_processes_that_train_over_gloo(forks, num_proce
     processes = forks.run_several(num_processes, MEASURE, *settings)
     for rank, process in enumerate(processes):
         real = measured(process)
-        trace = traced(cut("tiny", *settings, cards=num_processes), VirtualMachine(), rank)
+        trace = traced(cut("tiny", *settings, cards=num_processes), TracingMachine(), rank)
         clipped = trace.work[trace.step_ends[-1] - 1].position  # gradients go after it
         rotary_bytes = 2 * 4 * 4  # two tables of four frequencies, which no process cuts
         assert kept(trace, "parameter", clipped) - rotary_bytes == real["parameter"]

@@ -11,8 +11,8 @@ import pytest
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 def estimated(*settings: str) -> MemoryEstimate:
@@ -27,13 +27,13 @@ def test_the_same_estimate_twice_is_equal_down_to_its_timeline(settings: tuple[s
 
 def test_an_estimate_leaves_neither_model_nor_recorder_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     recorders: list[weakref.ref[Recorder]] = []
-    enter = VirtualMachine.__enter__
+    enter = TracingMachine.__enter__
 
-    def note(machine: VirtualMachine) -> VirtualMachine:
+    def note(machine: TracingMachine) -> TracingMachine:
         recorders.append(weakref.ref(machine.recorder))
         return enter(machine)
 
-    monkeypatch.setattr(VirtualMachine, "__enter__", note)
+    monkeypatch.setattr(TracingMachine, "__enter__", note)
     estimated()
     gc.collect()
     assert recorders

@@ -15,7 +15,7 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 MODEL = ModelConfig(name_or_path="tiny")
 METHODS = [name for name, _ in inspect.getmembers(Runtime, inspect.isfunction) if not name.startswith("_")]
@@ -41,7 +41,7 @@ def test_there_are_methods_of_the_device_and_of_the_processes():
 
 
 def test_its_attributes_are_those_of_one_process_on_the_machines_device():
-    runtime = VirtualRuntime(VirtualMachine(), TrainingConfig())
+    runtime = VirtualRuntime(TracingMachine(), TrainingConfig())
     assert (runtime.device, runtime.num_processes) == (torch.device("cpu"), 1)
 
 

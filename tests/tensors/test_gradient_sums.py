@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowmem_ft.tensors import gradient_sums
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 SIDE = 64
 SLACK = 512  # single numbers
@@ -95,7 +95,7 @@ def unwatched(program: Program) -> list[int]:
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_trace_allocates_what_an_unwatched_run_allocates(program: Program):
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         run(program)
     traced = sum(allocation.size_bytes for allocation in machine.recorder.timeline.allocations)
     assert traced == pytest.approx(sum(change for change in unwatched(program) if change > 0), abs=SLACK)
@@ -110,7 +110,7 @@ def test_a_watched_run_has_the_peak_of_an_unwatched_one(program: Program):
 
 def test_only_the_engine_writes_in_place():
     """A backward pass in Python that adds two tensors gets a third, as it asks for."""
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         run(backward_in_python)
     names = [entry.name for entry in machine.work.entries]
     assert ("add" in names, "add_" in names) == (True, True)
@@ -118,7 +118,7 @@ def test_only_the_engine_writes_in_place():
 
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_gradients_that_are_differentiated_again_are_not_written_to():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         loss = two_branches(torch.rand(SIDE, SIDE, requires_grad=True))
         loss.backward(create_graph=True)
     assert "add_" not in [entry.name for entry in machine.work.entries]
@@ -154,7 +154,7 @@ def test_a_wrong_guess_changes_no_number(program: Program, answer: bool, monkeyp
 def test_a_wrong_guess_changes_no_known_value(answer: bool, monkeypatch: pytest.MonkeyPatch):
     """Whole numbers are computed beside fake tensors, and programs decide by them."""
     guess(monkeypatch, answer)
-    with VirtualMachine(), torch.no_grad():
+    with TracingMachine(), torch.no_grad():
         first = torch.tensor([5, 6])
         total = first + torch.tensor([1, 2])
         assert (first.tolist(), total.tolist()) == ([5, 6], [6, 8])
@@ -164,7 +164,7 @@ def test_a_wrong_guess_costs_memory(monkeypatch: pytest.MonkeyPatch):
     allocated = []
     for answer in (True, False):
         guess(monkeypatch, answer)
-        with VirtualMachine() as machine:
+        with TracingMachine() as machine:
             run(residual_stream)
         sizes = [allocation.size_bytes for allocation in machine.recorder.timeline.allocations]
         allocated.append(sum(sizes))

@@ -15,7 +15,7 @@ from packaging.version import Version
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop
 from lowmem_ft.upstream import tested
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -80,7 +80,7 @@ def test_an_estimate_with_another_version_warns_once(versions, caplog):
     versions |= {"torch": "2.15.0", "transformers": "6.0.0"}
     with caplog.at_level(logging.WARNING, "lowmem_ft"):
         for _ in range(2):
-            with VirtualMachine():
+            with TracingMachine():
                 pass
     (record,) = caplog.records
     for part in ("torch 2.15.0", "torch 2.11 to 2.14", "transformers 6.0.0", "transformers 5.17 to 5.23"):

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 WIDTH, ROWS, LAYERS = 64, 256, 6
 FEW_ROWS = 4  # gradients outweigh activations
@@ -103,7 +103,7 @@ def real_peak(technique, rows=ROWS) -> int:
 
 
 def traced_peak(technique, rows=ROWS) -> int:
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         train("cpu", technique, rows)
     return machine.recorder.peak_bytes
 

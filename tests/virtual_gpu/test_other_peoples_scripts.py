@@ -24,7 +24,7 @@ from transformers.utils.import_utils import is_torch_cuda_available
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 ROWS = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 12
 
@@ -127,7 +127,7 @@ def train(device, model=mlp, *, autocast=None, accumulate=1, scaler=None, **adam
 def test_the_bytes_are_those_of_the_program_on_real_tensors(model, adamw, accumulate):
     with StorageTracker() as tracker:
         train("cpu", model, accumulate=accumulate, **adamw)
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         train("cpu", model, accumulate=accumulate, **adamw)
     assert machine.recorder.peak_bytes == tracker.peak_bytes
 

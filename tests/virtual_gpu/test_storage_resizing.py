@@ -9,7 +9,7 @@ from torch import nn
 
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 def storage_resized(device):
@@ -114,7 +114,7 @@ def by_tracker(program) -> list[int]:
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_trace_has_the_bytes_of_real_storages(program):
-    machine, gpu = VirtualMachine(), VirtualGPU("t4")
+    machine, gpu = TracingMachine(), VirtualGPU("t4")
     real = by_tracker(program)
     assert bytes_of(program, machine, machine.recorder, "cpu") == real
     assert bytes_of(program, gpu, gpu.recorder, "cuda") == real

@@ -27,8 +27,8 @@ from lowmem_ft.estimator.script.trainers import ShortTraining
 from lowmem_ft.estimator.script.weights import weights_from_configs
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.upstream.patches import replace
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
 
 ENVIRONMENT = {
@@ -79,7 +79,7 @@ class ScriptRun:
         self,
         path: Path,
         arguments: Sequence[str],
-        machine: VirtualMachine,
+        machine: TracingMachine,
         num_steps: int,
         on_step: Callable[[int], None],
         on_trainer: Callable[[Any], None],

@@ -23,7 +23,6 @@ from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording.code_places import CodePlace, Running
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
@@ -36,6 +35,7 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     estimate_on_cpu,
     estimate_on_gpu,
 )
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 NUM_STEPS = 3
 """The first step creates the optimizer state, so the second is the first to hold all of it; by the third the caching
@@ -187,7 +187,7 @@ def _run(
     on_trainer: Callable[[Any], None] = lambda trainer: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> _Seen:
-    machine = VirtualMachine() if gpu is None else VirtualGPU(gpu)
+    machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
     run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer, on_reading)
     run.run()
     return _Seen(run, path, tuple(arguments))

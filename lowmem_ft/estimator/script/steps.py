@@ -16,7 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.upstream.patches import wrap
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 MOST_BACKWARDS = 256
 """The most backward passes without an optimizer step: more micro-batches hardly make one, and a script that updates
@@ -63,7 +63,7 @@ class StepWatch:
         on_step: called with the number of each step as it ends.
     """
 
-    def __init__(self, machine: VirtualMachine, num_steps: int, on_step: Callable[[int], None]) -> None:
+    def __init__(self, machine: TracingMachine, num_steps: int, on_step: Callable[[int], None]) -> None:
         self.num_steps = num_steps
         self._machine = machine
         self._on_step = on_step

@@ -12,7 +12,7 @@ from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough
 from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.upstream.on_import import wrap_when_imported
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 NUM_MICRO_BATCHES = 2
 """The most micro-batches traced per step: from the second on, each adds to the gradients of those before, and nothing
@@ -35,7 +35,7 @@ class ShortTraining:
 
     def __init__(
         self,
-        machine: VirtualMachine,
+        machine: TracingMachine,
         cut: DataCut,
         files: FilesKeptAway,
         num_steps: int,

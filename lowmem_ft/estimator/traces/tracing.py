@@ -42,10 +42,10 @@ from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError, structure_of
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 logger = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ before, and nothing else changes.
 @collector_paused()
 def trace_recipe(
     recipe: Recipe,
-    new_machine: Callable[[], VirtualMachine],
+    new_machine: Callable[[], TracingMachine],
     *,
     extend: bool = True,
     kept: KeptTraces | None = None,
@@ -130,7 +130,7 @@ class _ShortTracing:
         self,
         recipe: Recipe,
         hf_config: PretrainedConfig,
-        new_machine: Callable[[], VirtualMachine],
+        new_machine: Callable[[], TracingMachine],
         kept: KeptTraces,
         machine: object,
         process_index: int = 0,
@@ -232,7 +232,7 @@ def _size_of(stand_in: ShallowModel) -> tuple[int, int]:
 
 
 def trace_layers(
-    recipe: Recipe, hf_config: PretrainedConfig, machine: VirtualMachine, process_index: int = 0
+    recipe: Recipe, hf_config: PretrainedConfig, machine: TracingMachine, process_index: int = 0
 ) -> TracedRecipe:
     """Trace all layers of an architecture, without any extension.
 
@@ -326,7 +326,7 @@ def _cannot_trace(recipe: Recipe, hf_config: PretrainedConfig, operator: str) ->
     )
 
 
-def mark_weight_memory(techniques: Techniques, machine: VirtualMachine) -> None:
+def mark_weight_memory(techniques: Techniques, machine: TracingMachine) -> None:
     """Mark the memory in which techniques keep weights as such."""
     for weights in techniques.weight_memory():
         if weights.of is None:
@@ -341,7 +341,7 @@ def copied_weight_bytes(techniques: Techniques) -> int:
     return sum(memory.untyped_storage().nbytes() for memory in shared)
 
 
-def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
+def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: TracingMachine) -> None:
     num_rows = recipe.training.per_device_train_batch_size
     retries = Retries(session, recipe)  # as a run has them: a retry takes a few bytes
     machine.step_is_over()
@@ -357,7 +357,7 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMa
         machine.step_is_over()
 
 
-def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMachine) -> None:
+def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: TracingMachine) -> None:
     data, training = recipe.data, recipe.training
     if data.eval_path is None and data.eval_split is None and data.eval_size is None:
         return
@@ -369,7 +369,7 @@ def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: VirtualMach
     session.model.train()
 
 
-def _batch(recipe: Recipe, plan: Plan, num_rows: int, machine: VirtualMachine) -> Batch:
+def _batch(recipe: Recipe, plan: Plan, num_rows: int, machine: TracingMachine) -> Batch:
     batch = worst_batch(recipe, plan.hf_config, num_rows, attn_implementation=plan.attention.implementation)
     for tensor in (batch.input_ids_BT, batch.labels_BT, batch.position_ids_BT):
         if tensor is not None:

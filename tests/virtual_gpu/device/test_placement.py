@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 class Tied(nn.Module):
@@ -55,7 +55,7 @@ def test_placing_again_changes_nothing():
 
 
 def test_a_part_that_comes_later_is_placed_beside_what_is_there():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         model = nn.Sequential(nn.Linear(4, 4, device="meta"))
         first = machine.place(model)[0].weight
         model.append(nn.Linear(4, 4, device="meta"))

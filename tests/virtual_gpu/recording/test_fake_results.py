@@ -8,10 +8,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
 from lowmem_ft.virtual_gpu.recording import fake_results
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 aten = torch.ops.aten
 
@@ -202,7 +202,7 @@ def test_memory_of_calls_has_an_end(mode, monkeypatch):
 
 
 def test_nothing_of_a_trace_is_kept_alive():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         hidden = torch.empty(64)
         for _ in range(3):
             (hidden * 2).relu_()
@@ -218,7 +218,7 @@ def test_another_machine_remembers_but_has_its_own_device():
             return [(torch.ones(3, device=machine.device) * 2).device for _ in range(2)]
 
     assert devices(VirtualGPU("t4")) == devices(VirtualGPU("l4")) == [torch.device("vgpu", 0)] * 2
-    assert devices(VirtualMachine()) == [torch.device("cpu")] * 2
+    assert devices(TracingMachine()) == [torch.device("cpu")] * 2
 
 
 def test_operators_from_elsewhere_are_asked_unless_their_author_says_what_counts():

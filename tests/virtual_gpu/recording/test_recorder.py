@@ -9,12 +9,12 @@ from torch import nn
 import lowmem_ft.optimizers.formats.operators  # noqa: F401 - registers them
 from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 @pytest.fixture
 def machine():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         yield machine
 
 
@@ -56,7 +56,7 @@ def test_a_resized_storage_is_its_new_size(machine, resize):
 
 
 def test_what_is_freed_after_the_block_lived_to_its_end():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         values = torch.empty(10)
     before = len(machine.recorder.timeline.events)
     del values
@@ -105,7 +105,7 @@ def test_peaks_begin_anew_where_asked():
 
 def test_gradients_and_optimizer_state_belong_to_their_parameters_module():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 16, bias=False))
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         machine.place(model)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         model(torch.randn(2, 8)).sum().backward()

@@ -1,4 +1,4 @@
-"""A machine without values: it runs programs and records the memory and the work they need."""
+"""A machine without values: it runs programs on fake tensors, and traces the memory and the work they need."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-class VirtualMachine:
+class TracingMachine:
     """Runs any PyTorch program on fake tensors, and records its memory and its work.
 
     By itself it models this machine without a GPU: fake tensors on ``cpu`` go through the CPU's own operators.

@@ -12,7 +12,7 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.machine import VirtualMachine
+from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 class Named(nn.Module):
@@ -26,7 +26,7 @@ class Named(nn.Module):
 
 
 def test_the_trace_has_the_model_and_its_steps():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         model = machine.place(Named())
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(2):
@@ -42,7 +42,7 @@ def test_the_trace_has_the_model_and_its_steps():
 
 
 def test_a_choice_is_said_once():
-    machine = VirtualMachine()
+    machine = TracingMachine()
     machine.say("one")
     machine.say("two")
     machine.say("one")
@@ -50,7 +50,7 @@ def test_a_choice_is_said_once():
 
 
 def test_a_part_called_by_itself_does_not_stand_for_the_model():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         model = nn.Sequential(Named(), Named())
         model(torch.randn(2, 8))
         model[0](torch.randn(2, 8))
@@ -58,7 +58,7 @@ def test_a_part_called_by_itself_does_not_stand_for_the_model():
 
 
 def test_a_mark_says_what_a_tensor_is_for():
-    with VirtualMachine() as machine:
+    with TracingMachine() as machine:
         machine.mark(torch.empty(1), "input")
         kept = torch.empty(2)
         machine.mark(kept, "optimizer_state")
@@ -69,7 +69,7 @@ def test_a_mark_says_what_a_tensor_is_for():
 def test_garbage_collection_is_as_before(was_enabled):
     (gc.enable if was_enabled else gc.disable)()
     try:
-        with VirtualMachine():
+        with TracingMachine():
             assert not gc.isenabled()
         assert gc.isenabled() == was_enabled
     finally:
@@ -77,10 +77,10 @@ def test_garbage_collection_is_as_before(was_enabled):
 
 
 def test_a_machine_runs_one_block():
-    machine = VirtualMachine()
+    machine = TracingMachine()
     with machine:
         pass
-    with pytest.raises(UserError, match="A VirtualMachine runs one `with` block"), machine:
+    with pytest.raises(UserError, match="A TracingMachine runs one `with` block"), machine:
         pass
 
 
@@ -128,7 +128,7 @@ def test_what_another_thread_computes_is_refused_there_and_at_the_end_of_the_blo
     ) as refused:
         program()
     assert heard == [str(refused.value)]
-    assert "test_machine.py" in heard[0]
+    assert "test_tracing_machine.py" in heard[0]
 
 
 WAITS = {
