@@ -185,7 +185,10 @@ class SharedTraces:
     def _trace(self, gpu: Gpu, process_index: int = 0) -> TracedRecipe | UserError:
         kind = self._kind(gpu), process_index
         if kind not in self._traces:
-            traced = _trace_or_error(self._recipe, gpu, self._kept, process_index)
+            try:
+                traced = _trace(self._recipe, gpu, self._kept, process_index)
+            except UserError as error:
+                traced = error
             # Kernels that the GPUs could have chosen otherwise may be the same after all, and so are their replays.
             alike = (other for other in self._traces.values() if other == traced)
             self._traces[kind] = next(alike, traced)
@@ -200,15 +203,6 @@ def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     is_deterministic = recipe.training.full_determinism or torch.are_deterministic_algorithms_enabled()
     num_splits = gpu.num_multiprocessors if is_deterministic else None
     return gpu.compute_capability, num_splits, gpu.has_triton
-
-
-def _trace_or_error(
-    recipe: Recipe, gpu: Gpu, kept: KeptTraces | None, process_index: int
-) -> TracedRecipe | UserError:
-    try:
-        return _trace(recipe, gpu, kept, process_index)
-    except UserError as error:
-        return error
 
 
 def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None, process_index: int = 0) -> TracedRecipe:
@@ -241,12 +235,19 @@ def estimate_of_trace(
     Returns:
         The estimate.
     """
+    outside = process_overhead_bytes(
+        gpu,
+        uses_bitsandbytes=recipe.uses_bitsandbytes,
+        num_processes=recipe.distributed.num_processes or 1,
+    )
     surroundings = Surroundings(
+        outside_bytes=outside,
         host=host_outside(traced, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
         micro_batches_per_step=_untraced_micro_batches(recipe),
         processes=_processes(recipe),
         allocator=allocator_config_of_runs(gpu),
+        allowed_bytes=capped_bytes(budget, outside),
         largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
         heap_share=HEAP_SHARE_OF_RUNS,
         sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
@@ -256,14 +257,6 @@ def estimate_of_trace(
     if gpu is None:
         estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, surroundings, trace_seconds)
     else:
-        outside = process_overhead_bytes(
-            gpu,
-            uses_bitsandbytes=recipe.uses_bitsandbytes,
-            num_processes=recipe.distributed.num_processes or 1,
-        )
-        surroundings = dataclasses.replace(
-            surroundings, outside_bytes=outside, allowed_bytes=capped_bytes(budget, outside)
-        )
         estimate = estimate_on_gpu(traced.trace, gpu, allowed, surroundings, trace_seconds, replays)
     choices = [
         reason,

@@ -85,8 +85,8 @@ class ScriptRun:
         on_trainer: Callable[[Any], None],
         on_reading: Callable[[], None],
     ) -> None:
-        self._path = path
-        self._arguments = arguments
+        self.path = path
+        self.arguments = arguments
         self.machine = machine
         self.watch = StepWatch(machine, num_steps, on_step)
         self.peak = PeakPlace(machine.recorder, str(path))
@@ -102,7 +102,7 @@ class ScriptRun:
             ScriptError: if it ends in an error.
             UserError: if it does what an estimate cannot follow, or ends without a step.
         """
-        with _as_program(self._path, self._arguments), self.machine, contextlib.ExitStack() as undo:
+        with _as_program(self.path, self.arguments), self.machine, contextlib.ExitStack() as undo:
             self._files.redirect(undo)
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
@@ -112,13 +112,13 @@ class ScriptRun:
             self._run()
         if not self.watch.steps:
             raise UserError(
-                f"{self._path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
+                f"{self.path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
                 "Pass it, after `--`, the arguments with which it trains; steps in other processes are not seen."
             )
 
     def _run(self) -> None:
         try:
-            runpy.run_path(str(self._path), run_name="__main__")
+            runpy.run_path(str(self.path), run_name="__main__")
         except Enough:
             pass  # not an error: our own signal that all the steps have been seen
         except SystemExit as end:
@@ -127,10 +127,10 @@ class ScriptRun:
             said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
             if not self.watch.steps:
                 last = _last_words(sys.stderr)
-                raise ScriptError(f"{self._path} exited{said}{last}", "") from end
+                raise ScriptError(f"{self.path} exited{said}{last}", "") from end
             self.machine.say(f"the script exited after step {len(self.watch.steps)}{said}")
         except UserError as error:
-            own = _own_frames(error.__traceback__, str(self._path))
+            own = _own_frames(error.__traceback__, str(self.path))
             where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
             raise UserError(*(f"{problem}{where}" for problem in error.problems)) from error
         except (KeyboardInterrupt, Interrupted):
@@ -139,7 +139,7 @@ class ScriptRun:
             raise self._explained(error) from error
 
     def _explained(self, error: BaseException) -> ScriptError:
-        shown = _own_frames(error.__traceback__, str(self._path), and_last_of_ours=_MOST_FRAMES // 2)
+        shown = _own_frames(error.__traceback__, str(self.path), and_last_of_ours=_MOST_FRAMES // 2)
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         frames = [*shown, *(() if innermost in shown else (innermost,))]
         is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
@@ -154,7 +154,7 @@ class ScriptRun:
             first_line = f"it needs the package {error.name}, which is not installed here"
         where = ", in code of lowmem_ft" if is_ours else ""
         return ScriptError(
-            f"{self._path} ended in an error {when}{where}: {first_line}",
+            f"{self.path} ended in an error {when}{where}: {first_line}",
             f"The frames of {whose}:\n{lines}",
         )
 

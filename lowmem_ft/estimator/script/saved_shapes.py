@@ -10,7 +10,8 @@ import builtins
 import contextlib
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -99,13 +100,9 @@ def _place_by(map_location: Any) -> Callable[[str], Any]:
     return lambda device: map_location
 
 
-@contextlib.contextmanager
-def _opened(file: Any, mode: str) -> Iterator[Any]:
-    if isinstance(file, (str, bytes, os.PathLike)):
-        with builtins.open(file, mode) as opened:
-            yield opened
-    else:
-        yield file
+def _opened(file: Any, mode: str) -> AbstractContextManager[Any]:
+    is_path = isinstance(file, (str, bytes, os.PathLike))
+    return builtins.open(file, mode) if is_path else contextlib.nullcontext(file)
 
 
 def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -23,7 +23,7 @@ from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
-from lowmem_ft.virtual_gpu.recording.code_places import CodePlace, Running
+from lowmem_ft.virtual_gpu.recording.code_places import Running
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
@@ -88,7 +88,7 @@ class ScriptEstimate:
                 "steps": self.steps,
                 "tokens_per_step": self.tokens_per_step,
                 "kept_bytes": self.kept_bytes,
-                "peak_in_code": {"own": _json(self.peak.own), "library": _json(self.peak.library)},
+                "peak_in_code": dataclasses.asdict(self.peak),
                 "host_waits_per_step": self.host_waits_per_step,
             },
         }
@@ -190,16 +190,14 @@ def _run(
     machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
     run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer, on_reading)
     run.run()
-    return _Seen(run, path, tuple(arguments))
+    return _Seen(run)
 
 
 class _Seen:
     """A finished run, to be replayed on the GPUs of its kind."""
 
-    def __init__(self, run: ScriptRun, path: Path, arguments: tuple[str, ...]) -> None:
+    def __init__(self, run: ScriptRun) -> None:
         self._run = run
-        self._path = path
-        self._arguments = arguments
         self._trace = run.machine.trace()
         self._replays: dict[int, Replays] = {}
 
@@ -209,26 +207,21 @@ class _Seen:
         steps, trace, seconds = self._run.watch.steps, self._trace, self._run.machine.trace_seconds
         tokens = self._run.training.tokens_of_step(steps[-1].tokens)
         surroundings = Surroundings(
+            outside_bytes=process_overhead_bytes(
+                gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
+            ),
+            allowed_bytes=getattr(self._run.machine, "cap_bytes", None),
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,
             micro_batches_per_step=self._run.training.micro_batches,
             not_modelled=NOT_MODELLED,
         )
+        allowed = limits(gpu, Budget())
         if gpu is None:
-            estimate = estimate_on_cpu(trace, processor_name(), limits(None, Budget()), surroundings, seconds)
+            estimate = estimate_on_cpu(trace, processor_name(), allowed, surroundings, seconds)
         else:
-            outside = process_overhead_bytes(
-                gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
-            )
-            surroundings = dataclasses.replace(
-                surroundings,
-                outside_bytes=outside,
-                allowed_bytes=getattr(self._run.machine, "cap_bytes", None),
-            )
             replays = self._replays_for(gpu)
-            estimate = estimate_on_gpu(
-                replays.trace, gpu, limits(gpu, Budget()), surroundings, seconds, replays
-            )
+            estimate = estimate_on_gpu(replays.trace, gpu, allowed, surroundings, seconds, replays)
         choices = (
             reason,
             *estimate.choices,
@@ -238,8 +231,8 @@ class _Seen:
         )
         return ScriptEstimate(
             estimate=dataclasses.replace(estimate, choices=tuple(filter(None, choices))),
-            script=str(self._path),
-            arguments=self._arguments,
+            script=str(self._run.path),
+            arguments=tuple(self._run.arguments),
             steps=len(steps) if self._run.watch.num_backwards is None else 0,
             tokens_per_step=tokens,
             kept_bytes=steps[-1].kept_bytes,
@@ -269,9 +262,7 @@ class _Seen:
     def _data_in_words(self) -> str:
         left_out = self._run.cut.rows_left_out
         return (
-            (f"data: {left_out:,} rows were left out because these steps do not reach them")
-            if left_out
-            else ""
+            f"data: {left_out:,} rows were left out because these steps do not reach them" if left_out else ""
         )
 
     def _loop_in_words(self) -> str:
@@ -298,7 +289,3 @@ def _uses_bitsandbytes(trace: Trace) -> bool:
 @functools.cache
 def _is_of_bitsandbytes(name: str) -> bool:
     return any(part in name for part in _OF_BITSANDBYTES)
-
-
-def _json(place: CodePlace | None) -> dict[str, Any] | None:
-    return None if place is None else dataclasses.asdict(place)

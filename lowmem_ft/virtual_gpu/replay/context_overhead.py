@@ -33,20 +33,22 @@ def allocator_cap(process_bytes: int, overhead: Mapping[str, int]) -> int:
     return process_bytes - sum(overhead.values())
 
 
-def process_overhead_bytes(gpu: Gpu, *, uses_bitsandbytes: bool, num_processes: int) -> dict[str, int]:
+def process_overhead_bytes(gpu: Gpu | None, *, uses_bitsandbytes: bool, num_processes: int) -> dict[str, int]:
     """Return the bytes that a process holds on its GPU outside of tensors, by purpose.
 
     The context in the catalogue was read after training steps: it includes the kernels of torch and cuBLAS, which the
     driver loads when they are first called.
 
     Args:
-        gpu: the GPU.
+        gpu: the GPU; None: the program runs on a processor, with no entry.
         uses_bitsandbytes: whether the run calls bitsandbytes' kernels.
         num_processes: number of GPUs of the run; with more than one, NCCL holds one communicator.
 
     Returns:
         An entry for each part that exists.
     """
+    if gpu is None:
+        return {}
     overhead = {"CUDA context": gpu.context_bytes}
     if uses_bitsandbytes:
         overhead["bitsandbytes"] = BITSANDBYTES_BYTES
