@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +13,7 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
@@ -74,7 +74,7 @@ def estimate_on_several(
     tried: list[int] = []
     for number in numbers:
         waiting = [gpu for gpu in gpus if gpu.name not in found]
-        cut = _cut(recipe, number)
+        cut = with_settings(recipe, {"distributed.strategy": "fsdp2", "distributed.num_processes": number})
         if problems := tuple(problems_with_processes(cut, number)):
             return SeveralGpus(tried=tuple(tried), estimates=_in_order(found, gpus), problems=problems)
         if not waiting:
@@ -83,11 +83,6 @@ def estimate_on_several(
         tried.append(number)
         found |= {estimate.gpu.name: estimate for estimate in _that_fit(waiting, cut, budget, kept)}
     return SeveralGpus(tried=tuple(tried), estimates=_in_order(found, gpus))
-
-
-def _cut(recipe: Recipe, number: int) -> Recipe:
-    distributed = dataclasses.replace(recipe.distributed, strategy="fsdp2", num_processes=number)
-    return dataclasses.replace(recipe, distributed=distributed)
 
 
 def _in_order(found: dict[str, MemoryEstimate], gpus: Sequence[Gpu]) -> tuple[MemoryEstimate, ...]:

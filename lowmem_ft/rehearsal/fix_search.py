@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +10,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.changes import Change, ChangeSearch, Outlook
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.rehearsal.rehearse import rehearse
 from lowmem_ft.rehearsal.result import Rehearsal
 
@@ -99,7 +99,7 @@ class FixSearch:
 def _with_rows_as_they_are(found: Rehearsal) -> Recipe:
     """Return the recipe with the longest rows met, if all were met; they may be shorter than the recipe allows."""
     recipe, length = found.recipe, found.longest.shape.length
-    recipe = dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, use_cpu=False))
+    recipe = with_settings(recipe, {"training.use_cpu": False})
     limit = recipe.data.max_length
     if (
         found.rehearsed_steps < found.num_steps
@@ -107,4 +107,4 @@ def _with_rows_as_they_are(found: Rehearsal) -> Recipe:
         or (limit is not None and length >= limit)
     ):
         return recipe
-    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=length))
+    return with_settings(recipe, {"data.max_length": length})

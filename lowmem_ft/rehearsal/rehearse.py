@@ -24,6 +24,7 @@ from lowmem_ft.models.loading import load_tokenizer, vocab_size
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime
@@ -73,7 +74,8 @@ def rehearse(
         raise UserError(f"A rehearsal takes at least one step, got steps={steps}.")
     _refuse_without_tokenizer(recipe)
     worst = estimate_memory(recipe, spec, kept=kept)
-    recipe = _without_outside(recipe)
+    # Trackers and the Hub must not hear of a rehearsal.
+    recipe = with_settings(recipe, {"training.push_to_hub": False, "training.report_to": ()})
     with _warnings_heard() as warnings, tempfile.TemporaryDirectory(prefix="lowmem_ft-rehearsal-") as folder:
         run, machine = _run(recipe, spec, _folder_of(recipe, Path(folder), warnings), steps, on_step)
     estimate, findings = _estimated(recipe, spec, run, machine)
@@ -115,7 +117,7 @@ def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
             "A rehearsal is for a GPU, got none, and this machine has none. Name one, such as --gpu rtx-4090; "
             "`lowmem-ft gpus` lists them."
         )
-    return dataclasses.replace(recipe, training=dataclasses.replace(recipe.training, use_cpu=False)), spec
+    return with_settings(recipe, {"training.use_cpu": False}), spec
 
 
 def _refuse_without_tokenizer(recipe: Recipe) -> None:
@@ -127,12 +129,6 @@ def _refuse_without_tokenizer(recipe: Recipe) -> None:
             f"A rehearsal tokenizes the data, so it needs the model's tokenizer, though not its weights. {error} A "
             "folder with tokenizer.json and tokenizer_config.json will do, and needs no network."
         ) from error
-
-
-def _without_outside(recipe: Recipe) -> Recipe:
-    """Return the recipe without trackers and the Hub, which must not hear of a rehearsal."""
-    training = dataclasses.replace(recipe.training, push_to_hub=False, report_to=())
-    return dataclasses.replace(recipe, training=training)
 
 
 def _folder_of(recipe: Recipe, instead: Path, warnings: list[str]) -> RunFolder:

@@ -15,6 +15,7 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
@@ -73,11 +74,7 @@ class ShallowModel:
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe for the stand-in."""
-        if not self.counts_last:
-            return recipe
-        group, _, name = self.counts_last.rpartition(".")
-        part = dataclasses.replace(getattr(recipe, group), **{name: self.num_last})
-        return dataclasses.replace(recipe, **{group: part})
+        return with_settings(recipe, {self.counts_last: self.num_last}) if self.counts_last else recipe
 
 
 def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:

@@ -21,6 +21,7 @@ from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 _CHUNKS = "loss.chunk_tokens"
@@ -113,7 +114,7 @@ class TrainerSeen:
     def attach_to(self, trainer: Any) -> None:
         """Attach a recipe with the settings to the same trainer, in another run of its script."""
         assert self._found is not None
-        attach(trainer, _recipe_with(self._found.settings))
+        attach(trainer, with_settings(Recipe(), self._found.settings))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,10 +149,10 @@ def _found_in(trainer: Any, kind: Kind) -> _Found:
     if is_attached(trainer):
         raise UserError("The script attaches a recipe itself.")
     own = _as_it_is(trainer)
-    recipe = settled_with(trainer, _recipe_with(own), kind).recipe
+    recipe = settled_with(trainer, with_settings(Recipe(), own), kind).recipe
     own |= _changed(recipe, "checkpointing.")  # a flag of the trainer may have asked for it
     length = getattr(trainer.args, "max_length", None)
-    recipe = dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, max_length=length))
+    recipe = with_settings(recipe, {"data.max_length": length})
     attached: dict[str, Any] = {}
     for way in remediations_for(recipe):
         if way.is_exact_for(recipe) and not any(key.startswith(_NOT_SWITCHED) for key in way.settings):
@@ -183,13 +184,9 @@ def _changed(recipe: Recipe, *paths: str) -> dict[str, Any]:
     return {key.path: key.value_in(recipe) for key in keys if key.value_in(recipe) != key.default}
 
 
-def _recipe_with(settings: dict[str, Any]) -> Recipe:
-    return Remediation(settings=settings, why="").applied_to(Recipe())
-
-
 def _is_possible(trainer: Any, settings: dict[str, Any], kind: Kind) -> bool:
     try:
-        recipe = settled_with(trainer, _recipe_with(settings), kind).recipe
+        recipe = settled_with(trainer, with_settings(Recipe(), settings), kind).recipe
         if recipe.checkpointing.mode != "none":
             decoder_layers(trainer.model)
     except UserError:

@@ -31,6 +31,7 @@ from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import as_typed, key_with, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
+from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
 from lowmem_ft.techniques.modules.base_model import base_model
 
@@ -80,9 +81,7 @@ class Agreement:
 
     def set(self, path: str, value: Any) -> None:
         """Change the recipe."""
-        group, _, name = path.rpartition(".")
-        part = dataclasses.replace(getattr(self.recipe, group), **{name: value})
-        self.recipe = dataclasses.replace(self.recipe, **{group: part})
+        self.recipe = with_settings(self.recipe, {path: value})
 
     def take(self, row: SharedSetting, value: Any) -> None:
         """Take a trainer's value, unless the recipe sets another and decides; list the difference."""
