@@ -20,8 +20,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import lowmem_ft
 from lowmem_ft.catalog.gpu_spec import Gpu
@@ -29,9 +28,6 @@ from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import Recipe
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +48,7 @@ class ChildFailedError(Exception):
     """
 
 
-class EstimatingProcess:
+class EstimatingProcess(contextlib.AbstractContextManager["EstimatingProcess"]):
     """A process that answers one question after the other, from the creation of this object until :meth:`close`.
 
     Ask, do something else, then take the answer. Both ends run the same files with the same Python.
@@ -122,15 +118,7 @@ class EstimatingProcess:
             with contextlib.suppress(BrokenPipeError):  # a question that the process never read
                 stream.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def _last_words(self) -> str:

@@ -150,12 +150,9 @@ class MemoryCallback(TrainerCallback):
 
 
 def _estimated_beside(recipe: Recipe, args: TrainingArguments, longest: int | None) -> MemoryEstimate | None:
-    beside = EstimateBeside()
-    try:
+    with contextlib.closing(EstimateBeside()) as beside:
         beside.begin(recipe, args.device)
         return beside.finish(longest)
-    finally:
-        beside.close()
 
 
 def _script_of(args: TrainingArguments, kwargs: dict[str, Any]) -> Script:

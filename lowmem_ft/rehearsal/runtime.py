@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -294,17 +293,9 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
             self.device = device
 
 
-class _Nowhere(io.TextIOBase):
-    """A file that keeps nothing."""
-
-    def write(self, text: str) -> int:
-        """Return the number of characters, as if they had been written."""
-        return len(text)
-
-
 def _unseen_terminal() -> Console:
     """Return an invisible terminal for the run's progress: the rehearsal shows a line of its own."""
-    return Console(file=cast(IO[str], _Nowhere()), force_terminal=True, width=80, legacy_windows=False)
+    return Console(quiet=True, force_terminal=True, width=80, legacy_windows=False)
 
 
 def _bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:

@@ -6,7 +6,7 @@ Axes: B rows of a micro-batch, T tokens of a row.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -66,9 +66,7 @@ class WindowShape:
 
     def holds(self, other: WindowShape) -> bool:
         """Return whether a step over this shape needs no less than one over the other."""
-        mine = (self.num_micro_batches, self.rows, self.length, self.label_tokens)
-        others = (other.num_micro_batches, other.rows, other.length, other.label_tokens)
-        return all(one >= another for one, another in zip(mine, others, strict=True))
+        return all(one >= another for one, another in zip(astuple(self), astuple(other), strict=True))
 
     def __str__(self) -> str:
         rows = "1 row" if self.rows == 1 else f"{self.rows} rows"

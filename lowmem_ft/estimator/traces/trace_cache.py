@@ -75,7 +75,9 @@ class KeptTraces:
         """Return how layers repeat in traced recipes of the same model, by the structure of their short traces."""
         if key.family not in self._layers and self._folder is not None:
             self._layers[key.family] = None
-            files = sorted(self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used, reverse=True)
+            files = sorted(
+                self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used_and_size, reverse=True
+            )
             for file in files[:1]:
                 shape = file.name.removeprefix(f"{key.family}-").removesuffix(_SUFFIX)
                 self._learn(key, _read(file, key._replace(shape=shape)))
@@ -116,8 +118,8 @@ class KeptTraces:
     def _make_room(self) -> None:
         assert self._folder is not None
         total = 0
-        for file in sorted(self._folder.glob(f"*{_SUFFIX}*"), key=_last_used, reverse=True):
-            total += _size_of(file)
+        for file in sorted(self._folder.glob(f"*{_SUFFIX}*"), key=_last_used_and_size, reverse=True):
+            total += _last_used_and_size(file)[1]
             if total > self._max_folder_bytes:
                 file.unlink(missing_ok=True)
 
@@ -131,19 +133,13 @@ def _users_folder() -> Path | None:
     return Path(caches, "lowmem_ft", "traces") if os.path.isabs(caches) else None
 
 
-def _last_used(file: Path) -> float:
-    """Return when a file was last read or written; another process may have removed it meanwhile."""
+def _last_used_and_size(file: Path) -> tuple[float, int]:
+    """Return when a file was last read or written, and its bytes; another process may have removed it meanwhile."""
     try:
-        return file.stat().st_mtime
+        found = file.stat()
     except OSError:
-        return 0.0
-
-
-def _size_of(file: Path) -> int:
-    try:
-        return file.stat().st_size
-    except OSError:
-        return 0
+        return 0.0, 0
+    return found.st_mtime, found.st_size
 
 
 def _read(file: Path, key: TraceKey) -> ShortTrace | None:

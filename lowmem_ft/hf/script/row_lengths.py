@@ -19,7 +19,9 @@ def longest_row(datasets: Iterable[Any], collator: Any) -> int | None:
         datasets: a trainer's data sets, tokenized; a mapping counts as the several data sets in it.
         collator: the collator that makes batches of them.
     """
-    lengths = [_longest(one) for many in datasets for one in (many.values() if _is_mapping(many) else [many])]
+    lengths = [
+        _longest(one) for many in datasets for one in (many.values() if isinstance(many, Mapping) else [many])
+    ]
     if not lengths or any(length is None for length in lengths):
         return None
     return padded(max(length for length in lengths if length is not None), collator)
@@ -29,10 +31,6 @@ def padded(length: int, collator: Any) -> int:
     """Return a length as the collator pads it."""
     multiple = getattr(collator, "pad_to_multiple_of", None) or 1
     return math.ceil(length / multiple) * multiple
-
-
-def _is_mapping(data: Any) -> bool:
-    return isinstance(data, Mapping)
 
 
 def _longest(dataset: Any) -> int | None:
@@ -45,7 +43,7 @@ def _longest(dataset: Any) -> int | None:
     lengths = []
     for index in range(0, len(dataset), step):
         row = dataset[index]
-        if not _is_mapping(row) or "input_ids" not in row:
+        if not isinstance(row, Mapping) or "input_ids" not in row:
             return None
         lengths.append(len(row["input_ids"]))
     return max(lengths)
