@@ -216,6 +216,23 @@ def test_a_plan_of_all_knobs_chooses_the_layers_too(recipe_of, at_once):
     assert found.recipe.checkpointing == leaving(16, "selective")
 
 
+def test_of_equally_fast_numbers_of_resident_layers_the_most_stay(recipe_of, at_once):
+    at_once(lambda recipe: 2.0, seconds=lambda recipe: 10.0 if recipe.offload.resident_layers else 12.0)
+    others = "offload.activations,offload.optimizer,offload.parameters,offload.folder"
+    keep = f"plan.keep=[model,training,optimizer,{others},tiling,loss,accumulation,adapter,checkpointing]"
+    streamed = ("optimizer.in_backward=true", "offload.optimizer=host", "offload.parameters=stream")
+    recipe = recipe_of("deep", keep, "checkpointing.mode=full", *streamed)
+    assert plan(recipe, Budget(device="8GiB"), "l4").overrides == {"offload.resident_layers": 32}
+
+
+def test_a_plan_tries_every_layer_where_a_recipe_checkpoints_every_other(recipe_of, at_once):
+    at_once(lambda recipe: 5.0 * recipe.checkpointing.every_n_layers, seconds=made_up_seconds)
+    others = "checkpointing.mode,checkpointing.skip_last_layers"
+    keep = f"plan.keep=[model,training,optimizer,offload,tiling,loss,accumulation,adapter,{others}]"
+    recipe = recipe_of("deep", keep, "checkpointing.mode=full", "checkpointing.every_n_layers=2")
+    assert plan(recipe, Budget(device="8GiB"), "l4").overrides == {"checkpointing.every_n_layers": 1}
+
+
 def test_what_was_chosen_is_said_in_a_line(recipe_of, at_once):
     at_once(made_up_gib, seconds=made_up_seconds)
     said = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
@@ -15,6 +16,7 @@ from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import space_of, with_settings
 from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
 
@@ -197,6 +199,19 @@ def test_of_activations_those_count_that_backward_needs(make_recipe, shape):
         ([*one, "adapter.name=lora"], 0),
     ):
         assert bounds.activation_bytes(bounds.parts_of(make_recipe(*settings), shape)) == expected, settings
+
+
+@pytest.mark.parametrize(
+    "path, rung", [("offload.resident_layers", "streamed"), ("checkpointing.skip_last_layers", "recomputed")]
+)
+def test_a_number_of_layers_is_tried_from_the_most_memory_to_the_least(path, rung, make_recipe, shape):
+    """Equally fast and equally costly choices are told apart by that order: the one that does least is taken."""
+    deep, key = dataclasses.replace(shape, num_layers=64, widths=32 * shape.widths), recipe_keys()[path]
+    recipes = [with_settings(make_recipe(), LADDER[rung] | {path: number}) for number in key.tries]
+    parts = [bounds.parts_of(recipe, deep) for recipe in recipes]
+    needed = [bounds.weight_and_state_bytes(held) + bounds.activation_bytes(held) for held in parts]
+    assert needed == sorted(needed, reverse=True)
+    assert len(set(needed)) == len(key.tries) > 1
 
 
 def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):

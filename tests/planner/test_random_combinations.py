@@ -59,6 +59,22 @@ def test_bounds_hold_at_full_size_and_could_not_be_a_seventh_higher():
     assert 0.85 < highest["seconds"] < 0.9, "kernels that are no products take a tenth of any step"
 
 
+@pytest.mark.parametrize("part", ["layers", "outer", "state", "gradients", "sums", "saved", "inputs"])
+def test_a_bound_of_one_part_that_is_a_seventh_too_high_is_seen(part):
+    """Of an 8B on one GPU; activations and logits are counted exactly in ``test_bounds.py``."""
+    header, rows = bench_plans.read(bench_plans.DATA / "llama-3.1-8b.jsonl")
+    recipe, card = bench_plans.plain_recipe(header["model"]), "h100-80gb"
+    shape, gpu = Target.of(recipe, card).shape, find_gpu(card)
+    shares = []
+    for row in rows:
+        parts = bounds.parts_of(with_settings(recipe, row["settings"]), shape)
+        too_high = {**parts, part: parts[part].scaled(1.15)}
+        device, host = bounds.device_bytes(too_high, gpu), bounds.host_bytes(too_high)
+        shares.append(with_headroom(device) / row["on"][card]["device_bytes"])
+        shares.append(with_headroom(host) / row["on"][card]["host_bytes"])
+    assert max(shares) > 1
+
+
 def test_the_page_has_the_plans_that_are_kept():
     page = bench_plans.PAGE.read_text(encoding="utf-8")
     assert bench_plans.with_plans(page) == page
