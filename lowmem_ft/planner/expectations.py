@@ -1,9 +1,15 @@
 """Rules of thumb for the bytes and seconds of a step and the effort of its estimate: they only start a search.
 
-Unlike the bounds, none of this has to hold. The numbers have the right size for common decoders, so that the first
-combinations that are estimated are near the limits; each estimate corrects them for similar combinations. The shares
-were set by hand against estimates of Llama-3.1-8B in budgets of 12 to 80 GiB; a wrong one costs estimates, never the
-plan.
+Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
+makes (``planner/ranking.py``), so a wrong one costs estimates, never the plan. The shares were set by hand against
+estimates of Llama-3.1-8B in budgets of 12 to 80 GiB. Against the kept samples of 300 combinations each, the median of
+the logarithm of expected over estimated seconds is -0.04 for that model on an H100, -0.02 on an RTX 4090 and -0.11
+for Llama-3.2-1B on an RTX 4060; of device bytes it is -0.03, -0.03 and -0.14. With the level taken out, the median
+error is at most 0.05 of seconds and 0.09 of bytes.
+
+Two replacements were tried. Bounds times a learned factor found the same plan for an 8B in 24 GiB in 192 CPU seconds
+instead of 109. Products, 40 passes of activations, sums, update and exposed copies, with a learned level and without
+the shares of tiles, took 8.2 estimates instead of 8.0 on the kept samples, with a regret of 2.3 % instead of 2.0 %.
 """
 
 from __future__ import annotations
