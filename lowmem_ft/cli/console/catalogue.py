@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
 EntryT = TypeVar("EntryT")
 
 
-class Catalogue(NamedTuple, Generic[EntryT]):
+@dataclass(frozen=True)
+class Catalogue(Generic[EntryT]):
     """A catalogue as its command prints it.
 
     Args:
