@@ -10,6 +10,13 @@ from transformers import Trainer, TrainingArguments, default_data_collator
 
 TOKENS = 64
 
+CHECKPOINTING = next(
+    name
+    for name in ("activation_checkpointing", "gradient_checkpointing")
+    if name in TrainingArguments.__dataclass_fields__
+)
+"""The field as transformers names it since 5.23, or before."""
+
 
 class ProcessHere:
     """In place of ``EstimatingProcess``, whose imports take seconds: what it is asked goes through pickle here too."""

@@ -56,6 +56,12 @@ def _is_tested(library: str, version: str) -> bool:
     return re.match(_MINOR, version) is not None and _minor(first) <= _minor(version) <= _minor(last)
 
 
+def is_before(library: str, version: tuple[int, int]) -> bool:
+    """Return whether a release of a library older than this one is installed."""
+    found = installed_version(library)
+    return found is not None and re.match(_MINOR, found) is not None and _minor(found) < version
+
+
 def tested_range(library: str) -> str:
     """Return the range in words, such as ``torch 2.11 to 2.14``."""
     first, last = TESTED[library]

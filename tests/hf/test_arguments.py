@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+from stock_scripts import CHECKPOINTING
 from transformers import TrainingArguments
 
 from lowmem_ft import hf, load_recipe
@@ -111,7 +112,7 @@ def test_an_override_wins_where_a_trainer_reads_it(tiny):
     [
         ({"optim": "adafactor"}, "optimizer.name"),
         ({"gradient_checkpointing": True}, "checkpointing.mode"),
-        ({"activation_checkpointing": True}, "checkpointing.mode"),
+        ({CHECKPOINTING: True}, "checkpointing.mode"),
         ({"label_smoothing_factor": 0.1}, "loss.label_smoothing_factor"),
         ({"use_liger_kernel": True}, "loss.chunk_tokens"),
     ],
@@ -122,9 +123,8 @@ def test_an_override_of_what_attach_applies_is_refused(override, key, tiny):
 
 
 def test_hfs_checkpointing_is_the_scripts_own_where_the_recipe_has_none(tiny):
-    assert hf.training_arguments(
-        tiny("checkpointing.mode=none"), activation_checkpointing=True
-    ).activation_checkpointing
+    args = hf.training_arguments(tiny("checkpointing.mode=none"), **{CHECKPOINTING: True})
+    assert getattr(args, CHECKPOINTING)
 
 
 def test_fields_that_do_not_exist_are_named_all_at_once(tiny):

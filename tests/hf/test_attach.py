@@ -9,8 +9,9 @@ import pytest
 import torch
 from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
 from roundings import LOSS
+from stock_scripts import CHECKPOINTING
 from tiny_models import tiny_llama
-from transformers import TrainerCallback, TrainingArguments, set_seed
+from transformers import TrainerCallback, set_seed
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
@@ -31,12 +32,6 @@ ON_THE_HOST = (
 LADDER = (*ON_THE_HOST, "tiling.mlp=2", "tiling.head=3", "loss.chunk_tokens=32")
 LORA = ("adapter.name=lora", "adapter.r=4", "checkpointing.mode=full")
 BF16 = {"bf16": True}
-FLAG = next(
-    name
-    for name in ("activation_checkpointing", "gradient_checkpointing")
-    if hasattr(TrainingArguments, name)
-)
-"""As this transformers calls it."""
 
 EXACT = {
     "own loss": ("loss.chunk_tokens=null",),
@@ -203,7 +198,7 @@ def test_the_best_model_is_loaded_where_the_weights_are(tmp_path):
 
 def test_removing_leaves_the_stock_trainer(tmp_path):
     """Under autocast, which Accelerate puts around what is attached."""
-    fields = {**BF16, FLAG: True, "max_steps": 2}
+    fields = {**BF16, CHECKPOINTING: True, "max_steps": 2}
 
     def state_of(trainer):
         """What an attachment could have left, but for how often a trainer has trained."""
@@ -215,9 +210,9 @@ def test_removing_leaves_the_stock_trainer(tmp_path):
     before, layers = state_of(trainer), [vars(layer).keys() for layer in trainer.model.model.layers]
     weights = weights_of(trainer.model)
     handle = hf.attach(trainer, recipe_of("tiling.mlp=2", "checkpointing.mode=full"))
-    assert not getattr(trainer.args, FLAG)
+    assert not getattr(trainer.args, CHECKPOINTING)
     handle.remove()
-    assert getattr(trainer.args, FLAG)
+    assert getattr(trainer.args, CHECKPOINTING)
     assert state_of(trainer) == before
     assert [vars(layer).keys() for layer in trainer.model.model.layers] == layers
 

@@ -16,7 +16,7 @@ import torch.nn.attention.varlen  # noqa: F401 - registers its operators
 from torch import nn
 from upstream_names import NAMES, UpstreamName
 
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
+from lowmem_ft.upstream.tested import is_before
 
 BY_PATH = {name.path: name for name in NAMES}
 
@@ -161,8 +161,10 @@ def problem_with_parameters(entry: UpstreamName, function) -> str | None:
 def test_the_name_is_there_with_the_expected_shape(entry):
     if importlib.util.find_spec(entry.library) is None:
         pytest.skip(f"{entry.library} is not installed")
-    if not (entry.since or (0, 0)) <= TORCH_VERSION < (entry.before or (99, 0)):
-        pytest.skip("other versions of torch have it")
+    if is_before(entry.library, entry.since or (0, 0)) or not is_before(
+        entry.library, entry.before or (9999, 0)
+    ):
+        pytest.skip(f"other versions of {entry.library} have it")
     problem = problem_with(entry)
     assert problem is None, f"{entry.path} {problem}. It is relied on for: {entry.purpose}"
 

@@ -103,3 +103,12 @@ def test_tested_versions_and_libraries_that_nobody_imported_are_not_mentioned(ve
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     tested.warn_if_untested()
     assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    "installed, is_older",
+    [("1.14.2", True), ("1.16.0", False), ("2.0.0.dev1", False), ("unknown", False), (None, False)],
+)
+def test_a_release_older_than_a_version_is_told(installed, is_older, monkeypatch):
+    monkeypatch.setattr(tested, "installed_version", lambda library: installed)
+    assert tested.is_before("trl", (1, 16)) is is_older

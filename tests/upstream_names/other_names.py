@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from upstream_names.upstream_name import called, data, each, replaced
+import dataclasses
+from collections.abc import Iterator
+
+from upstream_names.upstream_name import UpstreamName, called, data, each, replaced
 
 ACCELERATE = (
     *data("accelerate.state.PartialState", "_shared_state", "its device is chosen again in a trace", "dict"),
@@ -60,6 +63,14 @@ DEEPSPEED = (
     ),
 )
 
+
+def _head_kernels(module: str) -> Iterator[UpstreamName]:
+    yield replaced(module, "_use_triton", "device", "its way over Triton, without having it")
+    yield replaced(module, "_addmm_fp32", "acc a b", "products that CUDA sums in float32")
+    yield from data(module, "_MM_OUT_DTYPE", "whether it knows those products", "bool")
+    yield from data(module, "_backward_kernel", "a pass over tiles of logits")
+
+
 TRL = (
     replaced(
         "trl.trainer.grpo_trainer.GRPOTrainer",
@@ -68,19 +79,31 @@ TRL = (
         "completions without generating them",
     ),
     *(
-        row
-        for module in ("chunked_logprob", "chunked_divergence")
+        dataclasses.replace(
+            row, since=(1, 16)
+        )  # lowmem_ft.virtual_gpu.upstream.trl_kernels follows none before
         for row in (
-            replaced(
-                f"trl.kernels.{module}", "_use_triton", "device", "its way over Triton, without having it"
+            *_head_kernels("trl.kernels.chunked_logprob"),
+            *_head_kernels("trl.kernels.chunked_divergence"),
+            replaced("trl.trainer.utils", "_use_triton", "device", "which positions are scored"),
+            *data("trl.kernels.chunked_logprob", "_forward_kernel", "a pass over a tile of logits"),
+            *data(
+                "trl.kernels.chunked_divergence", "_stats_kernel _jsd_kernel", "passes over tiles of logits"
             ),
-            replaced(f"trl.kernels.{module}", "_addmm_fp32", "acc a b", "products that CUDA sums in float32"),
-            *data(f"trl.kernels.{module}", "_MM_OUT_DTYPE", "whether it knows those products", "bool"),
-            *data(f"trl.kernels.{module}", "_backward_kernel", "a pass over tiles of logits"),
         )
     ),
-    *data("trl.trainer.utils", "_CHUNKED_LOGPROB_CHUNK_SIZE", "how wide a tile of logits is", "int"),
-    replaced("trl.trainer.utils", "_use_triton", "device", "which positions are scored"),
-    *data("trl.kernels.chunked_logprob", "_forward_kernel", "a pass over a tile of logits"),
-    *data("trl.kernels.chunked_divergence", "_stats_kernel _jsd_kernel", "passes over tiles of logits"),
+    *data(
+        "trl.trainer.utils",
+        "_CHUNKED_LOGPROB_CHUNK_SIZE",
+        "how wide a tile of logits is",
+        "int",
+        since=(1, 15),
+    ),
+    *data(
+        "trl.trainer.sft_trainer",
+        "_CHUNKED_LM_HEAD_CHUNK_SIZE",
+        "how many tokens have logits at once",
+        "int",
+        before=(1, 15),
+    ),
 )

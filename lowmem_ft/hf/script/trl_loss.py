@@ -1,8 +1,8 @@
 """The loss of TRL's SFTTrainer in a recipe's terms: the chunk size of our loss that takes as many bytes.
 
 TRL works on tiles of tokens and vocabulary in the type of the products, and writes their gradient into them; ours works
-on all logits of some tokens and holds them in float32 next to a copy in that type. Source: TRL 1.16.0,
-``kernels/chunked_logprob.py``.
+on all logits of some tokens and holds them in float32 next to a copy in that type. Before 1.15, TRL
+works on all logits of some tokens, too. Source: TRL 1.16.0, ``kernels/chunked_logprob.py``.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.config import LossConfig
 from lowmem_ft.upstream.patches import existing
+from lowmem_ft.upstream.tested import is_before
 
 _OURS_IN_HALF, _OURS_IN_FLOAT32 = 6, 4
 """Bytes per logit in our chunk, as in the recipe's help."""
@@ -34,6 +35,13 @@ def _tile_shape() -> tuple[int, int]:
     return existing(chunked_logprob, "TOKEN_CHUNK_SIZE"), existing(utils, "_CHUNKED_LOGPROB_CHUNK_SIZE")
 
 
+def _tokens_of_a_chunk() -> int:
+    """Return the tokens whose logits TRL computes at once before 1.15, for its whole vocabulary."""
+    from trl.trainer import sft_trainer
+
+    return existing(sft_trainer, "_CHUNKED_LM_HEAD_CHUNK_SIZE")
+
+
 def trl_loss(recipe: Recipe, vocabulary: int, reading: Reading) -> LossConfig:
     """Return the loss group of the recipe of an ``SFTTrainer``.
 
@@ -44,6 +52,8 @@ def trl_loss(recipe: Recipe, vocabulary: int, reading: Reading) -> LossConfig:
     """
     training, most_tokens = recipe.training, recipe.training.per_device_train_batch_size
     most_tokens *= recipe.data.max_length or 1
+    if is_before("trl", (1, 15)):
+        return LossConfig(chunk_tokens=min(most_tokens, _tokens_of_a_chunk()))
     vocabulary = vocabulary or _tile_shape()[1]
     is_half = training.mixed_precision != "no" or recipe.model.dtype != "float32"
     taken = _bytes_of_trl(most_tokens, vocabulary, is_half=is_half, on_cpu=training.use_cpu)

@@ -2,6 +2,7 @@
 
 Without Triton, or on a device not named ``cuda``, TRL computes the same steps in torch: half a dozen float32
 copies of a tile, and a score for every position. A GPU under Linux, where torch includes Triton, never runs those.
+Before 1.16, TRL does not ask that, and its heads are traced in torch: as TRL 1.14 computes them on a GPU, too.
 Sources: TRL 1.16.0, ``kernels/chunked_logprob.py``, ``kernels/chunked_divergence.py``, ``trainer/utils.py``.
 """
 
@@ -19,6 +20,7 @@ from torch import Tensor
 from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.upstream.on_import import when_imported, wrap_when_imported
 from lowmem_ft.upstream.patches import existing, replace, wrap
+from lowmem_ft.upstream.tested import is_before
 from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 
 _KERNELS = {
@@ -34,6 +36,8 @@ _WRITES = "_backward_kernel"
 
 def trl_kernels_as_on_cuda(undo: contextlib.ExitStack) -> None:
     """Let TRL's heads use Triton on the virtual device until a stack is undone, whether imported before or later."""
+    if is_before("trl", (1, 16)):
+        return
     _register_cost()
     for name in _ASKS:
         wrap_when_imported(undo, name, "", "_use_triton", _use_triton)

@@ -1,7 +1,7 @@
 """What hf.attach would save is what the script takes with hf.attach written into it."""
 
 import pytest
-from stock_scripts import trainer_of
+from stock_scripts import CHECKPOINTING, trainer_of
 from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassification
 
 from lowmem_ft import hf, load_recipe
@@ -105,7 +105,7 @@ def test_a_script_that_attaches_a_recipe_is_told_so(tmp_path):
 
 
 def test_settings_are_those_that_the_trainer_allows(tmp_path):
-    smoothed = trainer_of(tmp_path, label_smoothing_factor=0.1, activation_checkpointing=True)
+    smoothed = trainer_of(tmp_path, label_smoothing_factor=0.1, **{CHECKPOINTING: True})
     settings = settings_of(smoothed)
     assert "loss.chunk_tokens=null" in settings  # smoothing takes the labels away from the model
     assert {"checkpointing.mode=full", "offload.activations=inputs", "offload.optimizer=host"} <= set(

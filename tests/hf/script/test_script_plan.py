@@ -7,7 +7,7 @@ import logging
 from types import SimpleNamespace
 
 import pytest
-from stock_scripts import ProcessHere, trainer_of
+from stock_scripts import CHECKPOINTING, ProcessHere, trainer_of
 
 from lowmem_ft import UserError, estimate_memory, hf
 from lowmem_ft.hf.script.script_plan import plan_for
@@ -54,7 +54,7 @@ def test_a_budget_that_cannot_be_had_is_refused(tmp_path):
 
 
 def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_path, caplog):
-    trainer = trainer_of(tmp_path, activation_checkpointing=True)
+    trainer = trainer_of(tmp_path, **{CHECKPOINTING: True})
     with caplog.at_level(logging.INFO, "lowmem_ft.hf"):
         attached = hf.attach(trainer, plan="auto", budget="4GiB")
     assert attached.differences == ()
@@ -64,12 +64,12 @@ def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_p
         attached.recipe.checkpointing.mode == "full"
     )  # it fits as it is; a CPU has no clock to tell better by
     assert attached.recipe.budget.device == "4GiB"
-    assert not trainer.args.activation_checkpointing
+    assert not getattr(trainer.args, CHECKPOINTING)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     attached.remove()
-    assert trainer.args.activation_checkpointing
-    stock = trainer_of(tmp_path, activation_checkpointing=True)
+    assert getattr(trainer.args, CHECKPOINTING)
+    stock = trainer_of(tmp_path, **{CHECKPOINTING: True})
     stock.train()
     assert losses == pytest.approx(
         [entry["loss"] for entry in stock.state.log_history if "loss" in entry], abs=1e-5
@@ -77,7 +77,7 @@ def test_attached_as_planned_with_the_scripts_own_checkpointing_taken_over(tmp_p
 
 
 def test_a_plan_without_checkpointing_is_not_overruled_by_the_scripts_flag(tmp_path, monkeypatch):
-    trainer = trainer_of(tmp_path, activation_checkpointing=True)
+    trainer = trainer_of(tmp_path, **{CHECKPOINTING: True})
     recipe = hf.recipe_from(trainer)
     chosen = dataclasses.replace(recipe, checkpointing=CheckpointingConfig(mode="none"))
     monkeypatch.setattr(attaching, "plan_for", lambda trainer, budget: SimpleNamespace(recipe=chosen))

@@ -2,11 +2,15 @@
 
 import pytest
 import torch
-from trl.kernels import chunked_logprob
 from trl.trainer import utils
 
+from lowmem_ft.upstream.tested import is_before
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
+
+if is_before("trl", (1, 16)):
+    pytest.skip("TRL's own kernels are followed from 1.16 on", allow_module_level=True)
+from trl.kernels import chunked_logprob
 
 N, H, V, TILE = 5000, 64, 40_000, 32_768
 ROWS = chunked_logprob.TOKEN_CHUNK_SIZE
