@@ -159,7 +159,7 @@ class AccelerateRuntime(RunRuntime):
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
-        """Write all in the main process, or a part in each; see ``session_files.py`` and ``sharded_files.py``."""
+        """Write all in the main process, or a part in each; see ``run_files.py`` and ``sharded_files.py``."""
         if self._is_sharded:
             writer = ShardWriter(folder, identity, self.process_index, self.num_processes)
             return save_shards(session, tokenizer, folder, writer, is_main=self.is_main)

@@ -110,7 +110,7 @@ import os, signal, sys
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.foundation.errors import DataError
-from lowmem_ft.training.checkpoints import session_files
+from lowmem_ft.training.checkpoints import run_files
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]
 next_window, count = DataStream.next_window, 0
@@ -130,8 +130,8 @@ def full_disk(*args):
 
 DataStream.next_window = third_window
 if what == "disk":
-    assert session_files.save_model
-    session_files.save_model = full_disk
+    assert run_files.save_model
+    run_files.save_model = full_disk
 sys.exit(main())
 """
 

@@ -17,8 +17,9 @@ from lowmem_ft.techniques import precision
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.checkpoints import checkpoint, session_files
+from lowmem_ft.training.checkpoints import checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.checkpoints.run_files import RunFiles
 from lowmem_ft.training.distributed import process_group
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.session import Session
@@ -139,7 +140,7 @@ def test_a_loss_that_is_not_finite_is_skipped_though_every_gradient_is(make_sess
 
 
 def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monkeypatch):
-    monkeypatch.setattr(session_files, "save_trained", lambda *args: None)
+    monkeypatch.setattr(RunFiles, "save_trained", lambda *args: None)
     session, scaler = make_session(init_scale=8.0, growth_interval=3)
     train_step(session, [batch])
     progress = Progress(position=DataPosition(seed=1), step=1)

@@ -1,13 +1,19 @@
-"""The files of a run: the trained model, and a session to continue from."""
+"""The files of a run: the trained model, and a session to continue from: its weights and optimizer state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.training.checkpoints.session_files import load_session, save_session, save_trained
+from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, by_file, cut_tensors, num_rows, shard_files
+from lowmem_ft.models.saving import save_model, save_tokenizer
+from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.session import Session
 
@@ -24,7 +30,11 @@ class RunFiles(Processes):
             CheckpointError: if the folder, read back, does not hold the weights.
         """
         if self.is_main:
-            save_trained(session, tokenizer, folder)
+            with session.techniques.at_rest():
+                if session.techniques.save(folder):
+                    save_tokenizer(tokenizer, folder)
+                else:
+                    save_model(session.unwrapped_model, tokenizer, folder)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
@@ -43,17 +53,103 @@ class RunFiles(Processes):
         Raises:
             CheckpointError: if the folder, read back, does not hold the trained weights.
         """
-        return save_session(session, tokenizer, folder) if self.is_main else {}
+        if not self.is_main:
+            return {}
+        self.save_trained(session, tokenizer, folder)
+        state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
+        write_state(state.tensors.items(), folder)
+        return state.scalars
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
         """Restore what :meth:`save_session` wrote, except the model's own weights: it was built from the folder.
 
         Args:
-            session: receives adapters and the optimizer's state; every process calls this.
-            folder: a checkpoint.
+            session: receives adapters and the optimizer's state, of sharded parameters this process's part; every
+                process calls this, in any number of processes.
+            folder: a checkpoint that one process wrote, or several.
             optimizer_scalars: the result of :meth:`save_session`.
 
         Raises:
             CheckpointError: if they are not those of this run.
         """
-        load_session(session, folder, optimizer_scalars)
+        session.techniques.load(folder)
+        named_parameters = session.unwrapped_model.named_parameters()
+        with session.techniques.at_rest():
+            state = saved_state(folder, optimizer_scalars)
+            import_optimizer_state(session.optimizer, named_parameters, state, weights_saved_in(folder))
+
+
+def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, writes: bool = True) -> None:
+    """Write the tensors of an optimizer's state to files.
+
+    Args:
+        tensors: tensors by their names in :class:`~lowmem_ft.optimizers.OptimizerState`. If they are gathered from
+            several processes while they are iterated, all processes call this, and one that fails to write continues to
+            iterate.
+        folder: an existing folder.
+        writes: whether this process writes.
+
+    Raises:
+        OSError: if a file cannot be written.
+        SafetensorError: likewise.
+    """
+    problem: Exception | None = None
+    for index, shard in enumerate(by_file(tensors, lambda tensor: tensor.nbytes)):
+        if writes and problem is None:
+            contiguous = {name: tensor.detach().contiguous() for name, tensor in shard.items()}
+            try:
+                save_file(contiguous, folder / f"optimizer-{index:05d}.safetensors")
+            except Exception as error:
+                # Of any type: the other processes would wait for what this one does not gather.
+                problem = error
+    if problem is not None:
+        raise problem
+
+
+def weights_saved_in(folder: Path) -> Callable[[str], torch.Tensor | None]:
+    """Return a function that reads a checkpoint's weight by its name, and returns None if there is no such weight."""
+    weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
+    cut_weights = cut_tensors(shard_files(folder, MODEL))
+
+    def saved_weight(name: str) -> torch.Tensor | None:
+        return cut_weights[name][...] if name in cut_weights else weights.get(name)
+
+    return saved_weight
+
+
+def saved_state(folder: Path, scalars: dict[str, Any]) -> OptimizerState:
+    """Return the optimizer state of a checkpoint, whose tensors are read lazily.
+
+    Args:
+        folder: a checkpoint that one process wrote, or several.
+        scalars: the result of :meth:`RunFiles.save_session`.
+    """
+    cut = cut_tensors(shard_files(folder, OPTIMIZER))
+    if not cut:
+        return OptimizerState(
+            tensors=_TensorsOfFiles(sorted(folder.glob("optimizer-*.safetensors"))), scalars=scalars
+        )
+    parts = {
+        name: StateParts(tensor.parts, [num_rows(values) for _, values in tensor.parts])
+        for name, tensor in cut.items()
+    }
+    return OptimizerState(tensors=parts, scalars=scalars)
+
+
+class _TensorsOfFiles(Mapping[str, torch.Tensor]):
+    """The tensors of safetensors files by name, each read on access and not kept."""
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files: dict[str, Any] = {}
+        for file in files:
+            opened: Any = safe_open(file, framework="pt", backend="pread")
+            self._files.update(dict.fromkeys(opened.keys(), opened))
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)

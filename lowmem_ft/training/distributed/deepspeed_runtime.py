@@ -35,7 +35,7 @@ from lowmem_ft.training.accelerate_runtime import (
     make_accelerator,
     refuse_another_launch,
 )
-from lowmem_ft.training.checkpoints.session_files import saved_state, weights_saved_in, write_state
+from lowmem_ft.training.checkpoints.run_files import saved_state, weights_saved_in, write_state
 from lowmem_ft.training.distributed.deepspeed_state import EngineState
 from lowmem_ft.training.session import Session
 
