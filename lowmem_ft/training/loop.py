@@ -38,6 +38,7 @@ from lowmem_ft.training.distributed.process_group import join_processes
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
 from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
+from lowmem_ft.training.export.model_card import model_card
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
@@ -431,18 +432,23 @@ class TrainingRun:
         self.session.close()
         in_vain = not_retried("It ran out while the finished model was saved.")
         with self.memory.during("save"), in_vain:
+            progress, upload = self.progress, self.recipe.training.push_to_hub and not problems
+            readme = model_card(
+                self.recipe,
+                steps=progress.step,
+                tokens=progress.tokens,
+                loss=progress.loss,
+                evaluation=evaluation,
+                memory=self.memory.rows(),
+            )
             save_finished_model(
                 self.session,
                 self.runtime,
                 self.tokenizer,
                 self.folder,
                 self.recipe,
-                steps=self.progress.step,
-                tokens=self.progress.tokens,
-                loss=self.progress.loss,
-                evaluation=evaluation,
-                memory=self.memory.rows(),
-                upload=self.recipe.training.push_to_hub and not problems,
+                readme=readme,
+                upload=upload,
             )
             if not problems:
                 self._delete_old_checkpoints()  # a process killed after its last save may have left some

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import logging
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.memory.comparison import Row
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
-from lowmem_ft.training.evaluation import EvaluationResult
 from lowmem_ft.training.export.hub_upload import upload_model
-from lowmem_ft.training.export.model_card import model_card
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
@@ -29,27 +25,31 @@ def save_finished_model(
     folder: RunFolder,
     recipe: Recipe,
     *,
-    steps: int,
-    tokens: int,
-    loss: float | None,
-    evaluation: EvaluationResult | None,
-    memory: Sequence[Row],
+    readme: str,
     upload: bool,
 ) -> None:
     """Write ``model/`` (weights, tokenizer, generation config, model card), check it, and upload it if asked to.
 
     Every process calls this.
 
+    Args:
+        session: the session whose weights are trained.
+        runtime: knows the other processes.
+        tokenizer: saved with the model.
+        folder: the run's folder.
+        recipe: for the upload.
+        readme: the text of its README.md, the model card.
+        upload: whether to upload the folder.
+
     Raises:
         CheckpointError: if it cannot be written; the checkpoints are untouched.
         UserError: if the upload fails; the folder stays.
     """
     target = folder.model_folder
-    card = model_card(recipe, steps=steps, tokens=tokens, loss=loss, evaluation=evaluation, memory=memory)
     with folder_of_all(target, runtime) as partial, one_step_of_all(target, runtime):
         runtime.save_trained(session, tokenizer, partial)
         if runtime.is_main:
-            (partial / "README.md").write_text(card, "utf-8")
+            (partial / "README.md").write_text(readme, "utf-8")
     with runtime.failing_together():
         if upload and runtime.is_main:
             upload_model(target, recipe.training, default_name=folder.path.name)
