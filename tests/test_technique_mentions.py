@@ -40,17 +40,17 @@ TECHNIQUES = {
         words="parameter[_ ]?streaming|stream(ed|s|ing)?[_ ](float32 )?(weights?|layers?|head)|resident_layers",
     ),
     "optimizer offload": Known(
-        home="techniques/optimizer_offload.py",
+        home="techniques/offload/optimizer_offload.py",
         keys=("offload.optimizer",),
         words="optimizer_?offload|state_on_host",
     ),
     "vertical order": Known(
-        home="techniques/vertical_accumulation.py",
+        home="techniques/accumulation/vertical_accumulation.py",
         keys=("accumulation.order",),
         words="vertical",
     ),
     "activation offload": Known(
-        home="techniques/activation_offload.py",
+        home="techniques/offload/activation_offload.py",
         keys=("offload.activations",),
         words="activations?_?offload(?!ing)",
     ),

@@ -22,8 +22,8 @@ from lowmem_ft.models.loading import compute_dtype, load_model_config, weights_d
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.quantization import log_quantization, quantization_config, quantize_linear_layers
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
-from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.tensors.local_shards import rows_of
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
@@ -191,7 +191,7 @@ class VirtualRuntime(Runtime):
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
-        """Call :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, for several processes of which one exists."""
+        """Call :func:`enable_fsdp2`, for several processes of which one exists."""
         if self._is_sharded:
             self.machine.attribution.name_modules(model)  # with its adapters, while its parameters are whole
             mesh = init_device_mesh(self.device.type, (self.num_processes,))

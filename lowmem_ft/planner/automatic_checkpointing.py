@@ -37,7 +37,7 @@ from lowmem_ft.planner.planning import OnProgress, explained, only_looking, sear
 from lowmem_ft.planner.search import Need, Search
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.space.search_space import Dimension, Settings, Space, space_over
-from lowmem_ft.techniques.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
 Mode = Literal["none", "full", "selective"]
 

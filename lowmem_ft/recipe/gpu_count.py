@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lowmem_ft.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.techniques.config import DistributedConfig, Strategy
+from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
 
 
 def on_gpus(recipe: Recipe, gpu: str | None, *, is_planned: bool = False) -> tuple[Recipe, str | None]:

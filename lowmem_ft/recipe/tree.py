@@ -11,15 +11,13 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.training_config import TrainingConfig
-from lowmem_ft.techniques.config import (
-    AccumulationConfig,
-    AdapterConfig,
-    CheckpointingConfig,
-    DistributedConfig,
-    LossConfig,
-    OffloadConfig,
-    TilingConfig,
-)
+from lowmem_ft.techniques.accumulation.config import AccumulationConfig
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.distributed.config import DistributedConfig
+from lowmem_ft.techniques.loss.config import LossConfig
+from lowmem_ft.techniques.offload.config import OffloadConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
 
 
 @dataclass(frozen=True, kw_only=True)

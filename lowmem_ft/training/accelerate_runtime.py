@@ -29,8 +29,8 @@ from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.sharded_weights import weights_in_shards
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.training_config import require_tracker
-from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
-from lowmem_ft.techniques.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.distributed.gradient_averaging import sum_bucket
 from lowmem_ft.training.distributed.launch import processes_here
@@ -109,7 +109,7 @@ class AccelerateRuntime(RunRuntime):
             return super().master_weights(config, hf_config)
 
     def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
-        """Shard with :func:`lowmem_ft.techniques.fully_sharded.enable_fsdp2`, over all processes."""
+        """Shard with :func:`enable_fsdp2`, over all processes."""
         if self._is_sharded:
             # If some are frozen, adapters are saved.
             is_saved = all(parameter.requires_grad for parameter in model.parameters())

@@ -39,21 +39,21 @@ from lowmem_ft.optimizers import (
 )
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
-from lowmem_ft.techniques.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
-from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
-from lowmem_ft.techniques.fully_sharded import FullySharded
+from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
+from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
-from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming, enable_parameter_streaming
 from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
-from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.tensors.finiteness import some_of
 from lowmem_ft.tensors.local_shards import first_element
 from lowmem_ft.tensors.logical_size import logical_numel

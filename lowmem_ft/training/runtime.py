@@ -25,8 +25,8 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
-from lowmem_ft.techniques.fully_sharded import FullySharded
+from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.training.distributed.gradient_averaging import (
     average_gradients,
     copy_from_main_process,

@@ -19,7 +19,8 @@ from lowmem_ft.host import copy_engine
 from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques import activation_offload, optimizer_in_backward
+from lowmem_ft.techniques import optimizer_in_backward
+from lowmem_ft.techniques.offload import activation_offload
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.knob import Checkpointed, Effect
 from lowmem_ft.optimizers.table import Capability, optimizers_that
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.overrides import parse_overrides
-from lowmem_ft.techniques.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
 FACTORS: dict[str, dict[str, Choice]] = {
     "family": {name: (f"model={name}",) for name in ("llama", "qwen2", "gemma2", "gpt2", "qwen3_moe")},

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from lowmem_ft.host import copy_engine, pinned_memory, side_stream
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import chunked_optimizer
-from lowmem_ft.techniques import optimizer_offload
+from lowmem_ft.techniques.offload import optimizer_offload
 from lowmem_ft.virtual_gpu.races.happens_before import COMPUTE, HOST, HappensBefore, Memory, Span
 
 aten = torch.ops.aten

@@ -18,9 +18,9 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.host.side_stream import SideStream
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
-from lowmem_ft.techniques.activation_offload import OffloadPool
+from lowmem_ft.techniques.offload.activation_offload import OffloadPool
+from lowmem_ft.techniques.offload.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
-from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream

@@ -14,7 +14,7 @@ from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques.optimizer_offload import NUM_SLOTS
+from lowmem_ft.techniques.offload.optimizer_offload import NUM_SLOTS
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
 

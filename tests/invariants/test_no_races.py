@@ -7,7 +7,7 @@ from ground_truth.checked_streams import checked_gpu, kept_by, leave_out_each, o
 from ground_truth.copy_cases import CASES, SHARED_CASES, steady
 from ladder_rungs import RUNGS
 
-from lowmem_ft.techniques.fully_sharded import FullySharded
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 
 SHORT = (*(rung.name for rung in RUNGS[1::2]), "+ weights streamed, not clipped", "pageable, clipped")
 """Every other rung; `slow` has all cases, at their full depth."""

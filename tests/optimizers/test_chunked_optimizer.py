@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
-from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
+from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu import machine

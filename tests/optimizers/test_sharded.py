@@ -124,11 +124,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import LlamaConfig, LlamaForCausalLM
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
-from lowmem_ft.techniques import config as options
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.loss.config import LossConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
-from lowmem_ft.techniques.optimizer_offload import enable_optimizer_offload
+from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 
 folder, formats = sys.argv[1], json.loads(sys.argv[2])
@@ -141,9 +143,9 @@ def run(dtype, master, state):
     torch.manual_seed(0)
     model = LlamaForCausalLM(shape).to(getattr(torch, dtype)).train()
     rows = torch.randint(131, (4, 12, 16))
-    enable_checkpointing(model, options.CheckpointingConfig(mode="full"))
-    enable_tiled_mlp(model, options.TilingConfig(mlp=2))
-    enable_chunked_loss(model, options.LossConfig(chunk_tokens=16), options.TilingConfig())
+    enable_checkpointing(model, CheckpointingConfig(mode="full"))
+    enable_tiled_mlp(model, TilingConfig(mlp=2))
+    enable_chunked_loss(model, LossConfig(chunk_tokens=16), TilingConfig())
     if world > 1:
         exact = MixedPrecisionPolicy(reduce_dtype=torch.float32)
         for layer in model.model.layers:

@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
+from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.tensors.storage_tracker import StorageTracker

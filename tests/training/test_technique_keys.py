@@ -12,12 +12,11 @@ from transformers import AutoConfig
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.techniques import config
 
 KEYS = {
     path: key
     for path, key in recipe_keys().items()
-    if key.config_class.__module__ == config.__name__ and not path.startswith("distributed.")
+    if key.config_class.__module__.startswith("lowmem_ft.techniques.") and not path.startswith("distributed.")
 }
 """Of one process; ``test_fsdp2.py`` has those of several."""
 KEYS["optimizer.in_backward"] = recipe_keys()["optimizer.in_backward"]

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.techniques.config import LossConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
+from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 

@@ -24,8 +24,11 @@ from lowmem_ft.hf.trainers.supported_models import problem_with_class
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.techniques.config import AdapterConfig, CheckpointingConfig, LossConfig, OffloadConfig
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.offload.config import OffloadConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -10,7 +10,7 @@ from __future__ import annotations
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.techniques.config import LossConfig
+from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.upstream.patches import existing
 from lowmem_ft.upstream.tested import is_before
 

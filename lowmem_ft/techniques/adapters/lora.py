@@ -23,7 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
-from lowmem_ft.techniques.config import AdapterConfig
+from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of

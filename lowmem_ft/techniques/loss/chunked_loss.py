@@ -20,13 +20,14 @@ from torch.nn import functional as F
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.techniques.config import LossConfig, TilingConfig
+from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.techniques.tiling.config import TilingConfig
 
 __all__ = ["enable_chunked_loss"]
 

@@ -17,9 +17,9 @@ from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.techniques.config import OffloadConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, SupportsDeferredUpdates

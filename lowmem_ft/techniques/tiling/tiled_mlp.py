@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
-from lowmem_ft.techniques.config import TilingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
 
 __all__ = ["enable_tiled_mlp"]

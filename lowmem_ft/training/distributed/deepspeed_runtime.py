@@ -27,7 +27,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.techniques.config import ONE_PROCESS, DistributedConfig
+from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.gradients.norm import norm_in_float32
 from lowmem_ft.training.accelerate_runtime import (
     AccelerateRuntime,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.techniques.config import DistributedConfig, Strategy
+from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,16 +36,19 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import free_device_bytes
-from lowmem_ft.techniques.float32_accumulation import Float32Accumulation, enable_float32_accumulation
-from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.techniques.optimizer_in_backward import InBackward
-from lowmem_ft.techniques.vertical_accumulation import (
+from lowmem_ft.techniques.accumulation.float32_accumulation import (
+    Float32Accumulation,
+    enable_float32_accumulation,
+)
+from lowmem_ft.techniques.accumulation.vertical_accumulation import (
     RowsCannotBeCutError,
     VerticalAccumulation,
     check_vertical_accumulation,
     enable_vertical_accumulation,
 )
+from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit

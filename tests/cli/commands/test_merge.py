@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 pytest.importorskip("peft")
 
 from lowmem_ft.cli import main
+from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.techniques.config import AdapterConfig
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 IDS = torch.arange(40).view(2, 20)

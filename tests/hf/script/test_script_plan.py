@@ -15,7 +15,7 @@ from lowmem_ft.hf.trainers import attaching
 from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.techniques.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,16 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.techniques.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.config import CheckpointingConfig, LossConfig, OffloadConfig, TilingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
+from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute, wrap_method
+from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.offload.config import OffloadConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
 
 
 class Doubling:

@@ -14,11 +14,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError, UserError
 from lowmem_ft.host.copy_engine import CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
-from lowmem_ft.techniques.config import OffloadConfig, TilingConfig
+from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
+from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
-from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

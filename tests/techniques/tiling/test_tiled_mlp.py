@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.config import CheckpointingConfig, TilingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

@@ -7,7 +7,7 @@ import torch
 from accelerate import PartialState
 from torch import nn
 
-from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.training.distributed.gradient_averaging import average_gradients
 from lowmem_ft.training.loop import train
 

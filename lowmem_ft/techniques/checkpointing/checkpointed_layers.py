@@ -11,13 +11,14 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.foundation.errors import raise_problems
-from lowmem_ft.techniques.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.selective_checkpointing import (
+    KeepAttentionOutputs,
+    refuse_unfused_attention,
+)
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
-from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs, refuse_unfused_attention
 from lowmem_ft.techniques.technique import Technique
-
-__all__ = ["enable_checkpointing"]
 
 log = logging.getLogger(__name__)
 

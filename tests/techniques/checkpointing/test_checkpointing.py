@@ -11,8 +11,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.techniques.checkpointing import CheckpointingConfig, enable_checkpointing
-from lowmem_ft.techniques.selective_checkpointing import KeepAttentionOutputs
+from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.selective_checkpointing import KeepAttentionOutputs
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32

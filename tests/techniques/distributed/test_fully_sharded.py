@@ -23,13 +23,17 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
 from lowmem_ft.tensors.local_shards import local_part
-from lowmem_ft.techniques import config as options
-from lowmem_ft.techniques.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.distributed.config import DistributedConfig
+from lowmem_ft.techniques.loss.config import LossConfig
+from lowmem_ft.techniques.offload.config import OffloadConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
+from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.fully_sharded import enable_fsdp2
+from lowmem_ft.techniques.distributed.fully_sharded import enable_fsdp2
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.techniques.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 
 folder, sharded, techniques = sys.argv[1], sys.argv[2] == "sharded", json.loads(sys.argv[3])
 if sharded:
@@ -40,15 +44,15 @@ shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=6, 
 def measured(checkpointing="none", vertical=False, offload=False, tiles=1):
     torch.manual_seed(0)
     model = LlamaForCausalLM(shape).train()
-    enable_tiled_mlp(model, options.TilingConfig(mlp=tiles))
-    enable_checkpointing(model, options.CheckpointingConfig(mode=checkpointing))
+    enable_tiled_mlp(model, TilingConfig(mlp=tiles))
+    enable_checkpointing(model, CheckpointingConfig(mode=checkpointing))
     if offload:
-        enable_activation_offload(model, options.OffloadConfig(activations="inputs"), HostMemory(torch.device("cpu")))
+        enable_activation_offload(model, OffloadConfig(activations="inputs"), HostMemory(torch.device("cpu")))
     if vertical:
         enable_vertical_accumulation(model, 1, keeps_inputs_alone=True)
-    enable_chunked_loss(model, options.LossConfig(chunk_tokens=64))
+    enable_chunked_loss(model, LossConfig(chunk_tokens=64))
     if sharded:
-        enable_fsdp2(model, options.DistributedConfig(), init_device_mesh("cpu", (dist.get_world_size(),)))
+        enable_fsdp2(model, DistributedConfig(), init_device_mesh("cpu", (dist.get_world_size(),)))
     optimizer = create_optimizer(model, OptimizerConfig(), learning_rate=1e-3)
     ids = torch.randint(128, (8, 32))
     tracker = StorageTracker()

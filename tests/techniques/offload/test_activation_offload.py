@@ -12,10 +12,11 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.techniques import activation_offload
-from lowmem_ft.techniques.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
-from lowmem_ft.techniques.config import CheckpointingConfig, OffloadConfig
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.offload import activation_offload
+from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 ROWS, TOKENS, HIDDEN = 2, 64, 128

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.techniques.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 
 MICRO_BATCHES = 64
 

@@ -1,0 +1,1 @@
+"""Gradients of several micro-batches: their sums, and the order in which they come."""

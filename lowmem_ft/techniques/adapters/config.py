@@ -1,0 +1,81 @@
+"""The keys of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.packages import require_package
+from lowmem_ft.memory.least_memory import as_it_is, gone_unless
+
+MOST_RANK = 32_768
+"""Twice the width of the widest open model (Llama 3.1 405B); once the model is known, its own width is the limit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterConfig:
+    """Small trained matrices next to frozen weights, by PEFT's names (``peft.LoraConfig``)."""
+
+    name: Literal["none", "lora"] = knob(
+        "none",
+        "lora: the model's own weights are frozen, and low-rank matrices are trained in addition.",
+        frees=(
+            "gradients and optimizer state of everything except the adapters (less than 1 % of the parameters)"
+        ),
+        costs="other mathematics: the update of each matrix has rank r, and needs a higher learning rate",
+        effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
+        tries=("none", "lora"),
+        leaves={
+            **dict.fromkeys(("state", "gradients", "sums", "activations", "saved"), gone_unless("none")),
+            "outer": as_it_is,
+        },
+    )
+    r: int = knob(16, "Rank of the adapters.")
+    lora_alpha: float = knob(32.0, "The adapters' product is scaled by lora_alpha / r (rsLoRA: / sqrt(r)).")
+    lora_dropout: float = knob(0.0, "Dropout before the adapters.")
+    target_modules: tuple[str, ...] = knob(
+        ("all-linear",),
+        ("Names of the layers that get adapters; all-linear: every linear layer except for the head."),
+    )
+    use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
+    use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
+
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        if self.name == "none" and self != AdapterConfig():
+            yield "adapter settings need adapter.name=lora, got none. Set it, or leave them out."
+        if not 1 <= self.r <= MOST_RANK:
+            yield f"adapter.r is from 1 to {MOST_RANK}, got {self.r}. Try 16."
+        if not self.lora_alpha > 0:
+            yield f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r."
+        if not 0 <= self.lora_dropout < 1:
+            yield f"adapter.lora_dropout is from 0 to below 1, got {self.lora_dropout}. Try 0.05."
+        if not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
+            yield (
+                "adapter.target_modules is [all-linear], or names of layers such as [q_proj, v_proj]; got "
+                f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
+            )
+
+    def refuse_rank(self, hidden_size: int) -> None:
+        """Reject a rank above that of any matrix of the model.
+
+        Raises:
+            UserError: if it is.
+        """
+        if self.name == "lora" and self.r > hidden_size:
+            raise UserError(
+                f"adapter.r is at most the model's hidden_size of {hidden_size}, which is the rank of its largest "
+                f"matrix, got {self.r}. Try 16, or train all weights with adapter.name=none."
+            )
+
+    def require_packages(self) -> None:
+        """Reject adapters if the package that creates them is not installed.
+
+        Raises:
+            MissingPackageError: if it is not installed.
+        """
+        if self.name == "lora":
+            require_package("adapter.name=lora", "peft", "lora")

@@ -1,0 +1,119 @@
+"""The keys that choose the decoder layers which keep only their input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.knob import Checkpointed, Effect, knob
+from lowmem_ft.memory.least_memory import Held, StepFacts, as_it_is
+
+
+def _inputs_of_checkpointed(held: Held, mode: str, step: StepFacts) -> Held:
+    """Leave out what selective checkpointing keeps: nothing with dropout or without a fused attention kernel."""
+    return held.scaled(step.share_checkpointed)
+
+
+def _activations_of_others(held: Held, mode: str, step: StepFacts) -> Held:
+    return held.scaled(1.0 - step.share_checkpointed)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointingConfig:
+    """The decoder layers that keep only their input between forward and backward."""
+
+    mode: Literal["none", "full", "selective", "auto"] = knob(
+        "none",
+        "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it also "
+        "keeps the attention's output instead of computing it again; auto: before a run, choose the fastest of these "
+        "modes, and of the numbers of layers to exclude, that fits the budget.",
+        frees=(
+            "a layer's activations except for its input: about 47 bytes * tokens * hidden in bf16 (Llama 3's shape, "
+            "sdpa)"
+        ),
+        costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
+        "for 2 bytes * tokens * hidden a layer in bf16",
+        effects={mode: Effect(cost="time") for mode in ("full", "selective", "auto")},
+        tries=("none", "selective", "full"),
+        leaves={"inputs": _inputs_of_checkpointed, "activations": _activations_of_others},
+    )
+    every_n_layers: int = knob(
+        1,
+        "Checkpoint layers 0, n, 2n, ...; 1 checkpoints every layer.",
+        frees="1: the activations of the layers in between",
+        costs="1: one more forward of these layers",
+        effects={1: Effect(cost="time")},
+        counts_layers="period",
+        leaves={"inputs": as_it_is, "activations": as_it_is},
+        tries=(1,),
+    )
+    skip_last_layers: int = knob(
+        0,
+        "Exclude the last n layers: backward reaches them first, so their activations live shortest.",
+        frees="0: the activations of n layers",
+        costs="0: one more forward of these layers",
+        effects={0: Effect(cost="time")},
+        counts_layers="last",
+        tries=(48, 32, 24, 16, 8, 4, 0),
+        leaves={"inputs": as_it_is, "activations": as_it_is},
+    )
+
+    @property
+    def checkpointed(self) -> Checkpointed:
+        """The layers that are checkpointed; with ``auto`` as many as have to be."""
+        if self.mode == "none":
+            return "no layer"
+        return "every layer" if self.takes_every_layer else "some layers"
+
+    def share_of(self, num_layers: int) -> float:
+        """Return the share of so many layers that are checkpointed."""
+        if self.mode == "none" or not num_layers:
+            return 0.0
+        return len(range(0, num_layers - self.skip_last_layers, self.every_n_layers)) / num_layers
+
+    @property
+    def takes_every_layer(self) -> bool:
+        """True if no layer is left out, provided that any is checkpointed at all."""
+        return (self.every_n_layers, self.skip_last_layers) == (1, 0)
+
+    def refuse_unchosen(self) -> None:
+        """Reject ``mode="auto"``, which only a planner can resolve.
+
+        Raises:
+            UserError: if ``mode`` is auto.
+        """
+        if self.mode == "auto":
+            raise UserError(
+                "checkpointing.mode=auto must be resolved for a budget before a model is built or estimated, got a "
+                "recipe that still has it. Use lowmem_ft.plan_checkpointing(recipe, budget, gpu).recipe, or set "
+                "checkpointing.mode=full."
+            )
+
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break for any model; layer numbers are checked once a model is there."""
+        if self.every_n_layers < 1:
+            yield (
+                f"checkpointing.every_n_layers must be at least 1, got {self.every_n_layers}. "
+                "Set it to 1 to checkpoint every layer."
+            )
+        if self.skip_last_layers < 0:
+            yield (
+                f"checkpointing.skip_last_layers must be at least 0, got {self.skip_last_layers}. Set it to 0 to "
+                "exclude no layer."
+            )
+        if self.mode == "auto" and not self.takes_every_layer:
+            yield (
+                "checkpointing.mode=auto chooses the layers itself, got "
+                f"every_n_layers={self.every_n_layers} and skip_last_layers={self.skip_last_layers}. "
+                "Leave these out, or set checkpointing.mode=full."
+            )
+
+    def problems_with(self, num_layers: int) -> Iterator[str]:
+        """Yield the rules that these values break for a model with ``num_layers`` layers."""
+        if self.mode != "none" and self.skip_last_layers >= num_layers:
+            yield (
+                f"checkpointing.skip_last_layers must be from 0 to {num_layers - 1} with a model of {num_layers} "
+                f"layers, got {self.skip_last_layers}. To checkpoint no layer set checkpointing.mode=none."
+            )

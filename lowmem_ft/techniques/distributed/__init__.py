@@ -1,0 +1,1 @@
+"""A model shared among several processes."""

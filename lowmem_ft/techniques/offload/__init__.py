@@ -1,0 +1,1 @@
+"""Tensors kept in host memory: activations, and the optimizer's state."""
