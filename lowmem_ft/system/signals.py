@@ -215,18 +215,23 @@ def signals_end_at_once(leaves: str) -> Iterator[None]:
     """
     replaced: set[int] = set()
     reader, writer = socket.socketpair()
+    ending = threading.Lock()
+
+    def end(number: int, frame: FrameType | None = None) -> None:
+        if ending.acquire(blocking=False):  # by the thread or, once that hears nothing, by the handler
+            _end(number, frame, leaves)
 
     def new(number: int, before: Any) -> Any:
         is_ours = str(getattr(before, "__module__", "")).startswith("lowmem_ft.")
         if not is_ours and before is not signal.default_int_handler:
             return None
         replaced.add(number)
-        return lambda number, frame: None  # and not SIG_IGN: the socket hears nothing of an ignored signal
+        return end
 
-    def end() -> None:
+    def listen() -> None:
         while came := reader.recv(1):
             if came[0] in replaced:
-                _end(came[0], None, leaves)
+                end(came[0])
 
     with reader, writer, handlers(new):
         if not replaced:
@@ -234,7 +239,7 @@ def signals_end_at_once(leaves: str) -> Iterator[None]:
             return
         writer.setblocking(False)
         descriptor_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-        thread = threading.Thread(target=end, name="lowmem_ft signals", daemon=True)
+        thread = threading.Thread(target=listen, name="lowmem_ft signals", daemon=True)
         thread.start()
         try:
             yield
