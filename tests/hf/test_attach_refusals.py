@@ -36,6 +36,17 @@ def test_what_was_decided_as_the_model_was_made_is_named_with_both_all_at_once(t
         assert f"leave {setting.partition('=')[0]} out" in problem
 
 
+def test_a_recipe_for_a_model_of_another_shape_is_listed_with_both(tmp_path):
+    trainer, _ = trainer_of(tmp_path)
+    handle = hf.attach(trainer, recipe_of("model=llama-3.1-8b"))
+    (difference,) = [one for one in handle.differences if one.key == "model.name_or_path"]
+    layers, name = trainer.model.config.num_hidden_layers, handle.recipe.model.name_or_path
+    assert difference.recipes == "llama-3.1-8b"
+    assert difference.used == "trainer"
+    assert difference.trainers.startswith(f"{name} (")
+    assert f"num_hidden_layers {layers}, not 32" in difference.trainers
+
+
 @pytest.mark.parametrize(
     "fields, settings, words",
     [

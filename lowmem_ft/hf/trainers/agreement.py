@@ -8,7 +8,7 @@ refused.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -27,6 +27,8 @@ from lowmem_ft.hf.trainers.shared_settings import (
     plain,
 )
 from lowmem_ft.hf.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.model_files import text_fields
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import as_typed, key_with, recipe_keys
@@ -134,7 +136,7 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     ]
     _take_settings(agreement, trainer)
     _take_model(agreement, trainer.model)
-    problems = asked_by_flag(agreement, trainer.args)
+    problems = list(asked_by_flag(agreement, trainer.args))
     of_kind = list(problems_of_kind(agreement.recipe, kind))
     for row in refused_defaults(agreement.recipe, kind):
         agreement.set(row.key, row.off)
@@ -250,10 +252,29 @@ def _take_model(agreement: Agreement, model: Any) -> None:
     agreement.follow_model("model.quantization", quantization_of(causal_lm))
     if attention in recipe_keys()["model.attn_implementation"].choices or own.attn_implementation != "auto":
         agreement.follow_model("model.attn_implementation", attention)
-    agreement.set(
-        "model.name_or_path", own.name_or_path or causal_lm.name_or_path or type(causal_lm).__name__
-    )
+    name = causal_lm.name_or_path or type(causal_lm).__name__
+    if own.name_or_path is None:
+        agreement.set("model.name_or_path", name)
+    elif other := ", ".join(_other_shape(own, causal_lm)):
+        agreement.differences.append(
+            Difference(
+                key="model.name_or_path",
+                recipes=own.name_or_path,
+                trainers=f"{name} ({other})",
+                used="trainer",
+            )
+        )
+        agreement.set("model.name_or_path", name)
     _take_adapter(agreement, model)
+
+
+def _other_shape(recipes: ModelConfig, causal_lm: Any) -> Iterator[str]:
+    """Yield what the trainer's model has otherwise than the recipe's, if that is a local folder or in the catalogue."""
+    theirs, ours = causal_lm.config.get_text_config(), text_fields(recipes)
+    for name in ("model_type", "hidden_size", "num_hidden_layers", "vocab_size"):
+        value = getattr(theirs, name, None)
+        if None not in (value, ours.get(name)) and value != ours[name]:
+            yield f"{name} {value}, not {ours[name]}"
 
 
 def _take_adapter(agreement: Agreement, model: Any) -> None:

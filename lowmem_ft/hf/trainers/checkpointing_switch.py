@@ -23,29 +23,28 @@ _FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument, and its older name."""
 
 
-def asked_by_flag(agreement: Agreement, args: Any) -> list[str]:
-    """Let the recipe recompute what the trainer's flag asks for; return what it cannot take over, in words."""
+def asked_by_flag(agreement: Agreement, args: Any) -> Iterator[str]:
+    """Let the recipe recompute what the trainer's flag asks for; yield what it cannot take over, in words."""
     if not any(getattr(args, flag, False) for flag in _FLAGS):
-        return []
+        return
     options = dict(_options(args))
     options.pop("use_reentrant", None)  # both give the same numbers
     every_n_layers = options.pop("every_n_layers", 1)
     config = agreement.recipe.checkpointing
-    problems = [
-        f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
-        f"{CHECKPOINTING_OPTIONS.get(name, 'checkpointing.mode=full')} does it."
-        for name, value in options.items()
-        if value
-    ]
+    for name, value in options.items():
+        if value:
+            yield (
+                f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
+                f"{CHECKPOINTING_OPTIONS.get(name, 'checkpointing.mode=full')} does it."
+            )
     if config.mode == "none":
         agreement.set("checkpointing.mode", "full")
         agreement.set("checkpointing.every_n_layers", every_n_layers)
     elif every_n_layers not in (1, config.every_n_layers):
-        problems.append(
+        yield (
             f"checkpointing.every_n_layers={config.every_n_layers} differs from the trainer's "
             f"every_n_layers={every_n_layers} in gradient_checkpointing_kwargs. Change one of them."
         )
-    return problems
 
 
 def _options(args: Any) -> dict[str, Any]:
