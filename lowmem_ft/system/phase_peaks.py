@@ -20,6 +20,12 @@ from lowmem_ft.system.memory_meter import (
 class PhasePeaks:
     """The peaks of one device by phase; phases follow one another, and one that repeats keeps its highest peak.
 
+    ``monitoring.MemoryMeter`` is for users and reads the same counters; it cannot take this one's place, because a run
+    writes other numbers than it has. A run's peaks count from the process's start, as a limit of its host does, where
+    the meter counts from its block; a phase on a CPU begins without what the C library kept of the one before; and
+    where the system cannot reset a peak there are no phases, where the meter has what is held as a phase begins and
+    ends. Each reads its peak before the other resets it.
+
     Attributes:
         by_phase: the most held in each phase: bytes of tensors on CUDA, of the process on a CPU. Empty if the system
             keeps one peak for all of them.
