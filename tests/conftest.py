@@ -54,7 +54,7 @@ def _seeded():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def whole_heap():
     """For tests of what walks over the objects that Python knows: all of them, imported ones too."""
     gc.unfreeze()

@@ -15,8 +15,6 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring import LeakFinder, find_leaks
 from lowmem_ft.monitoring.holders import holder_of
 
-pytestmark = pytest.mark.usefixtures("whole_heap")
-
 KEPT_BY_MODULE = []
 
 
@@ -59,6 +57,7 @@ def test_a_clean_loop_has_no_leak(gpu):
         assert find_leaks(Model("cuda").step).growths == ()
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_each_kind_is_found_and_told_apart():
     model = Model()
     in_closure = []
@@ -181,6 +180,7 @@ def test_a_loop_of_ones_own_is_watched_as_long_as_it_takes():
     assert "kept[1]" in finder.report.leaks[0].holder
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_the_collector_runs_again_once_there_is_a_report():
     """The loop around may have thousands of steps to go, each with garbage in circles."""
     assert gc.isenabled()
@@ -239,6 +239,7 @@ def generator(held):
     yield held
 
 
+@pytest.mark.usefixtures("whole_heap")
 def test_holders_are_named_through_what_python_has():
     holder = Slotted()
     holder.inner = {"a": [torch.zeros(1)]}

@@ -53,8 +53,8 @@ def test_a_few_shapes_tell_the_seconds_of_all(order, recipe, chats, wide, monkey
     draw = random.Random(0)
     settings = (
         f"model.name_or_path={wide}",
-        f"data={chats([min(900, int(draw.lognormvariate(4, 1))) for _ in range(120)])}",
-        "data.eval_size=20",
+        f"data={chats([min(900, int(draw.lognormvariate(4, 1))) for _ in range(80)])}",
+        "data.eval_size=16",
         "data.max_length=1024",
         "training.num_train_epochs=1",
         f"accumulation.order={order}",
