@@ -44,9 +44,9 @@ from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
-from lowmem_ft.training.random_seed import seed_generators
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.run.progress import ProgressDisplay
+from lowmem_ft.training.run.random_seed import seed_generators
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run.run_memory import RunMemory
 from lowmem_ft.training.run.run_metrics import RunMetrics

@@ -22,7 +22,7 @@ from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.checkpoints.run_files import RunFiles
 from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
-from lowmem_ft.training.random_seed import import_random_state
+from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.schedule import create_scheduler
 

@@ -12,10 +12,10 @@ import pytest
 from processes import LIMIT_SECONDS
 
 import lowmem_ft
-from lowmem_ft import preflight
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.commands import train as train_command
 from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.preflight import train as preflight
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
@@ -144,7 +144,7 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
 
 
 STOPPED = {
-    "lowmem_ft.preflight.train": ["train", "recipe=tiny"],
+    "lowmem_ft.preflight.train.train": ["train", "recipe=tiny"],
     "lowmem_ft.recipe.load_recipe": ["train", "recipe=tiny"],
     "lowmem_ft.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],

@@ -20,7 +20,7 @@ from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import optimizer_in_backward
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding
-from lowmem_ft.virtual_gpu import machine
+from lowmem_ft.virtual_gpu import tracing_machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing import clock
@@ -127,7 +127,7 @@ def compare(
         return tracing.trace_recipe(recipe, lambda: virtual, extend=False).trace
 
     in_rounds = trace()
-    monkeypatch.setattr(machine, "abridged_for", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tracing_machine, "abridged_for", lambda _: contextlib.nullcontext())
     full = trace()
     assert num_kernels(in_rounds) < num_kernels(full)
     assert totals(in_rounds) == totals(full)

@@ -15,7 +15,7 @@ from lowmem_ft.optimizers.table import optimizers_that
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.virtual_gpu import machine
+from lowmem_ft.virtual_gpu import tracing_machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.timing import clock
 
@@ -300,7 +300,7 @@ def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, m
         return virtual.trace()
 
     few = trace()
-    monkeypatch.setattr(machine, "abridged_for", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(tracing_machine, "abridged_for", lambda _: contextlib.nullcontext())
     every = trace()
     assert len(few.work) < len(every.work)
     assert work_and_copies(few) == work_and_copies(every)

@@ -49,7 +49,7 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import (
     read_manifest,
 )
 from lowmem_ft.training.checkpoints.saved_files import MANIFEST
-from lowmem_ft.training.random_seed import export_random_state
+from lowmem_ft.training.random_state import export_random_state
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 

@@ -111,7 +111,10 @@ def test_arguments_made_from_a_shipped_recipe_agree_with_it():
         recipe = load_recipe(name, ["training.use_cpu=true"])
         precision = types.SimpleNamespace(mixed_precision=recipe.training.mixed_precision)
         trainer = types.SimpleNamespace(args=hf.sft_config(recipe), accelerator=precision, model=model)
-        assert agree(trainer, recipe, "SFTTrainer").differences == [], name
+        differences = agree(trainer, recipe, "SFTTrainer").differences
+        assert {difference.key for difference in differences} <= {"model.name_or_path"}, (
+            name
+        )  # a tiny one trains
 
 
 OVERRIDDEN = {

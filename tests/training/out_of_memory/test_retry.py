@@ -20,7 +20,7 @@ from lowmem_ft.training.out_of_memory import retry
 from lowmem_ft.training.out_of_memory.error import NotRetried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
-from lowmem_ft.training.random_seed import export_random_state, import_random_state
+from lowmem_ft.training.random_state import export_random_state, import_random_state
 
 CPU = torch.device("cpu")
 BF16 = ("model.dtype=bfloat16", "optimizer.master=split16")

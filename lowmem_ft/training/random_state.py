@@ -1,4 +1,4 @@
-"""The seed of a run, and the state of every random generator that it draws from, as JSON."""
+"""The state of every random generator that training draws from, as JSON."""
 
 from __future__ import annotations
 
@@ -7,14 +7,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import set_seed
-
-from lowmem_ft.recipe import TrainingConfig
-
-
-def seed_generators(config: TrainingConfig, process_index: int = 0) -> None:
-    """Seed Python's, numpy's and torch's generators; each process draws other numbers."""
-    set_seed(config.seed + process_index, deterministic=config.full_determinism)
 
 
 def export_random_state(device: torch.device) -> dict[str, Any]:
