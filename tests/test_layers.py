@@ -32,6 +32,20 @@ def test_no_module_imports_one_that_imports_it():
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
 
 
+def test_modules_import_ours_at_their_top():
+    """Except for commands, which start faster so."""
+    within = [
+        f"{name}: {ast.unparse(node)}"
+        for name, path in MODULES.items()
+        if not name.startswith("lowmem_ft.cli")
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, (ast.Import, ast.ImportFrom)) and "lowmem_ft" in ast.unparse(node)
+    ]
+    assert within == []
+
+
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "lowmem_ft").rglob("*.py")

@@ -24,6 +24,9 @@ from typing import Any
 
 import lowmem_ft
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.estimate import estimate_memory
+from lowmem_ft.estimator.traces import tracing
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.timeline import Timeline
@@ -151,9 +154,6 @@ def serve() -> None:
                 pickle.dump((kind, value), answers)
                 answers.flush()
 
-        import lowmem_ft.estimator.estimate  # noqa: F401 - needed for the answers, imported while the parent is busy
-        from lowmem_ft.estimator.traces import tracing
-
         logging.getLogger(tracing.__name__).addHandler(_Teller(say))
         while True:
             try:
@@ -184,7 +184,4 @@ class _Teller(logging.Handler):
 
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
     """Call :func:`lowmem_ft.estimate_memory` and drop the single allocations, which are a lot of data to hand over."""
-    from lowmem_ft.estimator.estimate import estimate_memory
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-
     return dataclasses.replace(estimate_memory(recipe, gpu, kept=KeptTraces.of_user()), timeline=Timeline())

@@ -1,1 +1,12 @@
 """The compact update as one Triton kernel, and the check whether it can be used."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowmem_ft.foundation.lazy_exports import lazy_exports
+
+if TYPE_CHECKING:  # the kernel's file needs Triton
+    from lowmem_ft.optimizers.triton.triton_kernel import OPTIONS, ROWS, update_chunk  # noqa: F401
+
+__getattr__ = lazy_exports(__name__)

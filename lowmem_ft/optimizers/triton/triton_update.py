@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem_ft.optimizers import triton as with_kernel  # its names import the library when they are used
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
 from lowmem_ft.optimizers.updates.adamw import AdamW
@@ -132,16 +133,14 @@ def update_in_triton(
     element: int,
 ) -> None:
     """Launch the kernel, as an operator: a trace, without Triton and values, sees what it reads and writes."""
-    from lowmem_ft.optimizers.triton.triton_kernel import OPTIONS, ROWS, update_chunk
-
     # A dummy tensor fills each pointer that the compiled kernel does not use.
     values = [*averages, *[weight] * (2 - len(averages))]
     scales = [*scales, *[weight] * (2 - len(scales))]
     num_elements = weight.numel()
-    kernel: Any = update_chunk
+    kernel: Any = with_kernel.update_chunk
     on_device = torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext()
     with on_device:  # Triton launches on the current device's stream, regardless of its tensors' device
-        kernel[(-(-num_elements // (ROWS * BLOCK)),)](
+        kernel[(-(-num_elements // (with_kernel.ROWS * BLOCK)),)](
             _raw(weight),
             _raw(weight if beside is None else beside),
             _raw(gradient),
@@ -163,8 +162,8 @@ def update_in_triton(
             UNSIGNED_OCTAVES=UNSIGNED_OCTAVES,
             IN_VECTORS=num_elements % VECTOR == 0,
             VECTOR=VECTOR,
-            ROWS=ROWS,
-            **OPTIONS,
+            ROWS=with_kernel.ROWS,
+            **with_kernel.OPTIONS,
         )
 
 

@@ -6,6 +6,7 @@ import contextlib
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
 from lowmem_ft.training.distributed.launched_gpus import own_gpu
 from lowmem_ft.training.distributed.rendezvous import explained_joining, rendezvous
@@ -34,12 +35,7 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
             recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu
         )
     with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
-        return _runtime_of(launched, folder), launched
-
-
-def _runtime_of(launched: Recipe, folder: RunFolder) -> AccelerateRuntime:
-    if launched.distributed.strategy not in ("zero2", "zero3"):
-        return AccelerateRuntime.create(launched.training, folder.path, launched.distributed)
-    from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
-
-    return DeepSpeedRuntime.create(launched.training, folder.path, launched.distributed)
+        runtime = (
+            DeepSpeedRuntime if launched.distributed.strategy in ("zero2", "zero3") else AccelerateRuntime
+        )
+        return runtime.create(launched.training, folder.path, launched.distributed), launched
