@@ -46,6 +46,44 @@ def test_modules_import_ours_at_their_top():
     assert within == []
 
 
+def test_what_only_its_own_file_uses_is_private():
+    """Except for rules, whose decorator lists them, what ``__all__`` names, and what is part of a public name."""
+    files = [*MODULES.values(), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
+    users = Counter(word for path in files for word in set(re.findall(r"\w+", path.read_text())))
+    trees = {name: ast.parse(path.read_text()).body for name, path in MODULES.items()}
+    published = {
+        word
+        for body in trees.values()
+        for node in body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+        for word in re.findall(r"\w+", ast.unparse(node.value))
+    }
+    found = []
+    for name, body in trees.items():
+        for node in body:
+            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
+                continue
+            is_rule = any(ast.unparse(decorator).startswith("reads(") for decorator in node.decorator_list)
+            others = (word for other in body if other is not node for word in public_words(other))
+            if users[node.name] == 1 and not is_rule and node.name not in {*published, *others}:
+                found.append(f"{name}.{node.name}")
+    assert found == []
+
+
+def public_words(statement):
+    """The words in a statement's public signatures, annotations and base classes, and in tables at module level."""
+    is_table = isinstance(statement, (ast.Assign, ast.AnnAssign))
+    parts = [statement] if is_table else []
+    for node in ast.walk(statement):
+        if isinstance(node, ast.FunctionDef) and (node.name == "__init__" or not node.name.startswith("_")):
+            parts += [node.args, node.returns]
+        elif isinstance(node, ast.AnnAssign):
+            parts.append(node.annotation)
+        elif isinstance(node, ast.ClassDef):
+            parts += node.bases
+    return {word for part in parts if part is not None for word in re.findall(r"\w+", ast.unparse(part))}
+
+
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for path in (ROOT / "lowmem_ft").rglob("*.py")

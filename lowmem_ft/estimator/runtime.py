@@ -72,7 +72,7 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
 
 
 @dataclass(frozen=True)
-class VirtualFiles:
+class _VirtualFiles:
     """Files on a disk of unlimited size, which the machine's timeline shows as such.
 
     Args:
@@ -179,7 +179,7 @@ class VirtualRuntime(Runtime):
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """Return host memory without a limit: the estimate says whether it is within the budget."""
-        files = None if folder is None else VirtualFiles(Path(folder), self.machine.recorder)
+        files = None if folder is None else _VirtualFiles(Path(folder), self.machine.recorder)
         return HostMemory(
             self.device, is_limited=False, files=files, on_allocation=self.machine.take_host_memory
         )

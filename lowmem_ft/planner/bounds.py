@@ -249,13 +249,8 @@ def device_bytes(parts: StepParts, gpu: Gpu) -> Any:
         parts: of one recipe, or of many as arrays.
         gpu: the device.
     """
-    forward = parts["gathered"].device + parts["sums"].device + activation_bytes(parts)
+    forward = parts["gathered"].device + parts["sums"].device + _activation_bytes(parts)
     return gpu.context_bytes + weight_and_state_bytes(parts) + np.maximum(gradient_bytes(parts), forward)
-
-
-def bytes_after_backward(parts: StepParts) -> Any:
-    """Return the device bytes of weights, state and gradients at the end of the last backward pass."""
-    return weight_and_state_bytes(parts) + gradient_bytes(parts)
 
 
 def weight_and_state_bytes(parts: StepParts) -> Any:
@@ -268,7 +263,7 @@ def gradient_bytes(parts: StepParts) -> Any:
     return np.maximum(parts["gradients"].device, parts["sums"].device)
 
 
-def activation_bytes(parts: StepParts) -> Any:
+def _activation_bytes(parts: StepParts) -> Any:
     """Return the least device bytes that autograd keeps, at the end of the last forward pass."""
     return sum(parts[part].device for part in ("inputs", "activations", "logits"))
 

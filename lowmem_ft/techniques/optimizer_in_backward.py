@@ -77,7 +77,7 @@ class SupportsSliceUpdates(Protocol):
 
 
 @dataclass(frozen=True)
-class Pending:
+class _Pending:
     """Scale and hyperparameters of an update, as of the step that its gradients belong to.
 
     Args:
@@ -112,7 +112,7 @@ class InBackward(Technique):
         self._taken: set[tuple[nn.Parameter, int]] = set()
         self._kept = _KeptGradients(device, optimizer, None if self.updates_at_once else memory)
         self._deferred: set[nn.Parameter] = set()
-        self._pending: dict[nn.Parameter, Pending] = {}
+        self._pending: dict[nn.Parameter, _Pending] = {}
         self._is_updating = False
         self._side = SideStream(device)
         # Python's garbage collector does not see that torch holds these hooks: one that referred to its parameter, as
@@ -255,7 +255,7 @@ class InBackward(Technique):
         self._update(now, self._scale)
         if len(now) < len(kept):
             self._side.forget_fork()  # of a forward pass that ended early: these updates are newer
-            step = Pending(self._scale, _hyperparameters(self._optimizer))
+            step = _Pending(self._scale, _hyperparameters(self._optimizer))
             self._pending |= {parameter: step for parameter in kept if parameter in self._deferred}
 
     def _update(

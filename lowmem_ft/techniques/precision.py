@@ -81,7 +81,7 @@ hyperparameters.
 
 
 @runtime_checkable
-class SupportsUpdateHooks(Protocol):
+class _SupportsUpdateHooks(Protocol):
     """An optimizer that announces which part of which parameter it updates, in a step or in backward."""
 
     def register_update_hook(self, hook: UpdateHook) -> RemovableHandle:
@@ -103,7 +103,7 @@ class LostUpdateMeter(Technique):
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        if isinstance(optimizer, SupportsUpdateHooks):
+        if isinstance(optimizer, _SupportsUpdateHooks):
             super().__init__(self._log_total, optimizer.register_update_hook(self._before_update).remove)
         else:
             super().__init__(

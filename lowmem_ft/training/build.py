@@ -180,7 +180,7 @@ def build_session(
         model,
         recipe,
         host_memory,
-        adapters=adapters_of(model, recipe),
+        adapters=_adapters_of(model, recipe),
         rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
         sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
         finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
@@ -233,7 +233,7 @@ def switch_on(
         model: a causal LM, or a PEFT model around one.
         recipe: names the techniques and the optimizer.
         host_memory: holds offloaded tensors.
-        adapters: from :func:`adapters_of`; empty for a model that already has its adapters.
+        adapters: from :func:`_adapters_of`; empty for a model that already has its adapters.
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
         finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
@@ -288,7 +288,7 @@ def switch_on(
     return SwitchedOn(optimizer, Techniques(*after_forward, *in_forward))
 
 
-def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
+def _adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
     """Yield the recipe's adapters, added to a model before anything that changes its forward."""
     if recipe.adapter.name == "lora":
         base_name = hub_id_of(recipe.model.name_or_path or "")

@@ -27,13 +27,13 @@ def create_scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_
     return get_scheduler(
         config.lr_scheduler_type,
         optimizer,
-        num_warmup_steps=num_warmup_steps(config, num_training_steps),
+        num_warmup_steps=_num_warmup_steps(config, num_training_steps),
         num_training_steps=num_training_steps,
         scheduler_specific_kwargs=config.lr_scheduler_kwargs,
     )
 
 
-def num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
+def _num_warmup_steps(config: TrainingConfig, num_training_steps: int) -> int:
     """Return the optimizer steps of warmup; ``warmup_steps`` below 1 is a share, rounded up as transformers does."""
     if config.warmup_steps >= 1:
         return int(config.warmup_steps)

@@ -17,7 +17,7 @@ from rich.console import Console
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import COMMANDS, main
-from lowmem_ft.cli.console.logs import TerminalHandler
+from lowmem_ft.cli.console.logs import _TerminalHandler
 from lowmem_ft.data.sources.reading import Source
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 
@@ -110,7 +110,7 @@ def test_runs_that_find_no_room_beside_each_other_stand_below(shown, runs):
 
 def test_a_command_in_a_log_line_stays_on_one_line():
     written = io.StringIO()
-    handler = TerminalHandler(
+    handler = _TerminalHandler(
         console=Console(file=written, width=COLUMNS, force_terminal=True, color_system=None)
     )
     told = (
@@ -129,7 +129,7 @@ def test_a_path_in_a_log_line_is_never_cut(told, length):
     written = io.StringIO()
     console = Console(file=written, width=COLUMNS, force_terminal=True, color_system=None)
     path = f"/home/somebody/{'a-long-name/' * 20}"[:length]
-    TerminalHandler(console=console).handle(logging.makeLogRecord({"msg": told.format(path)}))
+    _TerminalHandler(console=console).handle(logging.makeLogRecord({"msg": told.format(path)}))
     lines = written.getvalue().splitlines()
     assert sum(path in line for line in lines) == 1
     assert max(map(len, lines)) <= max(COLUMNS, length + len(":"))

@@ -158,7 +158,7 @@ def step_seconds(trace: Trace, compute: float, link: float) -> float:
         pcie_lanes=GPU.pcie_lanes * link,
     )
     before, end = trace.step_ends
-    return clock.time_of(trace.work, gpu).between(before + 1, end + 1).seconds
+    return clock.Clock(trace.work).times_on(gpu).between(before + 1, end + 1).seconds
 
 
 def num_kernels(trace: Trace) -> int:

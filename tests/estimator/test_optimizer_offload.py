@@ -16,7 +16,7 @@ from lowmem_ft.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.offload.optimizer_offload import NUM_SLOTS
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 FORMATS = ("model.dtype=bfloat16", "optimizer.state=8bit", "optimizer.master=split24")
 BYTES_A_PARAMETER = 1 + 2 * (1 + 4 / 256)
@@ -97,7 +97,7 @@ def test_both_directions_share_the_time_of_a_slow_link(recipe_of):
     """So slow that a step is nothing but copies: it takes about as long as those of one direction."""
     gpu = VirtualGPU("a100-80gb")
     trace = trace_recipe(recipe_of(HOST), lambda: gpu).trace
-    times = time_of(trace.work, dataclasses.replace(gpu.spec, pcie_lanes=0.001))
+    times = Clock(trace.work).times_on(dataclasses.replace(gpu.spec, pcie_lanes=0.001))
     first, last = trace.step_ends
     took = times.ends - times.starts
     copies = sum(took[index] for index in range(first, last) if trace.work[index].kind == "copy")

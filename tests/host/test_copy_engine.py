@@ -13,7 +13,7 @@ from lowmem_ft.host import copy_engine
 from lowmem_ft.host.copy_engine import SOURCES_KEPT, CopyEngine
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.timing.clock import HOST_COPY_RATE, time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import HOST_COPY_RATE, Clock
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def test_a_copy_waits_for_all_computing_before_it_unless_told_what_for(gpu):
     ahead = last_copy(gpu)
     gpu.engine.to_device(gpu.host, target)
     behind = last_copy(gpu)
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     assert times.starts[ahead] < times.ends[kernel]
     assert times.starts[behind] >= times.ends[kernel]
 
@@ -76,7 +76,7 @@ def test_computing_waits_for_a_copy_only_when_told(gpu):
     gpu.engine.wait(late)
     copy = last_copy(gpu)
     waited_for_second = compute(gpu)
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     first_copy = min(index for index, entry in enumerate(gpu.work.entries) if entry.kind == "copy")
     assert times.starts[free] < times.ends[first_copy]
     assert times.starts[waited_for_first] >= times.ends[first_copy]
@@ -88,7 +88,7 @@ def test_both_directions_run_beside_each_other(gpu):
     first = last_copy(gpu)
     gpu.engine.to_host(on_device(gpu), torch.empty_like(gpu.host, pin_memory=True), after=[])
     second = last_copy(gpu)
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     assert times.starts[second] < times.ends[first]
     assert [gpu.work.entries[index].to_host for index in (first, second)] == [False, True]
 
@@ -176,7 +176,7 @@ def test_pageable_memory_is_copied_when_somebody_waits_and_not_before(gpu, pagea
     assert not num_copies(gpu)
     gpu.engine.wait(early)
     assert num_copies(gpu) == 1
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     assert times.starts[last_copy(gpu)] < times.ends[kernel] < times.ends[busy]
 
 
@@ -211,7 +211,7 @@ def test_sources_that_are_forgotten_are_not_copied_any_more(gpu, pageable):
 def test_the_clock_counts_what_the_host_copies_itself(gpu, pageable):
     """A buffer of pinned memory is filled at HOST_COPY_RATE; the device has nothing to do meanwhile."""
     gpu.engine.wait(gpu.engine.to_device(pageable, on_device(gpu)))
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     [fill] = [index for index, entry in enumerate(gpu.work.entries) if entry.kind == "host copy"]
     assert gpu.work.entries[fill].num_bytes == 8 * MIB
     assert times.ends[fill] - times.starts[fill] == pytest.approx(8 * MIB / HOST_COPY_RATE)

@@ -306,7 +306,8 @@ def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, m
     assert work_and_copies(few) == work_and_copies(every)
     assert max(few.timeline.live_bytes()) == max(every.timeline.live_bytes())
     seconds = [
-        clock.time_of(each.work, find_gpu("t4")).between(0, len(each.work)).seconds for each in (few, every)
+        clock.Clock(each.work).times_on(find_gpu("t4")).between(0, len(each.work)).seconds
+        for each in (few, every)
     ]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
 

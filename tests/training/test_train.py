@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import CheckpointError, MissingPackageError, Us
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop
 from lowmem_ft.training.loop import train
-from lowmem_ft.training.schedule import num_warmup_steps
+from lowmem_ft.training.schedule import _num_warmup_steps
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2")
 
@@ -98,7 +98,7 @@ def test_training_lengthens_with_epochs_and_max_steps_goes_before_them(tiny, tmp
 @pytest.mark.parametrize("setting,steps", [(0, 0), (0.05, 6), (0.5, 51), (7, 7), (1, 1)])
 def test_warmup_is_a_number_of_steps_or_a_share_of_them(setting, steps):
     training = load_recipe("tiny", [f"training.warmup_steps={setting}"]).training
-    assert num_warmup_steps(training, 101) == steps
+    assert _num_warmup_steps(training, 101) == steps
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tiny, metrics, tmp_path, monkeypatch, caplog):

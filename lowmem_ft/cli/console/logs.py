@@ -22,7 +22,7 @@ def set_up_logging() -> None:
     console = rich.get_console()
     handler: logging.Handler
     if console.is_terminal:
-        handler = TerminalHandler(console=console)
+        handler = _TerminalHandler(console=console)
         handler.setFormatter(logging.Formatter("%(message)s"))
     else:  # a file or a pipe: rich would wrap each line at 80 columns
         handler = logging.StreamHandler()
@@ -32,10 +32,10 @@ def set_up_logging() -> None:
     logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)
 
 
-class TerminalHandler(RichHandler):
+class _TerminalHandler(RichHandler):
     """Handler that lays out lines as reports do: next to their time and level, with paths whole, for copying."""
 
-    def emit(self, record: logging.LogRecord) -> None:  # noqa: D102
+    def emit(self, record: logging.LogRecord) -> None:
         try:
             time = datetime.fromtimestamp(record.created).strftime("[%X]")
             shown = " " * len(time) if time == self._last_time else time

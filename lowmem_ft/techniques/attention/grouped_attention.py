@@ -31,7 +31,7 @@ REPEATED_HEADS = "sdpa_repeated_heads"
 
 
 @functools.cache
-def needs_repeated_heads(
+def _needs_repeated_heads(
     heads: int, key_heads: int, size: int, dtype: torch.dtype, compute_capability: tuple[int, int]
 ) -> bool:
     """Return whether grouped heads keep torch from a fused kernel that takes separate heads.
@@ -64,7 +64,7 @@ def model_needs_repeated_heads(
     heads = getattr(text, "num_attention_heads", None) or 1
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
-    return needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
+    return _needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
 
 
 @functools.cache
@@ -118,7 +118,7 @@ def causal_attention(
         The output, B x T x H x D.
     """
     device = query_BHTD.device
-    repeats = kernels_of(device) == "cuda" and needs_repeated_heads(
+    repeats = kernels_of(device) == "cuda" and _needs_repeated_heads(
         query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), query_BHTD.dtype, compute_capability(device)
     )
     forward = _repeated_heads_forward if repeats else sdpa_attention_forward

@@ -60,17 +60,17 @@ def border_inputs(
     if position_ids_BT is None:
         return {}
     if implementation == VARLEN_ATTENTION:
-        borders_BE, longest = document_borders(position_ids_BT)
+        borders_BE, longest = _document_borders(position_ids_BT)
         return {_BORDERS: sent_to(borders_BE, device), _LONGEST: longest}
     if implementation == "flash_attention_2" and len(position_ids_BT) == 1:
-        borders_BE, longest = document_borders(position_ids_BT)
+        borders_BE, longest = _document_borders(position_ids_BT)
         borders_E = sent_to(borders_BE[0], device)
         lengths = {"max_length_q": longest, "max_length_k": longest}
         return {"cu_seq_lens_q": borders_E, "cu_seq_lens_k": borders_E, **lengths}
     return {}
 
 
-def document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
+def _document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
     """Return where the documents of each row begin, and where the last ends, counted over all rows end to end.
 
     A row with fewer documents than another repeats its end: documents without tokens, which cost nothing. So the rows

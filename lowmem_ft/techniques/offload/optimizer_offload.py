@@ -142,7 +142,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Visitor:
+class _Visitor:
     """A chunk on the device.
 
     Args:
@@ -195,7 +195,7 @@ class HostStorage:
         """
         assert device.type == self.memory.device.type, (device, self.memory.device)
         written: dict[int, CopyEvent] = {}
-        visitors: deque[Visitor] = deque()
+        visitors: deque[_Visitor] = deque()
         for chunk in chunks:
             visitors.append(self._fetch(chunk))
             if len(visitors) == NUM_SLOTS - 1:
@@ -212,12 +212,12 @@ class HostStorage:
         """Block the host until all state is back in host memory, so that it may be read."""
         self._engine.synchronize()
 
-    def _fetch(self, chunk: Mapping[str, Tensor]) -> Visitor:
+    def _fetch(self, chunk: Mapping[str, Tensor]) -> _Visitor:
         """Start copying a chunk to the next slot."""
         # On a CPU, host and device tensors cannot be told apart: all count as on the host.
         waiting = {name: tensor for name, tensor in chunk.items() if tensor.device.type == "cpu"}
         if not waiting:
-            return Visitor(self._slots[0], {}, dict(chunk), CopyEvent())  # takes no slot, and delays nothing
+            return _Visitor(self._slots[0], {}, dict(chunk), CopyEvent())  # takes no slot, and delays nothing
         slot = self._next_slot(sum(_aligned(tensor.nbytes) for tensor in waiting.values()))
         # Chunks of one visit do not overlap; a visit before this one may have written the same ones.
         after = [slot.free, *(self.written(tensor) for tensor in waiting.values())]
@@ -225,9 +225,9 @@ class HostStorage:
         for name, place in zip(waiting, slot.places_for(waiting.values()), strict=True):
             arrived = self._engine.to_device(waiting[name], place, after=after)
             here[name], after = place, []
-        return Visitor(slot, waiting, here, arrived)
+        return _Visitor(slot, waiting, here, arrived)
 
-    def _receive(self, visitor: Visitor, written: dict[int, CopyEvent]) -> Iterator[dict[str, Tensor]]:
+    def _receive(self, visitor: _Visitor, written: dict[int, CopyEvent]) -> Iterator[dict[str, Tensor]]:
         """Yield the chunk to be updated, then copy it back."""
         self._engine.wait(visitor.arrived)
         yield visitor.here

@@ -24,7 +24,7 @@ from lowmem_ft.virtual_gpu.kernels.type_names import TYPE_NAMES
 _Generator = torch.Generator
 
 
-class VirtualGenerator(_Generator):
+class _VirtualGenerator(_Generator):
     """A generator of the host under another name: it can be seeded and its state saved, but it draws no numbers."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class VirtualGenerator(_Generator):
         return torch.device(DEVICE_TYPE, 0)
 
 
-_virtual_generators: weakref.WeakValueDictionary[int, VirtualGenerator] = weakref.WeakValueDictionary()
+_virtual_generators: weakref.WeakValueDictionary[int, _VirtualGenerator] = weakref.WeakValueDictionary()
 """Generators by address, as an operator gets another Python object for the one passed to it."""
 
 
@@ -51,8 +51,8 @@ def _address(generator: Any) -> int:
 
 def classes_of_cuda(undo: contextlib.ExitStack) -> None:
     """Let a program make generators, streams, events and typed tensors for the virtual GPU until a stack is undone."""
-    replace(undo, torch, "Generator", _chosen_by_device(torch.Generator, VirtualGenerator, "cpu"))
-    replace(undo, torch.cuda, "default_generators", (VirtualGenerator(),))
+    replace(undo, torch, "Generator", _chosen_by_device(torch.Generator, _VirtualGenerator, "cpu"))
+    replace(undo, torch.cuda, "default_generators", (_VirtualGenerator(),))
     replace(undo, torch, "Stream", _chosen_by_device(torch.Stream, VirtualStream, None))
     replace(undo, torch, "Event", _chosen_by_device(torch.Event, VirtualEvent, None))
     typed: dict[str, type] = {}

@@ -75,16 +75,16 @@ def _imports(
 ) -> tuple[Any, ...]:
     if implementation != _NAME:
         return imports(implementation, *args, **kwargs)
-    return flash_attn_func, flash_attn_varlen_func, None, *padding
+    return _flash_attn_func, _flash_attn_varlen_func, None, *padding
 
 
-def flash_attn_func(q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _flash_attn_func(q_BTHD: Tensor, k_BSHD: Tensor, v_BSHD: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Compute ``flash_attn.flash_attn_func`` on fake tensors: B x T x H x D."""
     longest = q_BTHD.size(1), k_BSHD.size(1)
-    return flash_attn_varlen_func(q_BTHD, k_BSHD, v_BSHD, None, None, *longest, *args, **kwargs)
+    return _flash_attn_varlen_func(q_BTHD, k_BSHD, v_BSHD, None, None, *longest, *args, **kwargs)
 
 
-def flash_attn_varlen_func(
+def _flash_attn_varlen_func(
     q_THD: Tensor,
     k_SHD: Tensor,
     v_SHD: Tensor,

@@ -18,9 +18,9 @@ TURING, ADA = (7, 5), (8, 9)
 @pytest.fixture(autouse=True)
 def torch_without_grouped_heads_in_the_memory_efficient_kernel(monkeypatch):
     monkeypatch.setattr(attention_choice, "TORCH_VERSION", (2, 13))
-    grouped_attention.needs_repeated_heads.cache_clear()
+    grouped_attention._needs_repeated_heads.cache_clear()
     yield
-    grouped_attention.needs_repeated_heads.cache_clear()
+    grouped_attention._needs_repeated_heads.cache_clear()
 
 
 def chosen(config, dtype, capability, requested="sdpa"):

@@ -15,9 +15,9 @@ from lowmem_ft.data.batches.batch import LabelledRows
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.techniques.attention.varlen_attention import (
+    _document_borders,
     border_inputs,
     borders_arrive,
-    document_borders,
     register_varlen_attention,
 )
 
@@ -136,7 +136,7 @@ def test_autocast_reaches_the_kernel():
 
 
 def test_borders_count_over_all_rows_and_survive_a_cut():
-    borders_BE, longest = document_borders(POSITIONS_BT)
+    borders_BE, longest = _document_borders(POSITIONS_BT)
     assert longest == 16
     assert borders_BE.dtype == torch.int32
     assert borders_BE.tolist() == [[0, 5, 8, 16], [16, 32, 32, 32], [32, 33, 47, 48]]
@@ -195,7 +195,7 @@ def test_a_piece_of_a_row_has_its_own_borders():
         position_ids_BT=POSITIONS_BT[:1, 5:],
         num_label_tokens=11,
     )
-    borders_BE, longest = document_borders(rows.position_ids_BT)
+    borders_BE, longest = _document_borders(rows.position_ids_BT)
     assert (borders_BE.tolist(), longest) == ([[0, 3, 11]], 8)
 
 

@@ -18,7 +18,7 @@ from lowmem_ft.techniques.offload import optimizer_offload
 from lowmem_ft.techniques.offload.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 CPU = torch.device("cpu")
 CHUNK = 512
@@ -203,7 +203,7 @@ def test_a_slot_is_not_written_before_its_last_chunk_has_left_it(gpu):
     for entry in gpu.work.entries:
         if entry.to_host:  # a slow way home, so that it is the ring that waits
             entry.num_bytes *= 5
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     inward = [index for one_round in rounds for index in one_round[0]]
     outward = [index for one_round in rounds for index in one_round[1]]
     assert len(inward) == len(outward) == 2 * num_chunks
@@ -214,7 +214,7 @@ def test_a_slot_is_not_written_before_its_last_chunk_has_left_it(gpu):
 def test_a_chunk_is_not_fetched_again_before_it_is_home(gpu):
     """The link to the host is the slower one here: it is still busy when the next step begins."""
     (_, outward), (inward, _) = visits(gpu, 2)
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     assert all(times.starts[inward[0]] >= times.ends[index] for index in outward)
 
 
@@ -225,7 +225,7 @@ def test_updates_wait_for_their_chunk_and_copies_home_for_the_update(gpu):
         for index, entry in enumerate(gpu.work.entries)
         if entry.name == "add_" and entry.kind == "kernel"
     ]
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     for arrives, kernel, leaves in zip(inward, kernels, outward, strict=False):
         assert times.ends[arrives] <= times.starts[kernel]
         assert times.ends[kernel] <= times.starts[leaves]
@@ -233,7 +233,7 @@ def test_updates_wait_for_their_chunk_and_copies_home_for_the_update(gpu):
 
 def test_both_directions_and_the_update_overlap(gpu):
     (inward, outward), _ = visits(gpu, 40)
-    times = time_of(gpu.work.entries, gpu.spec)
+    times = Clock(gpu.work.entries).times_on(gpu.spec)
     took = times.ends - times.starts
     copying = sum(took[index] for index in (*inward, *outward))
     from_begin_to_end = times.ends[outward[-1]] - times.starts[inward[0]]

@@ -13,7 +13,7 @@ from lowmem_ft.host.pinned_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.virtual_gpu.device.host_copies import SENT_AT_ONCE_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import Work
-from lowmem_ft.virtual_gpu.replay.timing.clock import time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 LARGE = SENT_AT_ONCE_BYTES + 1
 
@@ -83,7 +83,7 @@ def test_a_copy_that_waits_holds_up_the_host_on_the_clock():
             gpu.work.add(Work("kernel", 0, num_bytes=10 * int(gpu.spec.bandwidth)))
             copy()
             gpu.work.mark("next")
-            return time_of(gpu.work.entries, gpu.spec).starts[-1]
+            return Clock(gpu.work.entries).times_on(gpu.spec).starts[-1]
 
     assert end_of_next(WAITS["to the device, pageable"]) > 10
     assert end_of_next(GOES_ON["to the device, pinned"]) < 0.1

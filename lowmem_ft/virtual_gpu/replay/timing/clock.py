@@ -125,21 +125,6 @@ class Times:
         return Span(seconds=seconds, shares={bound: spent[bound] / total for bound in BOUNDS})
 
 
-def time_of(entries: Sequence[Work], gpu: Gpu) -> Times:
-    """Compute when each entry of a log runs on a GPU.
-
-    Products of float32 matrices use TF32 where torch is set to allow it now.
-
-    Args:
-        entries: the log, in the order of issue.
-        gpu: the GPU.
-
-    Returns:
-        The start and end of each entry.
-    """
-    return Clock(entries).times_on(gpu)
-
-
 class Clock:
     """A log prepared for replays on many GPUs.
 
@@ -162,6 +147,8 @@ class Clock:
 
     def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
         """Compute when each entry of the log runs on a GPU.
+
+        Products of float32 matrices use TF32 where torch is set to allow it now.
 
         Args:
             gpu: the GPU.

@@ -11,7 +11,7 @@ import torch
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing import clock
-from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate, matmul_rate, time_of
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate, matmul_rate
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
 
 LAUNCH = clock.HOST_SECONDS_PER_OPERATOR
@@ -58,7 +58,7 @@ def copying(seconds: float, stream: int = 0, *, blocking: bool = False, to_host:
 
 
 def seconds_of(entries: list[Work], gpu: Gpu = H100) -> float:
-    return time_of(entries, gpu).between(0, len(entries)).seconds
+    return Clock(entries).times_on(gpu).between(0, len(entries)).seconds
 
 
 # --- one stream -------------------------------------------------------------------------------------------------------
@@ -68,7 +68,7 @@ def test_an_8b_step_takes_six_flops_a_parameter_and_token():
     """Matrix products of a Llama-3.1-8B step on 2048 tokens, at the achieved share of the peak."""
     parameters, tokens, products = 8.03e9 - 128256 * 4096, 2048, 32 * 7 * 3
     step = [Work("kernel", 0, flops=round(6 * parameters * tokens / products), dtype="bfloat16")] * products
-    span = time_of(step, H100).between(0, len(step))
+    span = Clock(step).times_on(H100).between(0, len(step))
     assert span.seconds == pytest.approx(
         6 * parameters * tokens / (989e12 * clock.MATMUL_EFFICIENCY), rel=1e-3
     )
@@ -78,14 +78,14 @@ def test_an_8b_step_takes_six_flops_a_parameter_and_token():
 def test_a_kernel_takes_the_longer_of_arithmetic_and_traffic():
     both = computing(0.010)
     both.num_bytes = moving(0.025).num_bytes
-    times = time_of([both], H100)
+    times = Clock([both]).times_on(H100)
     assert times.ends[0] - times.starts[0] == pytest.approx(0.025)
     assert times.between(0, 1).bound_by == "memory bandwidth"
 
 
 def test_small_kernels_are_bound_by_their_launches():
     entries = [computing(1e-6), moving(2e-6)] * 500
-    span = time_of(entries, H100).between(0, 1000)
+    span = Clock(entries).times_on(H100).between(0, 1000)
     assert span.seconds == pytest.approx(1000 * LAUNCH, rel=0.01)
     assert span.bound_by == "kernel launches"
     assert span.shares["compute"] == pytest.approx(500e-6 / span.seconds)
@@ -99,7 +99,7 @@ def several(seconds: float, launches: int) -> Work:
 
 
 def test_an_operator_of_several_small_kernels_takes_the_host_a_launch_each():
-    span = time_of([several(1e-6, 20)] * 50, H100).between(0, 50)
+    span = Clock([several(1e-6, 20)] * 50).times_on(H100).between(0, 50)
     expected = 50 * (LAUNCH + 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH)
     assert span.seconds == pytest.approx(expected, rel=0.01)
     assert span.bound_by == "kernel launches"
@@ -107,18 +107,18 @@ def test_an_operator_of_several_small_kernels_takes_the_host_a_launch_each():
 
 def test_an_operator_begins_with_its_first_launch_and_ends_after_its_last():
     further = 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH
-    times = time_of([several(1e-6, 20)], H100)
+    times = Clock([several(1e-6, 20)]).times_on(H100)
     assert times.starts[0] == pytest.approx(LAUNCH)
     assert times.ends[0] == pytest.approx(LAUNCH + further + 1e-6 / 20)
-    long = time_of([several(0.010, 20)], H100)
+    long = Clock([several(0.010, 20)]).times_on(H100)
     assert long.ends[0] == pytest.approx(LAUNCH + 0.010), "the rest was issued meanwhile"
-    behind = time_of([computing(0.010), several(0.001, 20), computing(0.002)], H100)
+    behind = Clock([computing(0.010), several(0.001, 20), computing(0.002)]).times_on(H100)
     assert behind.ends[2] == pytest.approx(LAUNCH + 0.013), "all of it behind a long one"
 
 
 def test_the_host_runs_ahead_of_long_kernels_until_it_synchronises():
     long, short = computing(0.010), computing(1e-6)
-    times = time_of([long, short, Work("synchronize", 0), short], H100)
+    times = Clock([long, short, Work("synchronize", 0), short]).times_on(H100)
     assert times.starts[1] == pytest.approx(times.ends[0]), "queued long before"
     assert times.ends[2] == pytest.approx(times.ends[1]), "the host waits"
     assert times.starts[3] == pytest.approx(times.ends[2] + LAUNCH), "and issues only then"
@@ -126,7 +126,7 @@ def test_the_host_runs_ahead_of_long_kernels_until_it_synchronises():
 
 def test_a_span_counts_what_its_own_entries_add():
     entries = [computing(0.010), computing(0.020), computing(0.005)]
-    times = time_of(entries, H100)
+    times = Clock(entries).times_on(H100)
     assert times.between(1, 2).seconds == pytest.approx(0.020)
     assert times.between(1, 1).seconds == 0
     assert seconds_of([]) == 0
@@ -150,7 +150,7 @@ def test_a_stream_waits_for_an_event_and_for_nothing_behind_it():
         Work("wait", 0, 0, event=7),
         computing(0.001),
     ]
-    times = time_of(entries, H100)
+    times = Clock(entries).times_on(H100)
     assert times.starts[4] == pytest.approx(times.ends[0])
     assert times.ends[2] > times.ends[4]
 
@@ -166,7 +166,7 @@ def test_waiting_for_copies_is_what_bounds_a_starved_stream():
         Work("wait", 0, 0, event=1),
         computing(0.002),
     ]
-    span = time_of(layer * 10, H100).between(0, 40)
+    span = Clock(layer * 10).times_on(H100).between(0, 40)
     assert span.seconds == pytest.approx(0.102, rel=0.01)
     assert span.bound_by == "host copies"
     assert span.shares["compute"] == pytest.approx(0.020 / 0.102, rel=0.02)
@@ -179,7 +179,7 @@ def test_a_host_that_waits_for_a_copy_starves_the_stream_too():
         Work("synchronize", 0, event=1),
         computing(0.002),
     ]
-    assert time_of(layer * 10, H100).between(0, 40).bound_by == "host copies"
+    assert Clock(layer * 10).times_on(H100).between(0, 40).bound_by == "host copies"
 
 
 def test_each_direction_of_the_link_has_its_own_engine():
@@ -194,13 +194,17 @@ def after_computing(seconds: float, copy: Work) -> list[Work]:
 
 
 def test_a_copy_that_waits_for_an_event_holds_no_other_one_up():
-    times = time_of([*after_computing(0.010, copying(0.020, stream=1)), copying(0.004, stream=2)], H100)
+    times = Clock([*after_computing(0.010, copying(0.020, stream=1)), copying(0.004, stream=2)]).times_on(
+        H100
+    )
     assert times.ends[4] == pytest.approx(0.004, abs=4 * LAUNCH)
     assert times.ends[3] == pytest.approx(0.030, abs=4 * LAUNCH)
 
 
 def test_a_copy_that_is_overtaken_goes_on_afterwards():
-    times = time_of([*after_computing(0.010, copying(0.020, stream=1)), copying(0.014, stream=2)], H100)
+    times = Clock([*after_computing(0.010, copying(0.020, stream=1)), copying(0.014, stream=2)]).times_on(
+        H100
+    )
     assert times.starts[4] == pytest.approx(0.0, abs=4 * LAUNCH)
     assert times.ends[3] == pytest.approx(0.030, abs=4 * LAUNCH)
     assert times.ends[4] == pytest.approx(0.034, abs=4 * LAUNCH)
@@ -218,7 +222,7 @@ def test_a_copy_gets_the_first_moments_that_those_before_it_have_left():
 
 
 def test_a_blocking_copy_holds_the_host():
-    times = time_of([copying(0.010, stream=1, blocking=True), computing(0.001)], H100)
+    times = Clock([copying(0.010, stream=1, blocking=True), computing(0.001)]).times_on(H100)
     assert times.starts[1] == pytest.approx(times.ends[0] + LAUNCH)
 
 
@@ -226,7 +230,7 @@ def test_batched_kernels_equal_kernels_one_by_one():
     """The fast path for runs of kernels against the rule it stands for."""
     torch.manual_seed(0)
     entries = [computing(seconds) for seconds in (torch.rand(300) * 2 * LAUNCH).tolist()]
-    times = time_of(entries, H100)
+    times = Clock(entries).times_on(H100)
     ready = 0.0
     for index, entry in enumerate(entries):
         start = max((index + 1) * LAUNCH, ready)
