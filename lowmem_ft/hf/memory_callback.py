@@ -16,7 +16,7 @@ from lowmem_ft.hf.script.row_lengths import longest_row
 from lowmem_ft.hf.script.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.preflight.estimate_beside import EstimateBeside
+from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.technique import Techniques
@@ -150,7 +150,7 @@ class MemoryCallback(TrainerCallback):
 
 
 def _estimated_beside(recipe: Recipe, args: TrainingArguments, longest: int | None) -> MemoryEstimate | None:
-    with contextlib.closing(EstimateBeside()) as beside:
+    with contextlib.closing(BackgroundEstimate()) as beside:
         beside.begin(recipe, args.device)
         return beside.finish(longest)
 

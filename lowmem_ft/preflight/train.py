@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowmem_ft.foundation.allocator_setting import use_growing_segments
-from lowmem_ft.preflight.estimate_beside import EstimateBeside
+from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.distributed.launch import Launch, as_launched
@@ -38,7 +38,7 @@ def train(recipe: Recipe, folder: RunFolder | None = None, runtime: RunRuntime |
     if recipe.left_to_choose:
         recipe, estimate = with_plan(recipe, folder)
     planned_for_one = None if estimate is None else (as_launched(recipe, Launch()), estimate)
-    preflight = EstimateBeside(known=planned_for_one)
+    preflight = BackgroundEstimate(known=planned_for_one)
     try:
         return train_without_preflight(recipe, folder, runtime, preflight)
     finally:

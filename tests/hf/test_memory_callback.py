@@ -9,12 +9,12 @@ from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import DoesNotFitError, hf
 from lowmem_ft.budget import Budget
-from lowmem_ft.preflight import estimate_beside
+from lowmem_ft.preflight import background_estimate
 
 
 @pytest.fixture
 def here(monkeypatch):
-    monkeypatch.setattr(estimate_beside, "EstimatingProcess", ProcessHere)
+    monkeypatch.setattr(background_estimate, "EstimatingProcess", ProcessHere)
 
 
 def test_estimated_beside_measured_and_peaks_in_the_logs(here, tmp_path, caplog):
@@ -68,7 +68,7 @@ def test_an_estimate_made_before_is_not_made_again(tmp_path, monkeypatch):
     callback = hf.MemoryCallback()
     trainer = trainer_of(tmp_path, callbacks=[callback])
     estimate = estimate_memory(hf.recipe_from(trainer), "cpu")
-    monkeypatch.delattr(estimate_beside, "EstimatingProcess")
+    monkeypatch.delattr(background_estimate, "EstimatingProcess")
     callback.estimate = estimate
     trainer.train()
     assert callback.rows()[0].estimated == estimate.process_peak_bytes

@@ -13,7 +13,7 @@ import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.preflight import estimate_beside, plan_first
+from lowmem_ft.preflight import background_estimate, plan_first
 
 SHORT = (
     "training.max_steps=4",
@@ -121,7 +121,7 @@ def test_what_was_estimated_to_choose_is_not_estimated_again(
 ):
     """Where rows turn out shorter than the recipe allows, the run's own estimate is another."""
     started = []
-    monkeypatch.setattr(estimate_beside, "EstimatingProcess", lambda: started.append(True) or NoAnswer())
+    monkeypatch.setattr(background_estimate, "EstimatingProcess", lambda: started.append(True) or NoAnswer())
     settings = ("budget.preflight=true", f"data.packing={packing}", "training.max_steps=1")
     with caplog.at_level(logging.INFO):
         lowmem_ft.train(tiny("run", *just_enough("checkpointing.mode=full", share=1.5), *settings))

@@ -24,7 +24,7 @@ from lowmem_ft.estimator.child_process import (
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.preflight.estimate_beside import EstimateBeside
+from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_a_run_is_trained_where_no_process_can_be_started(tiny, monkeypatch, cap
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     monkeypatch.setattr(subprocess, "Popen", refuse)
-    preflight = EstimateBeside()
+    preflight = BackgroundEstimate()
     preflight.begin(tiny, torch.device("cpu"))
     assert preflight.finish(None) is None
     (record,) = caplog.records
@@ -125,7 +125,7 @@ def test_a_run_that_cannot_be_estimated_is_trained_all_the_same(tiny, monkeypatc
 
 
 def test_the_other_process_ends_with_the_run(tiny):
-    preflight = EstimateBeside()
+    preflight = BackgroundEstimate()
     preflight.begin(tiny, torch.device("cpu"))
     process = preflight._process._process
     preflight.close()

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch.multiprocessing
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.upstream.patches import replace
 
 

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 
 FEWEST_ROWS = 512
 ROWS_A_ROW = 8

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from lowmem_ft.estimator.script.saved_shapes import save_shapes
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.upstream.patches import replace, wrap
 
 _WRITES = frozenset("wax+")

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough
 from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 NUM_MICRO_BATCHES = 2

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.on_import import wrap_when_imported
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
 
 _QUANTISES_ANYTHING = "bitsandbytes"
 """Prefix of the quantisation methods that can quantise any model; other methods quantise once, with data, and models

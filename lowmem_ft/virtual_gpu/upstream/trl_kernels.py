@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.upstream.on_import import when_imported, wrap_when_imported
+from lowmem_ft.upstream.import_hooks import when_imported, wrap_when_imported
 from lowmem_ft.upstream.patches import existing, replace, wrap
 from lowmem_ft.upstream.tested import is_before
 from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost

@@ -18,7 +18,7 @@ from lowmem_ft.training.preflight import with_rows_of
 logger = logging.getLogger(__name__)
 
 
-class EstimateBeside:
+class BackgroundEstimate:
     """Estimator of a run in another process, whose imports take as long as preparing the data takes here.
 
     If the run cannot be estimated, a warning gives the reason and the run trains all the same: if something is wrong
