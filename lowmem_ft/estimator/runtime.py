@@ -1,4 +1,4 @@
-"""The training step's runtime on a virtual machine: the counterpart of ``AccelerateRuntime`` on a real one."""
+"""The training step's runtime on a tracing machine: the counterpart of ``AccelerateRuntime`` on a real one."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 
 
 class VirtualGPU(TracingMachine):
-    """A virtual machine with one GPU of the catalogue.
+    """A tracing machine with one GPU of the catalogue.
 
         with VirtualGPU("t4") as gpu:
             model = gpu.place(model_on_meta)

@@ -1,4 +1,4 @@
-"""A user's script, run on a virtual machine as ``python script.py ARGS`` runs it, until its steps have been seen."""
+"""A user's script, run on a tracing machine as ``python script.py ARGS`` runs it, until its steps have been seen."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def estimate_script(
             processor.
         steps: optimizer steps to see.
         on_step: called with the number of each step as it ends.
-        on_trainer: called with each trainer of transformers or TRL that is about to train, on the virtual machine.
+        on_trainer: called with each trainer of transformers or TRL that is about to train, on the tracing machine.
         on_reading: called as ``load_dataset`` begins to read data, all of it.
 
     Returns:

@@ -1,4 +1,4 @@
-"""The recipe's own step, run on a virtual machine: build, optimizer steps, evaluation.
+"""The recipe's own step, run on a tracing machine: build, optimizer steps, evaluation.
 
 Nothing here knows a technique. Whatever ``training/build.py`` builds is traced.
 """

@@ -26,7 +26,7 @@ def place_module(
 
     Args:
         model: its parameters may be on meta or hold values, which are not copied.
-        device: the virtual machine's device; its ``FakeTensorMode`` is active.
+        device: the tracing machine's device; its ``FakeTensorMode`` is active.
         on_placed: called for each tensor.
         new_parameter: makes the tensor that replaces a parameter; None: a tensor of its shape and strides.
     """

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers of transformers on a virtual machine, computed as they would be on a real one.
+"""Mixture-of-experts layers of transformers on a tracing machine, computed as they would be on a real one.
 
 transformers multiplies all experts at once with ``grouped_mm`` by default, and one after the other where the GPU is
 older than Ampere. It checks ``device.type == "cuda"``, which the virtual device is not.

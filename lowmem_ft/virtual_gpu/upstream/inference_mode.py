@@ -1,4 +1,4 @@
-"""``torch.inference_mode`` on a virtual machine: it works as ``no_grad``, which takes the same memory.
+"""``torch.inference_mode`` on a tracing machine: it works as ``no_grad``, which takes the same memory.
 
 In inference mode, composite operators reach a trace whole, and torch has no kernels for them on the virtual device.
 """
