@@ -76,10 +76,10 @@ def estimate_memory(
         return estimate
     traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)
     last = estimate_of_trace(recipe, traced, spec, budget, 0.0, reason)
-    return dataclasses.replace(_beside_last(estimate, last), trace_seconds=time.perf_counter() - start)
+    return dataclasses.replace(_with_last_rank(estimate, last), trace_seconds=time.perf_counter() - start)
 
 
-def _beside_last(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
+def _with_last_rank(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
     """Return the estimate of the first rank, with the peak of the last rank, whose rows differ."""
     assert estimate.processes is not None
     processes = dataclasses.replace(estimate.processes, last_peak_bytes=last.process_peak_bytes)
@@ -160,7 +160,7 @@ class SharedTraces:
         last = self._of_process(gpu, estimate.processes.num_processes - 1)
         if isinstance(last, CannotRun):
             return last
-        return _beside_last(estimate, last)
+        return _with_last_rank(estimate, last)
 
     def _of_process(self, gpu: Gpu, process_index: int) -> MemoryEstimate | CannotRun:
         start = time.perf_counter()

@@ -152,10 +152,10 @@ class _Size:
         if not optimizer.in_backward and recipe.training.gradient_accumulation_steps > 1:
             each += itemsize
         if not key_with(recipe, "state on host") and optimizer.row.takes_formats:
-            beside = master_format(
+            masters = master_format(
                 optimizer.master, torch.float32 if itemsize == 4 else torch.bfloat16
             ).tensors.values()
-            each += optimizer.state_bytes + sum(dtype.itemsize for dtype in beside)
+            each += optimizer.state_bytes + sum(dtype.itemsize for dtype in masters)
         return each * self.parameters
 
 

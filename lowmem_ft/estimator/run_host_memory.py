@@ -9,8 +9,8 @@ from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.process_size import (
     CUDA_BUILD_BYTES,
+    HOST_BYTES_WITH_CUDA,
     LIBRARIES_BYTES,
-    PROCESS_BESIDE_GPU_BYTES,
     TOKEN_BYTES,
 )
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
@@ -61,7 +61,7 @@ def host_outside(traced: TracedRecipe, recipe: Recipe, *, on_gpu: bool) -> HostO
     # A file's tensors are copied to the host together.
     in_a_file = max(MAX_SHARD_BYTES, max(on_device, default=0))
     return HostOutside(
-        process_bytes=PROCESS_BESIDE_GPU_BYTES,
+        process_bytes=HOST_BYTES_WITH_CUDA,
         loading_bytes=TENSORS_IN_FLIGHT * largest,
         saving_bytes=min(saved, in_a_file),
     )

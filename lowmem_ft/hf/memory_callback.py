@@ -79,7 +79,7 @@ class MemoryCallback(TrainerCallback):
         if recipe is None:
             return
         if recipe.budget.preflight and self.estimate is None:
-            self.estimate = _estimated_beside(recipe, args, _longest(kwargs))
+            self.estimate = _estimated_in_background(recipe, args, _longest(kwargs))
         if self.estimate is not None:
             self._memory.estimate = self.estimate
             check_estimate(recipe, self.estimate, num_processes=args.world_size)
@@ -149,10 +149,12 @@ class MemoryCallback(TrainerCallback):
         return recipe if self._budget is None else dataclasses.replace(recipe, budget=self._budget)
 
 
-def _estimated_beside(recipe: Recipe, args: TrainingArguments, longest: int | None) -> MemoryEstimate | None:
-    with contextlib.closing(BackgroundEstimate()) as beside:
-        beside.begin(recipe, args.device)
-        return beside.finish(longest)
+def _estimated_in_background(
+    recipe: Recipe, args: TrainingArguments, longest: int | None
+) -> MemoryEstimate | None:
+    with contextlib.closing(BackgroundEstimate()) as background:
+        background.begin(recipe, args.device)
+        return background.finish(longest)
 
 
 def _script_of(args: TrainingArguments, kwargs: dict[str, Any]) -> Script:

@@ -36,7 +36,7 @@ from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
-from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
@@ -279,7 +279,7 @@ def host_bytes(parts: StepParts) -> Any:
     )
     waiting = sum(held.host + held.disk for held in weights)
     saved = np.minimum(np.maximum(0.0, parts["saved"].host - waiting), MAX_SHARD_BYTES)
-    return PROCESS_BESIDE_GPU_BYTES + sum(held.host for held in weights) + others + saved
+    return HOST_BYTES_WITH_CUDA + sum(held.host for held in weights) + others + saved
 
 
 def seconds(recipe: Recipe, parts: StepParts, shape: ModelShape, gpu: Gpu) -> float:

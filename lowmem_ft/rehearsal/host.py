@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.training.out_of_memory.budget_cap import Host
 from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
@@ -27,12 +27,12 @@ class RehearsedHost(Host):
     def held_bytes(self) -> int:
         """Return the bytes held now, without page cache of files."""
         self._catch_up()
-        return PROCESS_BESIDE_GPU_BYTES + self._live_bytes
+        return HOST_BYTES_WITH_CUDA + self._live_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:
         """Return the most bytes held, without page cache: the trace has files on the disk."""
         self._catch_up()
-        return PROCESS_BESIDE_GPU_BYTES + self._most_bytes
+        return HOST_BYTES_WITH_CUDA + self._most_bytes
 
     def limit(self, file_bytes: int) -> None:
         """Return None: neither the machine's memory nor its other load is known."""

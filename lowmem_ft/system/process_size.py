@@ -18,6 +18,6 @@ CUDA_BUILD_BYTES = 140 * MIB
 TOKEN_BYTES = KIB
 """Bytes of a tokenizer per token: 44 MiB for one with 49 thousand, 128 for one with 131 thousand."""
 
-PROCESS_BESIDE_GPU_BYTES = 2498 * MIB
+HOST_BYTES_WITH_CUDA = 2498 * MIB
 """Bytes of a process with CUDA's libraries in use: an allowance, as users report 1.5 to 3 GiB resident; not measured
 here."""

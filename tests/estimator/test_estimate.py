@@ -22,8 +22,8 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.system.process_size import (
     CUDA_BUILD_BYTES,
+    HOST_BYTES_WITH_CUDA,
     LIBRARIES_BYTES,
-    PROCESS_BESIDE_GPU_BYTES,
     TOKEN_BYTES,
 )
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -164,7 +164,7 @@ def test_without_an_evaluation_batch_size_it_is_that_of_training(make_recipe):
 def test_host_memory_is_the_process_and_what_is_loaded_or_saved(make_recipe):
     on_gpu = estimate_memory(make_recipe(), "l4")
     weights = 4 * on_gpu.model.parameters  # fewer than a file holds
-    base = PROCESS_BESIDE_GPU_BYTES
+    base = HOST_BYTES_WITH_CUDA
     assert base + weights <= on_gpu.host_peak_bytes <= base + weights + MIB
     on_cpu, process = estimate_memory(make_recipe(), "cpu"), process_bytes_on_cpu(1024)
     assert on_cpu.host_peak_bytes == on_cpu.process_peak_bytes == process + on_cpu.reserved_peak_bytes

@@ -17,7 +17,7 @@ def here(monkeypatch):
     monkeypatch.setattr(background_estimate, "EstimatingProcess", ProcessHere)
 
 
-def test_estimated_beside_measured_and_peaks_in_the_logs(here, tmp_path, caplog):
+def test_estimated_in_background_measured_and_peaks_in_the_logs(here, tmp_path, caplog):
     callback = hf.MemoryCallback(budget="8GiB")
     trainer = trainer_of(
         tmp_path,

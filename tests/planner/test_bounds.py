@@ -18,7 +18,7 @@ from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import space_of, with_settings
-from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 
 GPU = "l4"
 
@@ -112,8 +112,8 @@ def test_the_bound_of_the_host_leaves_little_open(make_recipe, shape):
     without = bounds.parts_of(with_settings(recipe, {"offload.activations": "none"}), shape)
     parts = bounds.parts_of(recipe, shape)
     assert bounds.host_bytes(without) + parts["inputs"].host == bounds.host_bytes(parts)
-    host_peak = estimate_memory(recipe, GPU).host_peak_bytes - PROCESS_BESIDE_GPU_BYTES
-    assert bounds.host_bytes(parts) - PROCESS_BESIDE_GPU_BYTES > 0.8 * host_peak
+    host_peak = estimate_memory(recipe, GPU).host_peak_bytes - HOST_BYTES_WITH_CUDA
+    assert bounds.host_bytes(parts) - HOST_BYTES_WITH_CUDA > 0.8 * host_peak
 
 
 @pytest.mark.parametrize("name", ["recomputed", "every other layer", "the model's own loss", "in backward"])

@@ -9,7 +9,7 @@ from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.host import RehearsedHost
 from lowmem_ft.system.host_limits import HostLimit
-from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.run import progress
 
@@ -19,7 +19,7 @@ def test_budgets_are_held_against_the_host_it_is_for(recipe, monkeypatch):
     full = HostLimit(0, "this machine is full")
     monkeypatch.setattr(budget_cap, "tightest_host_limit", lambda budget_bytes, *, file_bytes: full)
     monkeypatch.setattr(budget_cap, "read_host_memory", lambda: pytest.fail("that is this machine's"))
-    budget = f"budget.host={PROCESS_BESIDE_GPU_BYTES // KIB + 100}KiB"
+    budget = f"budget.host={HOST_BYTES_WITH_CUDA // KIB + 100}KiB"
     on_host = ("offload.optimizer=host", "optimizer.state=fp32")
     found = rehearse(recipe(budget, *on_host), "rtx-4090", steps=2)
     assert not found.estimate.fits
@@ -37,11 +37,11 @@ def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
     first = timeline.malloc(Allocation(size_bytes=5, place="host"))
     timeline.malloc(Allocation(size_bytes=70, place="pinned"))
     timeline.free(first)
-    assert host.held_bytes() - PROCESS_BESIDE_GPU_BYTES == 70
+    assert host.held_bytes() - HOST_BYTES_WITH_CUDA == 70
     timeline.malloc(Allocation(size_bytes=1, place="host"))
     timeline.empty_cache()
-    assert host.held_bytes() - PROCESS_BESIDE_GPU_BYTES == 71
-    assert host.peak_bytes(file_bytes=2**30) - PROCESS_BESIDE_GPU_BYTES == 75
+    assert host.held_bytes() - HOST_BYTES_WITH_CUDA == 71
+    assert host.peak_bytes(file_bytes=2**30) - HOST_BYTES_WITH_CUDA == 75
 
 
 def test_the_runs_own_display_is_drawn_and_not_seen(recipe, monkeypatch, capfd):

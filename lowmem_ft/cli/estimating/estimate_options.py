@@ -76,7 +76,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
     parser = _parser()
     own = _before_dashes(arguments)
     options, others = parser.parse_known_args(own)
-    problems = [_problem_beside_script(other) for other in others[:1]]
+    problems = [_problem_with_script(other) for other in others[:1]]
     if options.steps is None:
         options.steps = STEPS_OF_SCRIPT
     elif options.steps < FEWEST_STEPS:
@@ -107,7 +107,7 @@ def _before_dashes(arguments: Sequence[str]) -> list[str]:
     return list(itertools.takewhile(lambda argument: argument != "--", arguments))
 
 
-def _problem_beside_script(word: str) -> str:
+def _problem_with_script(word: str) -> str:
     if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
         return (
             f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU represents "

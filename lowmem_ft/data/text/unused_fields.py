@@ -161,9 +161,9 @@ def unused_fields(example_format: ExampleFormat, row: Row, template: str | None)
     """
     if example_format.name == "text":
         return 0
-    beside = {name: value for name, value in row.items() if name not in example_format.columns}
+    unread = {name: value for name, value in row.items() if name not in example_format.columns}
     messages = list(_messages(example_format, row))
-    found = [field.found(beside, None) for field in OF_ROWS]
+    found = [field.found(unread, None) for field in OF_ROWS]
     found += [any(field.found(message, template) for message in messages) for field in OF_MESSAGES]
     return sum(1 << bit for bit, is_there in enumerate(found) if is_there)
 

@@ -20,7 +20,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.script_file import check_script
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.garbage_collector import collector_paused
-from lowmem_ft.system.process_size import PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.recording.code_places import Running
@@ -276,7 +276,7 @@ def _host_outside(trace: Trace, *, on_gpu: bool) -> HostOutside:
         return HostOutside(process_bytes=process_bytes_on_cpu())
     weights = (item.size_bytes for item in trace.timeline.allocations if item.category == "parameter")
     return HostOutside(
-        process_bytes=PROCESS_BESIDE_GPU_BYTES, loading_bytes=TENSORS_IN_FLIGHT * max(weights, default=0)
+        process_bytes=HOST_BYTES_WITH_CUDA, loading_bytes=TENSORS_IN_FLIGHT * max(weights, default=0)
     )
 
 

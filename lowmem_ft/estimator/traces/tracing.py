@@ -194,7 +194,7 @@ class _ShortTracing:
             NotRegularError: if it does not repeat.
         """
         longer = stand_in.longer()
-        with self._made_beside(longer, stand_in) as take:
+        with self._traced_in_parallel(longer, stand_in) as take:
             traced = self._trace(stand_in)
             shown = proofs.get(structure_of(traced.trace)) if proofs else None
             if shown is None or shown.layers != stand_in.layers or not shown.holds_for(traced.trace):
@@ -211,7 +211,9 @@ class _ShortTracing:
         shallow_config = with_num_layers(self._hf_config, stand_in.num_layers)
         return trace_key(stand_in.recipe(self._recipe), shallow_config, ("stand-in", self._machine))
 
-    def _made_beside(self, longer: ShallowModel, stand_in: ShallowModel) -> AbstractContextManager[Take]:
+    def _traced_in_parallel(
+        self, longer: ShallowModel, stand_in: ShallowModel
+    ) -> AbstractContextManager[Take]:
         """Trace the longer stand-in in another process while this one traces the other, if neither trace exists."""
         if self._traced.keys() & {_size_of(longer), _size_of(stand_in)}:
             return contextlib.nullcontext(lambda: None)

@@ -14,7 +14,7 @@ from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.models.files.model_files import least_weights
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.system.process_size import LEAST_PROCESS_BYTES, LIBRARIES_BYTES, PROCESS_BESIDE_GPU_BYTES
+from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA, LEAST_PROCESS_BYTES, LIBRARIES_BYTES
 
 _FUTURE_GPU_FACTOR = 2
 """Factor on the memory of the catalogue's largest GPU, beyond which no GPU is expected that the catalogue lacks."""
@@ -113,7 +113,7 @@ def _beyond_host(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: 
     if budget.host is None:
         return
     wanted, there = parse_bytes(budget.host), psutil.virtual_memory().total
-    least = num_processes * (LIBRARIES_BYTES if gpu is None else PROCESS_BESIDE_GPU_BYTES)
+    least = num_processes * (LIBRARIES_BYTES if gpu is None else HOST_BYTES_WITH_CUDA)
     if wanted <= least:
         who = (
             "the process itself takes" if num_processes == 1 else f"{num_processes} processes themselves take"
