@@ -1,4 +1,5 @@
-"""The GPUs of the catalogue: hardware in ``gpus.json``, prices in ``prices.json``, one price list per entry.
+"""The GPUs of the catalogue: hardware in ``gpus.json``, rates that are reached in ``clock_rates.json``, prices in
+``prices.json``, one price list per entry.
 
 JSON, since the standard library reads it on every Python we support; replacing a price list touches no GPU.
 """
@@ -13,6 +14,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
+from lowmem_ft.catalog.clock_rates import clock_rates
 from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
@@ -103,6 +105,7 @@ def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -
         context_bytes=row["context_mib"] * MIB,
         context_is_estimate=row.get("context_is_estimate", True),
         nvlink=row.get("nvlink_gb_per_s", 0) * 1e9,
+        rates=clock_rates(name, (major, minor)),
         prices=tuple(
             Price(
                 provider=price_list["provider"],

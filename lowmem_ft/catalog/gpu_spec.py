@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +53,7 @@ class Gpu:
             that Triton needs.
         segments_grow: whether a run there lets the segments of torch's allocator grow if the environment has no
             setting, as under Linux.
+        rates: shares of these rates that programs reach.
         prices: prices on demand; empty if no known provider rents it out.
         sources: the source of each number, by field.
     """
@@ -71,6 +74,7 @@ class Gpu:
     held_by_others_bytes: int | None = None
     has_triton: bool = True
     segments_grow: bool = True
+    rates: ClockRates = field(default_factory=clock_rates)
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
 

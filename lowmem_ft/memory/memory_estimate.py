@@ -69,12 +69,25 @@ class StepTime:
         bound_by: the bottleneck: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies`` or
             ``communication``.
         sent_bytes: bytes that the process sends to others in one step.
+        seconds_share: relative distance of a run's seconds from these, either way (``catalog/clock_rates.py``); 0: not
+            known.
     """
 
     seconds: float
     tokens: int
     bound_by: str
     sent_bytes: int = 0
+    seconds_share: float = 0.0
+
+    @property
+    def low_seconds(self) -> float:
+        """The lower end of the range of seconds."""
+        return self.seconds / (1 + self.seconds_share)
+
+    @property
+    def high_seconds(self) -> float:
+        """The upper end of the range of seconds."""
+        return self.seconds * (1 + self.seconds_share)
 
     @property
     def tokens_per_second(self) -> float:
@@ -259,6 +272,8 @@ class MemoryEstimate:
         """Return the estimate as JSON types, by the names of the published schema."""
         step = self.step and {
             "seconds": self.step.seconds,
+            "low_seconds": self.step.low_seconds,
+            "high_seconds": self.step.high_seconds,
             "tokens": self.step.tokens,
             "tokens_per_second": self.step.tokens_per_second,
             "bound_by": self.step.bound_by,

@@ -94,6 +94,7 @@ class Findings:
             tokens=round(self._runtime.num_tokens / self._runtime.num_steps),
             bound_by=estimate.step.bound_by,
             sent_bytes=0,
+            seconds_share=estimate.step.seconds_share,
         )
 
     def rehearsal(

@@ -25,6 +25,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.recording.work import STEP_END
 
 _CLEARS_CACHE_SINCE = (0, 20)
 """The version since which PEFT's preparation of quantised models gives cached memory back."""
@@ -40,17 +41,20 @@ class PublicRun:
         dtype: type of the weights, and of 4-bit products.
         quantization: format of the linear layers except the head: ``none``, ``nf4`` or ``nf4-double``.
         adapter: fields of a PEFT config, in float32 if the method has weights of its own; None: all is trained.
-        attention: ``eager``, ``sdpa``, or ``sdpa-efficient``: only the memory-efficient kernel, with keys repeated if
-            heads share them.
+        attention: ``eager``, ``sdpa``, ``flash_attention_2``, or ``sdpa-efficient``: only the memory-efficient kernel,
+            with keys repeated if heads share them.
         batch_size: sequences in a batch.
         length: tokens of the longest sequence in a batch.
         padding: tokens of padding in each sequence; None: all are of one length and there is no mask.
         checkpointing: ``full`` or ``none``.
-        optimizer: ``adamw``, or bitsandbytes' ``paged-adamw-8bit``.
+        optimizer: ``adamw``, bitsandbytes' ``paged-adamw-8bit``, or ``none``: forward and backward passes alone.
         max_grad_norm: limit of clipping; None: gradients are not clipped.
         keeps_output: whether a step's logits live until the next step has its own.
         num_steps: number of optimizer steps.
         peft: version that it ran with; None: not published.
+        prepared: whether PEFT prepares a quantised model: norms, embeddings and head in float32.
+        autocast: whether the forward pass runs under autocast to ``dtype``.
+        num_layers: layers of the model; None: all that it has.
     """
 
     gpu: str
@@ -68,6 +72,9 @@ class PublicRun:
     keeps_output: bool = False
     num_steps: int = 3
     peft: str | None = None
+    prepared: bool = True
+    autocast: bool = False
+    num_layers: int | None = None
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> PublicRun:
@@ -85,7 +92,7 @@ class PublicRun:
 def estimate_run(run: PublicRun) -> tuple[MemoryEstimate, dict[str, int]]:
     """Return a run's estimate, and its peaks of allocated bytes: by phase of the last step, and after the first."""
     with VirtualGPU(run.gpu) as gpu:
-        loaded, *moments = _train(run, gpu)
+        loaded, *moments = train(run, gpu)
     replayed = replay(gpu.recorder.timeline, CachingAllocator())
     steps = [moments[first : first + 4] for first in range(0, len(moments), 4)]
 
@@ -102,11 +109,11 @@ def estimate_run(run: PublicRun) -> tuple[MemoryEstimate, dict[str, int]]:
     }
 
 
-def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
+def train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
     """Run the loop; return the moment when the model is loaded, then each step's moments of its phases and its end."""
     model = _build(run, gpu)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = _optimizer(run, trained)
+    optimizer = None if run.optimizer == "none" else _optimizer(run, trained)
     batch = _batch(run, model.config.vocab_size, gpu.device)
     moments: list[int] = []
 
@@ -114,15 +121,19 @@ def _train(run: PublicRun, gpu: VirtualGPU) -> list[int]:
         moments.append(len(gpu.recorder.timeline.events))
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=True)
+        model.zero_grad(set_to_none=True)
         note()
-        kept["output"] = model(**batch)  # the output of the step before lives until here
+        with torch.autocast("cuda", getattr(torch, run.dtype), enabled=run.autocast):
+            kept["output"] = model(**batch)  # the output of the step before lives until here
         note()
         kept["output"].loss.backward()
         note()
         if run.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(trained, run.max_grad_norm)
-        optimizer.step()
+        if optimizer is None:
+            gpu.work.mark(STEP_END)
+        else:
+            optimizer.step()
         note()
         if not run.keeps_output:
             kept.clear()
@@ -161,7 +172,7 @@ def _build(run: PublicRun, gpu: VirtualGPU) -> Any:
     model = gpu.place(model)
     model.config.use_cache = False
     checkpoints = run.checkpointing == "full"
-    if run.quantization != "none":
+    if run.quantization != "none" and run.prepared:
         clears_cache = run.peft is not None and _numbers(run.peft) >= _CLEARS_CACHE_SINCE
         model = peft.prepare_model_for_kbit_training(
             model, use_gradient_checkpointing=checkpoints, auto_clear_cache=clears_cache
@@ -183,7 +194,11 @@ def _numbers(version: str) -> tuple[int, ...]:
 def _on_meta(run: PublicRun) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, run.dtype)
     config = catalogue_config(ModelConfig(name_or_path=run.model))
-    attention = "eager" if run.attention == "eager" else "sdpa"
+    if run.num_layers is not None:
+        config.num_hidden_layers = run.num_layers
+        if getattr(config, "layer_types", None) is not None:
+            config.layer_types = config.layer_types[: run.num_layers]
+    attention = "sdpa" if run.attention == "sdpa-efficient" else run.attention
     with torch.device("meta"), _default_dtype(dtype):  # the checkpoint's type, which 4-bit weights remember
         model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
         if run.quantization != "none":

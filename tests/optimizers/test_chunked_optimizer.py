@@ -1,6 +1,7 @@
 """Chunks, slices and homes change no bit; temporaries stay a few chunks large."""
 
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -17,7 +18,7 @@ from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu import tracing_machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.timing import clock
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
@@ -280,9 +281,8 @@ def test_other_seeds_round_otherwise():
 @pytest.mark.parametrize("name,is_on_host", [("adamw", False), ("adamw", True), ("adafactor", True)])
 def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, monkeypatch):
     """State on the host is read ahead of the chunk that is updated; copies have to run beside the updates as often."""
-    monkeypatch.setattr(
-        clock, "HOST_SECONDS_PER_OPERATOR", 1e-12
-    )  # kernels and copies bind, as with large chunks
+    t4 = find_gpu("t4")  # kernels and copies bind, as with large chunks
+    t4 = dataclasses.replace(t4, rates=dataclasses.replace(t4.rates, operator_seconds=1e-12))
 
     def trace():
         with VirtualGPU("t4") as virtual, torch.device("cuda"):
@@ -305,10 +305,7 @@ def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, m
     assert len(few.work) < len(every.work)
     assert work_and_copies(few) == work_and_copies(every)
     assert max(few.timeline.live_bytes()) == max(every.timeline.live_bytes())
-    seconds = [
-        clock.Clock(each.work).times_on(find_gpu("t4")).between(0, len(each.work)).seconds
-        for each in (few, every)
-    ]
+    seconds = [Clock(each.work).times_on(t4).between(0, len(each.work)).seconds for each in (few, every)]
     assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
 
 

@@ -294,7 +294,11 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
         seconds += others * times.between(*repeated).seconds
         sent += others * _sent_bytes(trace, *repeated)
     return StepTime(
-        seconds=seconds, tokens=surroundings.tokens_per_step, bound_by=step.bound_by, sent_bytes=sent
+        seconds=seconds,
+        tokens=surroundings.tokens_per_step,
+        bound_by=step.bound_by,
+        sent_bytes=sent,
+        seconds_share=gpu.rates.seconds_share,
     )
 
 

@@ -1,7 +1,8 @@
 """Time that a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
-A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link. An
-operator that runs several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A
+A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link, each
+at the share of the published rate that its architecture reaches (``catalog/clock_rates.json``). An operator that runs
+several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A
 round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
 ``logged_rounds.py`` says how exact that is.
 """
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from lowmem_ft.catalog.clock_rates import ClockRates
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
@@ -27,40 +29,6 @@ from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import LoggedRound, round
 Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies", "communication"]
 
 BOUNDS: tuple[Bound, ...] = get_args(Bound)
-
-MATMUL_EFFICIENCY = 0.7
-"""Share of the dense peak that products reach for the shapes of language models.
-
-0.73 on H100 (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark", 2024), 0.64 to 0.69 on B200 (arXiv 2604.23466). The best
-shapes reach 0.86 on A100, 0.80 on H100, 0.78 on B200 (S. Bekman, "Machine Learning Engineering", maximum achievable
-matmul FLOPS).
-"""
-
-BANDWIDTH_EFFICIENCY = 0.8
-"""Share of the memory's bandwidth that kernels reach.
-
-Long contiguous copies reach 0.85 to 0.93 (BabelStream), strided reads and reductions 0.6 to 0.8.
-"""
-
-HOST_LINK_EFFICIENCY = 0.8
-"""Share of the host link's rate after line coding that copies from pinned memory reach.
-
-12 to 13 GB/s of 15.75 on PCIe 3.0 x16, 25 of 31.5 on 4.0 (NVIDIA's bandwidthTest).
-"""
-
-HOST_SECONDS_PER_OPERATOR = 8e-6
-"""Seconds on the host for one operator in eager mode: Python, dispatcher, autograd and launch.
-
-Without the launch, a 30-layer Llama of tiny tensors on a CPU takes 4.3 microseconds an operator forward and 3.2
-backward (torch 2.13, AMD EPYC, one thread, 2026-11-21); a launch takes 3 to 4 more. Slower hosts take twice as long.
-"""
-
-HOST_SECONDS_PER_FURTHER_LAUNCH = 5e-6
-"""Seconds on the host for each kernel of an operator after the first: its launch, and the preparation.
-
-The preparation takes little in C++, and 2.7 to 3.7 microseconds in the formats' arithmetic, which is written in Python
-(chunks of 512 elements on an Intel Xeon, 2026-11-23).
-"""
 
 HOST_COPY_RATE = 10e9
 """Bytes a second of a copy within host memory, or from and to a file whose pages are in memory.
@@ -143,6 +111,8 @@ class Clock:
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
+        self._runs: dict[tuple[float, float], _KernelRuns] = {}
+        self._is_attention = np.array(["attention" in entry.name for entry in entries], dtype=bool)
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
     def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
@@ -157,9 +127,11 @@ class Clock:
         Returns:
             The start and end of each entry.
         """
+        reached = gpu.rates
         rates = np.array([matmul_rate(gpu, dtype) for dtype in self._dtype_names] or [1.0])
-        compute = np.where(self._is_kernel, self._flops / rates[self._dtypes], 0.0)
-        traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * BANDWIDTH_EFFICIENCY), 0.0)
+        times_slower = np.where(self._is_attention, reached.products / reached.attention, 1.0)
+        compute = np.where(self._is_kernel, self._flops * times_slower / rates[self._dtypes], 0.0)
+        traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * reached.bandwidth), 0.0)
         copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
         sent = self._bytes / (link or link_between(gpu)).bytes_per_second + SECONDS_PER_COLLECTIVE
         collectives = np.where(self._is_collective, sent, 0.0)
@@ -170,8 +142,9 @@ class Clock:
         replay = _Replay(
             self._entries,
             durations,
-            self._runs,
+            self._runs_at(reached),
             main,
+            operator_seconds=reached.operator_seconds,
             copying=set(self._streams[self._is_copy].tolist()),
             exchanging=set(self._streams[self._is_collective].tolist()) - {main},
         )
@@ -207,13 +180,13 @@ class Clock:
         """The log in its rounds: runs of kernels, and every other entry by itself."""
         return rounds_of(self._entries, itertools.pairwise(self._cuts))
 
-    @cached_property
-    def _runs(self) -> _KernelRuns:
-        return _KernelRuns.of(
-            [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]],
-            np.flatnonzero(self._is_kernel),
-            self._launches,
-        )
+    def _runs_at(self, rates: ClockRates) -> _KernelRuns:
+        """Return the runs of kernels as a host with these rates issues them; most GPUs share one."""
+        key = rates.operator_seconds, rates.launch_seconds
+        if key not in self._runs:
+            bounds = [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]]
+            self._runs[key] = _KernelRuns.of(bounds, np.flatnonzero(self._is_kernel), self._launches, rates)
+        return self._runs[key]
 
 
 def matmul_rate(gpu: Gpu, dtype: str) -> float:
@@ -232,12 +205,12 @@ def matmul_rate(gpu: Gpu, dtype: str) -> float:
     if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
         dtype = "tf32"
     rates = {"int8": 2 * gpu.dense_flops.get("float16", 0.0), **gpu.dense_flops}
-    return (rates.get(dtype) or rates["float32"]) * MATMUL_EFFICIENCY
+    return (rates.get(dtype) or rates["float32"]) * gpu.rates.products
 
 
 def host_link_rate(gpu: Gpu) -> float:
     """Return the bytes a second that copies between pinned host memory and a GPU reach, each way."""
-    return pcie_rate(gpu) * HOST_LINK_EFFICIENCY
+    return pcie_rate(gpu) * gpu.rates.host_link
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -260,11 +233,13 @@ class _KernelRuns:
     last_issued: Seconds
 
     @classmethod
-    def of(cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds) -> _KernelRuns:
+    def of(
+        cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds, rates: ClockRates
+    ) -> _KernelRuns:
         """Return the runs of a log."""
-        host_seconds = HOST_SECONDS_PER_OPERATOR + HOST_SECONDS_PER_FURTHER_LAUNCH * (launches - 1)
+        host_seconds = rates.operator_seconds + rates.launch_seconds * (launches - 1)
         last_issued = _within_runs(np.add, host_seconds, bounds)
-        first_issued = last_issued - host_seconds + HOST_SECONDS_PER_OPERATOR
+        first_issued = last_issued - host_seconds + rates.operator_seconds
         return cls(
             bounds=bounds,
             kernels=kernels,
@@ -303,6 +278,7 @@ class _Replay:
         durations: seconds of each entry.
         runs: runs of its kernels.
         main: the stream whose stalls count.
+        operator_seconds: seconds of the host for an operator.
         copying: the streams that carry copies.
         exchanging: the other streams that carry collectives, and perhaps copies.
     """
@@ -313,6 +289,8 @@ class _Replay:
         durations: Seconds,
         runs: _KernelRuns,
         main: int,
+        *,
+        operator_seconds: float,
         copying: set[int],
         exchanging: set[int],
     ) -> None:
@@ -331,6 +309,7 @@ class _Replay:
         self._of_run = dict(zip((first for first, _ in runs.bounds), of_runs, strict=True))
         self._begun: dict[int, tuple[float, float]] = {}  # times of host and stream, for each run
         self._main = main
+        self._operator_seconds = operator_seconds
         self._stalls = dict.fromkeys(copying, self.copy_stalls)
         self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
         self._exchange_ready = 0.0
@@ -394,7 +373,7 @@ class _Replay:
         self._starts[index] = self._ends[index] = self._host
 
     def _copy(self, index: int, entry: Work, ready: float) -> None:
-        self._host += HOST_SECONDS_PER_OPERATOR
+        self._host += self._operator_seconds
         engine = self._engines[entry.to_host]
         engine.forget(self._host)
         start, end = engine.carry(max(self._host, ready), self._durations[index])
@@ -413,7 +392,7 @@ class _Replay:
 
     def _exchange(self, index: int, entry: Work, ready: float) -> None:
         """Run collectives of one communicator one after the other, in the order of their issue, on whatever stream."""
-        self._host += HOST_SECONDS_PER_OPERATOR
+        self._host += self._operator_seconds
         start = max(self._host, ready, self._exchange_ready)
         end = start + self._durations[index]
         self._starts[index], self._ends[index] = start, end

@@ -1,5 +1,6 @@
 """The clock agrees with sums done by hand, and streams, events and the host hold each other back as on a GPU."""
 
+import dataclasses
 import itertools
 import random
 import sys
@@ -8,13 +9,14 @@ from collections import Counter
 import pytest
 import torch
 
+from lowmem_ft.catalog.clock_rates import clock_rates
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
-from lowmem_ft.virtual_gpu.replay.timing import clock
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate, matmul_rate
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
 
-LAUNCH = clock.HOST_SECONDS_PER_OPERATOR
+RATES = clock_rates()
+LAUNCH = RATES.operator_seconds
 
 
 def make_gpu(**changes) -> Gpu:
@@ -47,9 +49,7 @@ def computing(seconds: float, stream: int = 0) -> Work:
 
 def moving(seconds: float, stream: int = 0) -> Work:
     """A kernel bound by memory traffic."""
-    return Work(
-        "kernel", 0, stream, "add", num_bytes=round(seconds * H100.bandwidth * clock.BANDWIDTH_EFFICIENCY)
-    )
+    return Work("kernel", 0, stream, "add", num_bytes=round(seconds * H100.bandwidth * RATES.bandwidth))
 
 
 def copying(seconds: float, stream: int = 0, *, blocking: bool = False, to_host: bool = False) -> Work:
@@ -69,9 +69,7 @@ def test_an_8b_step_takes_six_flops_a_parameter_and_token():
     parameters, tokens, products = 8.03e9 - 128256 * 4096, 2048, 32 * 7 * 3
     step = [Work("kernel", 0, flops=round(6 * parameters * tokens / products), dtype="bfloat16")] * products
     span = Clock(step).times_on(H100).between(0, len(step))
-    assert span.seconds == pytest.approx(
-        6 * parameters * tokens / (989e12 * clock.MATMUL_EFFICIENCY), rel=1e-3
-    )
+    assert span.seconds == pytest.approx(6 * parameters * tokens / (989e12 * RATES.products), rel=1e-3)
     assert span.bound_by == "compute"
 
 
@@ -100,13 +98,13 @@ def several(seconds: float, launches: int) -> Work:
 
 def test_an_operator_of_several_small_kernels_takes_the_host_a_launch_each():
     span = Clock([several(1e-6, 20)] * 50).times_on(H100).between(0, 50)
-    expected = 50 * (LAUNCH + 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH)
+    expected = 50 * (LAUNCH + 19 * RATES.launch_seconds)
     assert span.seconds == pytest.approx(expected, rel=0.01)
     assert span.bound_by == "kernel launches"
 
 
 def test_an_operator_begins_with_its_first_launch_and_ends_after_its_last():
-    further = 19 * clock.HOST_SECONDS_PER_FURTHER_LAUNCH
+    further = 19 * RATES.launch_seconds
     times = Clock([several(1e-6, 20)]).times_on(H100)
     assert times.starts[0] == pytest.approx(LAUNCH)
     assert times.ends[0] == pytest.approx(LAUNCH + further + 1e-6 / 20)
@@ -245,19 +243,19 @@ def test_batched_kernels_equal_kernels_one_by_one():
 def test_a_type_that_the_hardware_lacks_runs_on_its_float32_units():
     t4 = make_gpu(dense_flops={"float32": 8.1e12, "float16": 65e12})
     assert matmul_rate(t4, "bfloat16") == matmul_rate(t4, "float32")
-    assert matmul_rate(t4, "float16") == pytest.approx(65e12 * clock.MATMUL_EFFICIENCY)
-    assert matmul_rate(t4, "int8") == pytest.approx(130e12 * clock.MATMUL_EFFICIENCY)
+    assert matmul_rate(t4, "float16") == pytest.approx(65e12 * RATES.products)
+    assert matmul_rate(t4, "int8") == pytest.approx(130e12 * RATES.products)
     assert matmul_rate(make_gpu(dense_flops={"float32": 8e12}), "int8") == pytest.approx(
-        8e12 * clock.MATMUL_EFFICIENCY
+        8e12 * RATES.products
     )
 
 
 def test_float32_products_use_tf32_only_where_torch_may():
-    assert matmul_rate(H100, "float32") == pytest.approx(67e12 * clock.MATMUL_EFFICIENCY)
+    assert matmul_rate(H100, "float32") == pytest.approx(67e12 * RATES.products)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
     try:
-        assert matmul_rate(H100, "float32") == pytest.approx(494e12 * clock.MATMUL_EFFICIENCY)
+        assert matmul_rate(H100, "float32") == pytest.approx(494e12 * RATES.products)
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -286,3 +284,28 @@ def test_kernels_between_two_copies_are_replayed_as_one():
         return found
 
     assert calls(500) == calls(5)
+
+
+def test_a_gpu_reaches_the_shares_of_its_own_rates():
+    slower = make_gpu(
+        rates=dataclasses.replace(
+            RATES, products=RATES.products / 2, bandwidth=RATES.bandwidth / 4, host_link=RATES.host_link / 5
+        )
+    )
+    assert seconds_of([computing(0.010)], slower) == pytest.approx(0.020, abs=2 * LAUNCH)
+    assert seconds_of([moving(0.010)], slower) == pytest.approx(0.040, abs=2 * LAUNCH)
+    assert seconds_of([copying(0.010)], slower) == pytest.approx(0.050, abs=2 * LAUNCH)
+
+
+def test_a_slower_host_issues_kernels_more_slowly_on_one_clock_for_both():
+    log = Clock([computing(1e-6)] * 100)
+    slower = make_gpu(rates=dataclasses.replace(RATES, operator_seconds=3 * LAUNCH))
+    seconds = [log.times_on(gpu).between(0, 100).seconds for gpu in (H100, slower, H100)]
+    assert seconds[1] == pytest.approx(3 * seconds[0], rel=0.01)
+    assert seconds[2] == seconds[0]
+
+
+def test_fused_attention_reaches_a_share_of_its_own():
+    attention = computing(0.010)
+    attention.name = "_scaled_dot_product_flash_attention"
+    assert seconds_of([attention]) == pytest.approx(0.010 * RATES.products / RATES.attention, rel=0.01)

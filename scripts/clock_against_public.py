@@ -1,0 +1,311 @@
+"""Compare the clock with seconds that others have measured and published, and fit what microbenchmarks leave open.
+
+    python scripts/clock_against_public.py [--traces FOLDER] [--fit]
+
+The rows are ``tests/data/measured/seconds-public.json``; each says what runs on the virtual GPU in place of the program
+that was measured. A row is traced once, with two depths, and kept in ``--traces``; all else takes a minute.
+
+``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, and the host's
+seconds an operator, to the rows of each architecture that has at least four, and writes them into
+``lowmem_ft/catalog/clock_rates.json`` as an entry of their own. A host is no part of a GPU: the mean of those fitted is
+the default. The fit minimises the squared relative errors, and adds
+the squared distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a
+row is ``NOISE`` away from the clock.
+
+Every row is predicted with itself left out of the fit. The range of seconds is the error that 93 of a hundred rows do
+not exceed, of these predictions, as in ``scripts/fit_ranges.py``. The results are kept next to the rows, in
+``clocked-public.json``, and the table is written into ``docs/clock.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import math
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import marked_table
+import numpy as np
+from ground_truth.public_seconds import ROWS, SecondsRow, TracedRow, load_rows
+from numpy.typing import NDArray
+
+from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+
+ROOT = Path(__file__).resolve().parents[1]
+RATES = ROOT / "lowmem_ft" / "catalog" / "clock_rates.json"
+RESULTS = ROWS.with_name("clocked-public.json")
+PAGE = ROOT / "docs" / "clock.md"
+
+FEWEST_ROWS = 4
+SPREAD = {"products": 0.1, "attention": 0.5, "bandwidth": 0.1, "operator_seconds": 0.5}
+"""Distance, as a logarithm, by which a fitted number may well differ from its microbenchmark's. Attention has few
+microbenchmarks by architecture, and hosts differ."""
+LARGEST = {"products": 1.15, "attention": 1.0, "bandwidth": 0.95, "operator_seconds": 1.0}
+NOISE = 0.1
+"""Relative error of a row that is expected: repeats of one configuration on a T4 spread as far."""
+STARTS = (1.0, 2.0, 3.0)
+"""Hosts that the fit begins with, so much slower than the default: a row whose kernels all outlast their launches does
+not tell that its host is slow."""
+ROUNDS = 4
+HELD = 0.93
+LEAST_SHARE = 0.15
+"""The least range: one configuration on two T4 took 1.53 and 1.76 seconds, and most rows of an architecture come from
+one machine."""
+LEAST_SLOPE = 0.1
+"""A number is kept where one of its percents is at least a tenth of a percent of some row's seconds."""
+BOARD_OF_ITS_OWN = ("t4",)
+"""GPUs whose rows say nothing of others with their compute capability: 70 W hold a T4's clock down."""
+
+
+class Group:
+    """The rows of one architecture, and the numbers that are fitted to them.
+
+    Args:
+        entry: how the entry of ``clock_rates.json`` names them.
+        rows: the rows.
+    """
+
+    def __init__(self, entry: dict[str, Any], rows: Sequence[TracedRow]) -> None:
+        self.entry, self.rows = entry, rows
+        self.gpu = rows[0].gpu
+        self.before = _without_fits(self.gpu.name, self.gpu.compute_capability)
+        self._log_measured = np.log([row.row.seconds for row in rows])
+
+    @property
+    def title(self) -> str:
+        """Its rows' GPUs."""
+        return ", ".join(dict.fromkeys(row.row.gpu for row in self.rows))
+
+    @property
+    def is_fitted(self) -> bool:
+        """True if there are enough rows."""
+        return len(self.rows) >= FEWEST_ROWS
+
+    def fitted(self) -> tuple[dict[str, float], list[float]]:
+        """Return the numbers that the rows tell something about, and each row's prediction without itself."""
+        steps = min((self._descend(start) for start in STARTS), key=self._loss)
+        errors = self._errors(steps)
+        slopes = self._slopes(steps, errors)
+        everyone = np.arange(len(self.rows))
+        predictions = []
+        for index, row in enumerate(self.rows):
+            others = everyone[everyone != index]
+            without = self._bounded(steps + _improvement(errors[others], slopes[others], steps))
+            predictions.append(row.seconds(self._with(without)))
+        told = np.abs(slopes).max(axis=0) >= LEAST_SLOPE
+        rates = self._with(steps).rates
+        numbers = {
+            name: float(f"{getattr(rates, name):.3g}")
+            for name, is_told in zip(SPREAD, told, strict=True)
+            if is_told
+        }
+        return numbers, predictions
+
+    def predicted(self, operator_seconds: float) -> list[float]:
+        """Return each row's prediction by microbenchmarks alone, and other rows' host."""
+        rates = dataclasses.replace(self.before, operator_seconds=operator_seconds)
+        return [row.seconds(dataclasses.replace(self.gpu, rates=rates)) for row in self.rows]
+
+    def _descend(self, slower_host: float) -> NDArray[np.float64]:
+        """Return the best numbers found from those of microbenchmarks and a host that is so much slower."""
+        steps = np.array([math.log(slower_host) if name == "operator_seconds" else 0.0 for name in SPREAD])
+        best = steps
+        for _ in range(ROUNDS):
+            errors = self._errors(steps)
+            steps = self._bounded(steps + _improvement(errors, self._slopes(steps, errors), steps))
+            best = min(best, steps, key=self._loss)
+        print(
+            f"{self.title}, host {slower_host}: loss {self._loss(best):.1f}, {best.round(2)}", file=sys.stderr
+        )
+        return best
+
+    def _loss(self, steps: NDArray[np.float64]) -> float:
+        spread = np.array(list(SPREAD.values()))
+        return float(((self._errors(steps) / NOISE) ** 2).sum() + ((steps / spread) ** 2).sum())
+
+    def _errors(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.log([row.seconds(self._with(steps)) for row in self.rows]) - self._log_measured
+
+    def _slopes(self, steps: NDArray[np.float64], errors: NDArray[np.float64]) -> NDArray[np.float64]:
+        moved = steps + 0.02 * np.eye(len(SPREAD))
+        return np.stack([(self._errors(each) - errors) / 0.02 for each in moved], axis=1)
+
+    def _with(self, steps: NDArray[np.float64]) -> Any:
+        changed = {
+            name: getattr(self.before, name) * math.exp(step)
+            for name, step in zip(SPREAD, steps.tolist(), strict=True)
+        }
+        return dataclasses.replace(self.gpu, rates=dataclasses.replace(self.before, **changed))
+
+    def _bounded(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
+        most = [math.log(LARGEST[name] / getattr(self.before, name)) for name in SPREAD]
+        return np.minimum(steps, most)
+
+
+def _improvement(
+    errors: NDArray[np.float64], slopes: NDArray[np.float64], steps: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Return the Gauss-Newton step of the errors and the distances from the microbenchmarks together."""
+    spread = np.array(list(SPREAD.values()))
+    matrix = np.concatenate([slopes / NOISE, np.diag(1 / spread)])
+    return np.linalg.lstsq(matrix, -np.concatenate([errors / NOISE, steps / spread]), rcond=None)[0]
+
+
+def _without_fits(gpu: str, compute_capability: tuple[int, int]) -> ClockRates:
+    return clock_rates(gpu, compute_capability, [entry for entry in rate_entries() if "fitted" not in entry])
+
+
+def groups_of(rows: Iterable[TracedRow]) -> list[Group]:
+    """Return the rows by architecture."""
+    found: dict[str, list[TracedRow]] = defaultdict(list)
+    entries: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        major, minor = row.gpu.compute_capability
+        own = row.gpu.name in BOARD_OF_ITS_OWN
+        key = row.gpu.name if own else f"{major}.{minor}"
+        entries[key] = {"gpus": [key]} if own else {"compute_capability": key}
+        found[key].append(row)
+    return [
+        Group(entries[key], found[key])
+        for key in sorted(found, key=lambda key: find_gpu(found[key][0].row.gpu).compute_capability)
+    ]
+
+
+def held_share(errors: Sequence[float]) -> float:
+    """Return the error of rank ``ceil(0.93 (n + 1))``, rounded up to a hundredth; at least the least range."""
+    rank = min(len(errors), math.ceil(HELD * (len(errors) + 1)))
+    return max(LEAST_SHARE, math.ceil(100 * sorted(errors)[rank - 1]) / 100)
+
+
+def share_off(predicted: float, measured: float) -> float:
+    """Return how far a run is from its prediction, as a share by which the range multiplies or divides it."""
+    return max(predicted / measured, measured / predicted) - 1
+
+
+def entries_with(fits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the entries of the file with other fits, each after the microbenchmarks that it refines."""
+    others = [entry for entry in rate_entries() if "fitted" not in entry]
+
+    def level(entry: dict[str, Any]) -> int:
+        return 2 if "gpus" in entry else 1 if "compute_capability" in entry else 0
+
+    return sorted([*others, *fits], key=level)
+
+
+def fit(groups: Sequence[Group]) -> None:
+    """Fit every group with enough rows, and write numbers and predictions."""
+    entries, predicted, hosts = [], {}, {}
+    for group in groups:
+        if not group.is_fitted:
+            continue
+        numbers, predicted[group.title] = group.fitted()
+        if "operator_seconds" in numbers and "gpus" not in group.entry:
+            hosts[group.title] = numbers["operator_seconds"]
+        off = [
+            share_off(each, row.row.seconds)
+            for row, each in zip(group.rows, predicted[group.title], strict=True)
+        ]
+        source = f"scripts/clock_against_public.py: {len(group.rows)} rows of docs/clock.md ({group.title})"
+        ranges = {"seconds_share": held_share(off), "num_rows": len(group.rows)}
+        entries.append(
+            group.entry
+            | {"fitted": True}
+            | numbers
+            | ranges
+            | {"sources": dict.fromkeys([*numbers, "seconds_share"], source)}
+        )
+    host = float(f"{statistics.geometric_mean(hosts.values()):.3g}")
+    source = f"scripts/clock_against_public.py: the mean of the hosts of {', '.join(hosts)} (docs/clock.md)"
+    entries.append({"fitted": True, "operator_seconds": host, "sources": {"operator_seconds": source}})
+    results = {
+        row.row.name: float(f"{seconds:.5g}")
+        for group in groups
+        for row, seconds in zip(group.rows, predicted.get(group.title) or group.predicted(host), strict=True)
+    }
+    RATES.write_text(json.dumps(entries_with(entries), indent=2) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+
+
+@functools.cache
+def load_results() -> dict[str, float]:
+    """Return the kept predictions by row, in seconds."""
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def table(rows: Sequence[SecondsRow]) -> str:
+    """Return the summary by architecture, and every row, the farthest miss first."""
+    results = load_results()
+
+    def error(row: SecondsRow) -> float:
+        return results[row.name] / row.seconds - 1
+
+    by_group: dict[str, list[SecondsRow]] = defaultdict(list)
+    for row in rows:
+        major, minor = find_gpu(row.gpu).compute_capability
+        by_group[f"{major}.{minor}, {row.gpu}"].append(row)
+    lines = [
+        "| architecture | rows | median error | worst | bias | seconds an estimate gives |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for title, members in [
+        *sorted(by_group.items(), key=lambda pair: find_gpu(pair[1][0].gpu).compute_capability),
+        ("all", list(rows)),
+    ]:
+        errors = [error(row) for row in members]
+        bias = math.exp(statistics.mean(math.log1p(each) for each in errors)) - 1
+        gpu = find_gpu(members[0].gpu)
+        shown = "" if title == "all" else f"within a factor of {1 + gpu.rates.seconds_share:.2f}"
+        if title != "all" and not gpu.rates.num_rows:
+            shown += f"; fewer than {FEWEST_ROWS} rows, so nothing is fitted"
+        lines.append(
+            f"| {title} | {len(members)} | {statistics.median(map(abs, errors)):.1%} | "
+            f"{max(errors, key=abs):+.1%} | {bias:+.1%} | {shown} |"
+        )
+    lines += [
+        "",
+        "| run | GPU | measured s | predicted s | error | what runs here | the source leaves open |",
+        "|---|---|---:|---:|---:|---|---|",
+    ]
+    lines += [
+        f"| [{row.name}]({row.url}) | {row.gpu} | {row.seconds:.4g} | {results[row.name]:.4g} | {error(row):+.1%} | "
+        f"{row.program} | {'; '.join(row.open)} |"
+        for row in sorted(rows, key=lambda row: -abs(error(row)))
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def page(text: str) -> str:
+    """Return the page with the present table."""
+    return marked_table.with_table(text, Path(__file__).name, table(load_rows()))
+
+
+def main() -> int:
+    """Trace what is missing, fit if requested, write the page."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--traces", type=Path, default=Path("outputs/clock-traces"), help="folder of traces")
+    parser.add_argument("--fit", action="store_true", help="fit, and write the rates")
+    arguments = parser.parse_args()
+    rows = load_rows()
+    if arguments.fit:
+        traced = []
+        for number, row in enumerate(rows, 1):
+            print(f"{number} of {len(rows)}: {row.name}", file=sys.stderr)
+            traced.append(TracedRow(row, arguments.traces))
+        fit(groups_of(traced))
+    else:
+        PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""Public measurements of seconds as programs for the virtual GPU: their work, traced once, and its time on a clock.
+
+A row's model is traced with two and with three layers, and its seconds at full depth follow from the difference: a
+layer's time does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ground_truth.public_runs import PublicRun, train
+
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.models.architecture import catalogue_config
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+
+ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
+FEW, MORE = 2, 3
+"""Numbers of layers that are traced."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondsRow:
+    """A published measurement.
+
+    Args:
+        name: its name here.
+        url: where it was published.
+        date: day of the measurement.
+        gpu: name in the catalogue.
+        program: what runs on the virtual GPU, and whether it is what was measured.
+        settings: fields of ``PublicRun``.
+        seconds: measured seconds of an optimizer step.
+        micro_batches: micro-batches of a step.
+        open: parts of the configuration that the source leaves open.
+    """
+
+    name: str
+    url: str
+    date: str
+    gpu: str
+    program: str
+    settings: Mapping[str, Any]
+    seconds: float
+    micro_batches: int = 1
+    open: tuple[str, ...] = ()
+
+    @property
+    def run(self) -> PublicRun:
+        """The program, of two steps."""
+        padding = self.settings.get("padding")
+        fields = {**self.settings, "padding": None if padding is None else tuple(padding), "num_steps": 2}
+        return PublicRun(gpu=self.gpu, **fields)
+
+    @cached_property
+    def num_layers(self) -> int:
+        """Layers of the whole model."""
+        return catalogue_config(ModelConfig(name_or_path=self.settings["model"])).num_hidden_layers
+
+    def kept_in(self, folder: Path) -> Path:
+        """Return the file in a folder that keeps the row's work."""
+        key = hashlib.sha256(json.dumps([self.gpu, self.settings], sort_keys=True).encode()).hexdigest()[:16]
+        return folder / f"{key}.pickle"
+
+
+def load_rows() -> list[SecondsRow]:
+    """Return every row that the package keeps."""
+    return [SecondsRow(**row | {"open": tuple(row["open"])}) for row in json.loads(ROWS.read_text())]
+
+
+def work_of(run: PublicRun, num_layers: int | None = None) -> list[Work]:
+    """Return the work of a run's steps, with the model cut to a number of layers."""
+    with VirtualGPU(run.gpu) as gpu:
+        train(dataclasses.replace(run, num_layers=num_layers), gpu)
+    return gpu.trace().work
+
+
+class TracedRow:
+    """A row's work at both depths.
+
+    Args:
+        row: the row.
+        folder: where traces are kept; the row is traced if it is not there.
+    """
+
+    def __init__(self, row: SecondsRow, folder: Path) -> None:
+        self.row = row
+        file = row.kept_in(folder)
+        if not file.exists():
+            works = [work_of(row.run, num_layers) for num_layers in (FEW, MORE)]
+            folder.mkdir(parents=True, exist_ok=True)
+            partial = file.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(works))
+            partial.rename(file)
+        works = pickle.loads(file.read_bytes())
+        self._clocks = [(Clock(work), _last_step(work)) for work in works]
+        self._gpu = find_gpu(row.gpu)
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that it was measured on."""
+        return self._gpu
+
+    def seconds(self, gpu: Gpu | None = None) -> float:
+        """Return the seconds of a step.
+
+        Args:
+            gpu: the GPU, perhaps with other rates; None: as in the catalogue.
+        """
+        few, more = (
+            clock.times_on(gpu or self._gpu).between(*bounds).seconds for clock, bounds in self._clocks
+        )
+        return (few + (self.row.num_layers - FEW) / (MORE - FEW) * (more - few)) * self.row.micro_batches
+
+
+def _last_step(work: list[Work]) -> tuple[int, int]:
+    first, last = (
+        index for index, entry in enumerate(work) if entry.kind == "mark" and entry.name == STEP_END
+    )
+    return first, last

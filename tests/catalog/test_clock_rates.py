@@ -1,0 +1,52 @@
+"""The shares of published rates by architecture: which entry holds for which GPU, and that each number has a source."""
+
+import pytest
+
+from lowmem_ft.catalog.clock_rates import NUMBERS, clock_rates, rate_entries
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+
+GPUS = load_gpus()
+
+
+def test_every_number_has_a_source_and_every_entry_a_gpu():
+    capabilities = {"{}.{}".format(*gpu.compute_capability) for gpu in GPUS.values()}
+    for entry in rate_entries():
+        numbers = {name for name in NUMBERS if name in entry} - {"num_rows"}
+        assert numbers
+        assert entry["sources"].keys() == numbers
+        assert set(entry.get("gpus", ())) <= GPUS.keys()
+        assert entry.get("compute_capability", "8.0") in capabilities
+
+
+def test_an_unknown_architecture_has_the_default_and_its_wide_range():
+    default = clock_rates()
+    assert clock_rates("new", (99, 0)) == default
+    assert default.seconds_share == max(gpu.rates.seconds_share for gpu in GPUS.values())
+    assert default.num_rows == 0
+
+
+def test_the_last_entry_that_applies_wins():
+    entries = [
+        dict.fromkeys(NUMBERS, 1.0),
+        {"compute_capability": "9.0", "products": 0.8, "bandwidth": 0.9},
+        {"gpus": ["slow"], "products": 0.5},
+    ]
+    slow, other = (clock_rates(name, (9, 0), entries) for name in ("slow", "other"))
+    assert (slow.products, slow.bandwidth, slow.attention) == (0.5, 0.9, 1.0)
+    assert (other.products, other.bandwidth) == (0.8, 0.9)
+
+
+def test_a_gpu_of_the_catalogue_has_its_architectures_rates():
+    assert GPUS["rtx-4090"].rates.products > GPUS["l40s"].rates.products > GPUS["l4"].rates.products
+    assert GPUS["b200"].rates != GPUS["h100-80gb"].rates
+    assert GPUS["a100-40gb"].rates == GPUS["a100-80gb"].rates
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_no_product_is_faster_than_a_boosted_clock_allows(name):
+    """A share far above 1, or below a third, would mean that the catalogue has another peak than the microbenchmark."""
+    rates = GPUS[name].rates
+    assert 0.33 <= rates.products <= 1.15
+    assert 0.2 <= rates.attention <= 1
+    assert 0.33 <= rates.bandwidth <= 0.95
+    assert rates.launch_seconds < rates.operator_seconds

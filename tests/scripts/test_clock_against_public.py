@@ -1,0 +1,110 @@
+"""The clock's predictions of public rows: what is kept agrees with the page and with the catalogue's ranges."""
+
+import dataclasses
+import math
+
+import pytest
+
+pytest.importorskip("peft")
+pytest.importorskip("bitsandbytes")
+
+from clock_against_public import (
+    FEWEST_ROWS,
+    LEAST_SHARE,
+    PAGE,
+    Group,
+    held_share,
+    load_results,
+    page,
+    share_off,
+)
+from ground_truth.public_seconds import FEW, MORE, SecondsRow, load_rows, work_of
+
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.virtual_gpu.recording.work import STEP_END
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+
+ROWS = load_rows()
+
+
+def test_every_row_says_where_it_is_from_and_runs_on_a_gpu_of_the_catalogue():
+    assert len(ROWS) >= 91
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    for row in ROWS:
+        assert row.url.startswith("https://")
+        assert row.seconds > 0
+        assert row.program
+        assert row.run.gpu == find_gpu(row.gpu).name
+        assert row.num_layers > MORE
+
+
+def test_the_page_shows_what_is_kept():
+    text = PAGE.read_text(encoding="utf-8")
+    assert page(text) == text
+
+
+def test_no_row_is_without_a_prediction():
+    assert load_results().keys() == {row.name for row in ROWS}
+
+
+@pytest.mark.parametrize("gpu", sorted({row.gpu for row in ROWS}))
+def test_ranges_are_those_of_the_predictions(gpu):
+    rates, results = find_gpu(gpu).rates, load_results()
+    off = [share_off(results[row.name], row.seconds) for row in ROWS if row.gpu == gpu]
+    if len(off) < FEWEST_ROWS:
+        assert rates.num_rows == 0
+        return
+    assert rates.num_rows == len(off)
+    assert rates.seconds_share == held_share(off)
+
+
+def test_a_range_is_the_error_that_few_exceed():
+    assert held_share([0.5, *(number / 100 for number in range(1, 40))]) == 0.39
+    assert held_share([0.2, 0.3, 0.1]) == 0.3
+    assert held_share([0.01]) == LEAST_SHARE
+    assert share_off(2.0, 1.0) == share_off(1.0, 2.0) == 1.0
+
+
+class MadeUp:
+    """A row whose seconds follow from two numbers exactly, on a GPU that reaches less than its microbenchmarks."""
+
+    def __init__(self, flops, num_bytes):
+        self.flops, self.num_bytes, self.gpu = flops, num_bytes, find_gpu("a100-80gb")
+        measured = dataclasses.replace(self.gpu.rates, products=0.7, bandwidth=0.8)
+        seconds = self.seconds(dataclasses.replace(self.gpu, rates=measured))
+        self.row = SecondsRow(
+            name="made up", url="", date="", gpu="a100-80gb", program="", settings={}, seconds=seconds
+        )
+
+    def seconds(self, gpu):
+        return self.flops / gpu.rates.products + self.num_bytes / gpu.rates.bandwidth
+
+
+def test_a_fit_finds_the_numbers_that_made_its_rows_and_keeps_no_others():
+    rows = [MadeUp(flops, 10 - flops) for flops in range(11)] * 6
+    numbers, predictions = Group({"compute_capability": "8.0"}, rows).fitted()
+    assert numbers == {"products": pytest.approx(0.7, rel=0.02), "bandwidth": pytest.approx(0.8, rel=0.02)}
+    assert predictions == [pytest.approx(row.row.seconds, rel=0.02) for row in rows]
+
+
+def test_a_row_that_is_off_does_not_predict_itself():
+    rows = [MadeUp(5, 5) for _ in range(5)]
+    rows[0].row = dataclasses.replace(rows[0].row, seconds=2 * rows[0].row.seconds)
+    _, predictions = Group({"compute_capability": "8.0"}, rows).fitted()
+    assert predictions[0] == pytest.approx(rows[1].row.seconds, rel=0.04)  # drawn towards microbenchmarks
+    assert predictions[1] > predictions[0]
+
+
+def test_seconds_grow_by_a_layer_at_a_time():
+    row = next(
+        row for row in ROWS if row.settings["model"] == "smollm2-135m" and row.settings["length"] == 512
+    )
+    gpu = find_gpu(row.gpu)
+    few, more, many = (last_step(work_of(row.run, layers), gpu) for layers in (FEW, MORE, 7))
+    assert many == pytest.approx(few + (7 - FEW) / (MORE - FEW) * (more - few), rel=0.01)
+    assert not math.isclose(few, more)
+
+
+def last_step(work, gpu):
+    first, last = (index for index, entry in enumerate(work) if entry.name == STEP_END)
+    return Clock(work).times_on(gpu).between(first, last).seconds
