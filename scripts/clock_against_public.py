@@ -156,7 +156,8 @@ def _improvement(
     """Return the Gauss-Newton step of the errors and the distances from the microbenchmarks together."""
     spread = np.array(list(SPREAD.values()))
     matrix = np.concatenate([slopes / NOISE, np.diag(1 / spread)])
-    return np.linalg.lstsq(matrix, -np.concatenate([errors / NOISE, steps / spread]), rcond=None)[0]
+    wanted = -np.concatenate([errors / NOISE, steps / spread])
+    return np.linalg.lstsq(matrix, wanted, rcond=None)[0].astype(np.float64)
 
 
 def _without_fits(gpu: str, compute_capability: tuple[int, int]) -> ClockRates:

@@ -1,5 +1,6 @@
-"""The GPUs of the catalogue: hardware in ``gpus.json``, rates that are reached in ``clock_rates.json``, prices in
-``prices.json``, one price list per entry.
+"""The GPUs of the catalogue: hardware in ``gpus.json``, prices in ``prices.json``, one price list per entry.
+
+The shares of the hardware's rates that programs reach are in ``clock_rates.json``.
 
 JSON, since the standard library reads it on every Python we support; replacing a price list touches no GPU.
 """

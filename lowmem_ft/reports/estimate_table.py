@@ -24,6 +24,7 @@ from lowmem_ft.reports.wording import (
     caution,
     from_to,
     module_words,
+    seconds_range,
     short_name,
     shortfall,
     verdict,
@@ -216,7 +217,7 @@ def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str,
         yield "", parts
     step = estimate.step
     if step is not None:
-        yield ("step", f"{_seconds(step)}{_speed(estimate, step)}, bound by {step.bound_by}")
+        yield ("step", f"{seconds_range(step)}{_speed(estimate, step)}, bound by {step.bound_by}")
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
         yield (
@@ -229,11 +230,6 @@ def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str,
     if estimate.versions:
         versions = ", ".join(f"{library} {version}" for library, version in estimate.versions.items())
         yield "traced", f"in {estimate.trace_seconds:.1f} s, {versions}"
-
-
-def _seconds(step: StepTime) -> str:
-    ends = f" ({step.low_seconds:.2g} to {step.high_seconds:.2g})" if step.seconds_share else ""
-    return f"{step.seconds:.3g} s{ends}"
 
 
 def _speed(estimate: MemoryEstimate, step: StepTime) -> str:

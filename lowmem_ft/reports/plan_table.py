@@ -18,7 +18,7 @@ from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
 from lowmem_ft.reports.text.document import Document, Pairs
-from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, verdict
+from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, seconds_range, verdict
 
 MOST_REJECTED = 4
 
@@ -99,7 +99,7 @@ def _headline(plan: MemoryPlan) -> Text:
         )
     else:
         lines.append(
-            f"{estimate.step.seconds:.3g} s a step of {_tokens(estimate)}, bound by {estimate.step.bound_by}; what "
+            f"{seconds_range(estimate.step)} a step of {_tokens(estimate)}, bound by {estimate.step.bound_by}; what "
             f"keeps it from being faster, according to the {plan.counts.estimated} estimates: "
             f"{' and '.join(BINDING_WORDS[binding] for binding in plan.binds)}"
         )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
 
 CATEGORY_WORDS: dict[Category, str] = {
@@ -142,6 +142,12 @@ def from_to(low_bytes: int, high_bytes: int) -> str:
     low, high = format_bytes(low_bytes), format_bytes(high_bytes)
     (number, unit), same_unit = low.split(), low.split()[1] == high.split()[1]
     return f"{number if same_unit else f'{number} {unit}'} to {high}"
+
+
+def seconds_range(step: StepTime) -> str:
+    """Return the seconds of a step with their range: ``5.24 s (4.6 to 6)``; without one if it is not known."""
+    ends = f" ({step.low_seconds:.2g} to {step.high_seconds:.2g})" if step.seconds_share else ""
+    return f"{step.seconds:.3g} s{ends}"
 
 
 def duration(seconds: float) -> str:

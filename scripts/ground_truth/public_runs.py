@@ -193,7 +193,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 def _on_meta(run: PublicRun) -> PreTrainedModel:
     dtype: torch.dtype = getattr(torch, run.dtype)
-    config = catalogue_config(ModelConfig(name_or_path=run.model))
+    config: Any = catalogue_config(ModelConfig(name_or_path=run.model))
     if run.num_layers is not None:
         config.num_hidden_layers = run.num_layers
         if getattr(config, "layer_types", None) is not None:

@@ -67,7 +67,8 @@ class SecondsRow:
     @cached_property
     def num_layers(self) -> int:
         """Layers of the whole model."""
-        return catalogue_config(ModelConfig(name_or_path=self.settings["model"])).num_hidden_layers
+        config: Any = catalogue_config(ModelConfig(name_or_path=self.settings["model"]))
+        return config.num_hidden_layers
 
     def kept_in(self, folder: Path) -> Path:
         """Return the file in a folder that keeps the row's work."""

@@ -88,6 +88,16 @@ def test_the_report_says_where_how_fast_and_at_what_price(estimate, as_text):
     assert "traced in 3.1 s, torch 2.13.0" in text
 
 
+def test_seconds_have_a_range_in_table_and_json_where_it_is_known(estimate, as_text):
+    step = dataclasses.replace(estimate.step, seconds_share=0.25)
+    known = dataclasses.replace(estimate, step=step)
+    assert "0.5 s (0.4 to 0.62) for 1,000 tokens" in " ".join(as_text(estimate_table(known)).split())
+    in_json = known.to_json()["step"]
+    assert in_json["low_seconds"] == pytest.approx(0.4)
+    assert in_json["high_seconds"] == pytest.approx(0.625)
+    assert estimate.to_json()["step"]["low_seconds"] == estimate.to_json()["step"]["seconds"]
+
+
 def test_the_range_of_the_process_stands_beside_it(estimate, as_text):
     unsure = Uncertainty(reserved_share=0.01, outside_share=0.1)
     around = ProcessRange(low_bytes=1000 * MIB, high_bytes=1536 * MIB, uncertainty=unsure)

@@ -18,7 +18,7 @@ from clock_against_public import (
     page,
     share_off,
 )
-from ground_truth.public_seconds import FEW, MORE, SecondsRow, load_rows, work_of
+from ground_truth.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows, work_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.virtual_gpu.recording.work import STEP_END
@@ -65,18 +65,19 @@ def test_a_range_is_the_error_that_few_exceed():
     assert share_off(2.0, 1.0) == share_off(1.0, 2.0) == 1.0
 
 
-class MadeUp:
+class MadeUp(TracedRow):
     """A row whose seconds follow from two numbers exactly, on a GPU that reaches less than its microbenchmarks."""
 
     def __init__(self, flops, num_bytes):
-        self.flops, self.num_bytes, self.gpu = flops, num_bytes, find_gpu("a100-80gb")
+        self.flops, self.num_bytes, self._gpu = flops, num_bytes, find_gpu("a100-80gb")
         measured = dataclasses.replace(self.gpu.rates, products=0.7, bandwidth=0.8)
         seconds = self.seconds(dataclasses.replace(self.gpu, rates=measured))
         self.row = SecondsRow(
             name="made up", url="", date="", gpu="a100-80gb", program="", settings={}, seconds=seconds
         )
 
-    def seconds(self, gpu):
+    def seconds(self, gpu=None):
+        gpu = gpu or self.gpu
         return self.flops / gpu.rates.products + self.num_bytes / gpu.rates.bandwidth
 
 
