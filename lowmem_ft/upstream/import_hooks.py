@@ -32,7 +32,34 @@ def when_imported(
     if name in sys.modules:
         then(sys.modules[name])
         return
-    hook = _ImportHook(name, then, within)
+    _set_hook(undo, _ImportHook(lambda imported: imported == name, then, within))
+
+
+def when_any_imported(
+    undo: contextlib.ExitStack,
+    packages: tuple[str, ...],
+    then: Callable[[Any], None],
+    within: Surroundings = contextlib.nullcontext,
+) -> None:
+    """Call a function once for each module of some packages, as :func:`when_imported` does for one.
+
+    Args:
+        undo: removes the hook.
+        packages: their full names; modules within them count, too.
+        then: the function, which receives the module.
+        within: a context around the import of each.
+    """
+
+    def is_of_packages(name: str) -> bool:
+        return any(name == package or name.startswith(f"{package}.") for package in packages)
+
+    for name, module in list(sys.modules.items()):
+        if is_of_packages(name) and module is not None:
+            then(module)
+    _set_hook(undo, _ImportHook(is_of_packages, then, within))
+
+
+def _set_hook(undo: contextlib.ExitStack, hook: _ImportHook) -> None:
     sys.meta_path.insert(0, hook)
     undo.callback(sys.meta_path.remove, hook)
 
@@ -59,13 +86,15 @@ def wrap_when_imported(
 class _ImportHook(importlib.abc.MetaPathFinder):
     """Lets the other finders find the module, and runs the function after the module's code."""
 
-    def __init__(self, name: str, then: Callable[[Any], None], within: Surroundings) -> None:
-        self._name = name
+    def __init__(
+        self, is_meant: Callable[[str], bool], then: Callable[[Any], None], within: Surroundings
+    ) -> None:
+        self._is_meant = is_meant
         self._then = then
         self._within = within
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if fullname != self._name:
+        if not self._is_meant(fullname):
             return None
         behind = sys.meta_path[sys.meta_path.index(self) + 1 :]  # another hook may be set for the same module
         found = (finder.find_spec(fullname, path, target) for finder in behind)

@@ -28,6 +28,7 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     estimate_on_gpu,
 )
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
+from lowmem_ft.virtual_gpu.triton.triton_launches import triton_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
@@ -78,6 +79,7 @@ class VirtualGPU(TracingMachine):
         stack.enter_context(activated(self))
         cuda_is_virtual(stack, register_virtual_device())
         flash_attention_as_on_cuda(stack)
+        triton_as_on_cuda(stack)
         trl_kernels_as_on_cuda(stack)
         super()._enter(stack)
 

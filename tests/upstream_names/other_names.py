@@ -1,4 +1,4 @@
-"""Names of Accelerate, PEFT, bitsandbytes, datasets, DeepSpeed and TRL."""
+"""Names of Accelerate, PEFT, bitsandbytes, datasets, DeepSpeed, Triton, Liger and TRL."""
 
 from __future__ import annotations
 
@@ -60,6 +60,18 @@ DEEPSPEED = (
         "_hp_mapping",
         "where ZeRO-2 keeps a parameter's float32 values and averages",
         "tensor_fragment",
+    ),
+)
+
+
+TRITON = (
+    *data("triton.runtime.driver.driver", "_active", "a GPU is there without its driver"),
+    replaced("triton.runtime.autotuner.Autotuner", "_bench", None, "configurations are not timed"),
+    replaced(
+        "liger_kernel.backends.capability.Capability",
+        "_evaluate",
+        None,
+        "it finds Triton, without having it",
     ),
 )
 

@@ -8,5 +8,5 @@ transformers
 bitsandbytes
     ``bitsandbytes_weights`` and, for the rest of it, ``bitsandbytes_fakes``.
 TRL
-    ``trl_kernels``.
+    ``trl_kernels``; Triton has a room of its own.
 """

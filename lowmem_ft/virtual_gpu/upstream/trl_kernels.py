@@ -21,7 +21,7 @@ from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.upstream.import_hooks import when_imported, wrap_when_imported
 from lowmem_ft.upstream.patches import existing, replace, wrap
 from lowmem_ft.upstream.tested import is_before
-from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
+from lowmem_ft.virtual_gpu.triton.triton_stand_in import Kernel, cdiv
 
 _KERNELS = {
     "trl.kernels.chunked_logprob": ("_forward_kernel", "_backward_kernel"),
@@ -30,15 +30,11 @@ _KERNELS = {
 _ASKS = (*_KERNELS, "trl.trainer.utils", "trl.trainer.distillation_trainer")
 """Modules that check whether a device has Triton."""
 
-_WRITES = "_backward_kernel"
-"""Kernel that overwrites the logits with their gradient."""
-
 
 def trl_kernels_as_on_cuda(undo: contextlib.ExitStack) -> None:
     """Let TRL's heads use Triton on the virtual device until a stack is undone, whether imported before or later."""
     if is_before("trl", (1, 16)):
         return
-    _register_cost()
     for name in _ASKS:
         wrap_when_imported(undo, name, "", "_use_triton", _use_triton)
     for name, kernels in _KERNELS.items():
@@ -50,12 +46,12 @@ def _use_triton(use_triton: Callable[[torch.device], bool], device: torch.device
 
 
 def _adapt(undo: contextlib.ExitStack, kernels: tuple[str, ...], module: Any) -> None:
-    for name in kernels:
-        replace(undo, module, name, _Launcher(existing(module, name), writes=name == _WRITES))
     if existing(module, "_MM_OUT_DTYPE"):
         wrap(undo, module, "_addmm_fp32", _addmm_fp32)
-    if not hasattr(module, "triton"):  # it is not installed here
-        module.triton = SimpleNamespace(cdiv=lambda number, size: -(-number // size))
+    if not hasattr(module, "triton"):  # it is not installed here, and the kernels are plain functions
+        for name in kernels:
+            replace(undo, module, name, Kernel(existing(module, name)))
+        module.triton = SimpleNamespace(cdiv=cdiv)
         undo.callback(delattr, module, "triton")
 
 
@@ -64,45 +60,3 @@ def _addmm_fp32(multiply: Callable[..., None], acc: Tensor, a: Tensor, b: Tensor
         torch.addmm(acc, a, b, out_dtype=torch.float32, out=acc)
     else:
         multiply(acc, a, b)
-
-
-class _Launcher:
-    """Stands for a Triton kernel: on virtual tensors, one pass over its tiles; on others, the kernel itself.
-
-    Args:
-        kernel: one of TRL's kernels.
-        writes: whether it writes the first tile, too.
-    """
-
-    def __init__(self, kernel: Any, *, writes: bool) -> None:
-        self._kernel = kernel
-        self._passes = 2 if writes else 1
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            tiles = [arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 2]
-            if is_virtual(tiles[0].device):
-                torch.ops.lowmem_ft.trl_kernel(tiles[0], tiles[1:], self._passes)
-            else:
-                self._kernel[grid](*args, **kwargs)
-
-        return launch
-
-
-@torch.library.custom_op("lowmem_ft::trl_kernel", mutates_args=("tile_TV",))
-def _kernel(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
-    raise NotImplementedError("It replaces a Triton kernel on a virtual GPU, and computes nothing.")
-
-
-@_kernel.register_fake
-def _makes_nothing(tile_TV: Tensor, others: list[Tensor], passes: int) -> None:
-    """Return nothing: the kernel writes the tile itself."""
-
-
-@functools.cache
-def _register_cost() -> None:
-    register_operator_cost(torch.ops.lowmem_ft.trl_kernel.default, moved_bytes=_moved_bytes, irrelevant=())
-
-
-def _moved_bytes(tile_TV: Tensor, others: list[Tensor], passes: int) -> int:
-    return passes * tile_TV.nbytes + sum(tile.nbytes for tile in others)

@@ -567,3 +567,23 @@ def test_a_trainer_of_closures_and_metrics_needs_what_the_plain_loop_needs(scrip
     assert abs(found.estimate.reserved_peak_bytes - plain.estimate.reserved_peak_bytes) <= a_segment
     assert abs(found.kept_bytes - plain.kept_bytes) <= of_metrics
     assert found.steps == plain.steps == 3
+
+
+def test_a_stock_trainer_with_ligers_kernels_is_estimated_and_takes_less(script):
+    pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
+    name = script(
+        """
+        import sys
+        from datasets import Dataset
+        from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+        sizes = dict(hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=1)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=8000))
+        rows = Dataset.from_list([{"input_ids": [1] * 256, "labels": [1] * 256}] * 24)
+        args = TrainingArguments("out", bf16=True, report_to=[], use_liger_kernel=sys.argv[1] == "fused")
+        Trainer(model, args, train_dataset=rows).train()
+        """
+    )
+    fused, stock = (estimate_script(name, [way], gpu="a100-80gb").estimate for way in ("fused", "stock"))
+    logits = 8 * 256 * 8000 * 4
+    assert fused.allocated_peak_bytes < stock.allocated_peak_bytes - 2 * logits
