@@ -41,6 +41,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
+from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
@@ -299,6 +300,8 @@ def techniques_in_forward(
     model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
 ) -> Iterator[Technique]:
     """Enable the techniques that change the model's forward, from the inside out."""
+    if recipe.adapter.name == "lora":
+        yield enable_fused_adapters(model, recipe.adapter)
     if recipe.tiling.mlp > 1:
         yield enable_tiled_mlp(model, recipe.tiling)
     if recipe.checkpointing.mode != "none":

@@ -129,6 +129,7 @@ ROWS: tuple[Row, ...] = (
         in_place=False,
     ),
     Row(key="adapter.name", under=(Works("a PEFT model"),) * 4),
+    Row(key="adapter.kernel", under=_EVERYWHERE, by_default=True),
     Row(key="model.quantization", under=(Works("`hf.prepare_model`"),) * 4),
 )
 

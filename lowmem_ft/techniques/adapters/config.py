@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.memory.least_memory import as_it_is, gone_unless
+from lowmem_ft.memory.least_memory import PARTS, as_it_is, gone_unless
 
 MOST_RANK = 32_768
 """Twice the width of the widest open model (Llama 3.1 405B); once the model is known, its own width is the limit."""
@@ -42,6 +42,14 @@ class AdapterConfig:
     )
     use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
+    kernel: Literal["fused", "peft"] = knob(
+        "fused",
+        "fused: a linear layer and its adapter are one operation; peft: PEFT's own forward computes them.",
+        frees="copies of the layer's output in forward, and of its input with dropout until backward",
+        costs="the adapter's first product (rank r) again in backward; it saves more time than that",
+        effects={"fused": NO_EFFECT, "peft": NO_EFFECT},
+        leaves=dict.fromkeys(PARTS, as_it_is),
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""

@@ -1,6 +1,6 @@
 """LoRA by PEFT: the model's own weights are frozen, and small matrices next to its linear layers are trained.
 
-This is the only module that imports peft.
+Only this module and ``fused_adapter.py`` import peft.
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ def enable_lora(
             ) from error
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
-    layers = _adapted_layers(model)
+    layers = adapted_layers(model)
     for layer in layers.values():
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
@@ -225,7 +225,7 @@ def merge_adapter(
             f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
             "Name the base model that it was trained on."
         ) from error
-    layers = list(_adapted_layers(model).values())
+    layers = list(adapted_layers(model).values())
     for layer in track(layers):
         weight = _adapted_weight(layer)
         weight.data = weight.data.float()
@@ -277,7 +277,7 @@ def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -
 
 def _take_layers_off(model: nn.Module) -> None:
     """Remove the layers that PEFT leaves behind when it gives up half-way."""
-    for name, layer in _adapted_layers(model).items():
+    for name, layer in adapted_layers(model).items():
         model.set_submodule(name, layer.get_base_layer())
 
 
@@ -308,7 +308,8 @@ def _restore_config(model: PreTrainedModel) -> list[Callable[[], object]]:
     return [partial(setattr, model.config, "pretraining_tp", model.config.pretraining_tp)]
 
 
-def _adapted_layers(model: nn.Module) -> dict[str, Any]:
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Return PEFT's layers of a model, by their names."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}

@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.modules.surroundings import Surroundings
 
 
 class ForwardInTiles:
@@ -143,7 +144,7 @@ class _InTiles(torch.autograd.Function):
         ctx: Any, hidden: Tensor, work: ForwardInTiles, kept: _Kept, sums: _Sums, *stand_ins: Tensor
     ) -> Tensor:
         ctx.work, ctx.kept, ctx.sums, ctx.num_stand_ins = work, kept, sums, len(stand_ins)
-        ctx.surroundings = _Surroundings(hidden.device)
+        ctx.surroundings = Surroundings(hidden.device)
         return work.in_tiles(hidden)
 
     @staticmethod
@@ -156,33 +157,6 @@ class _InTiles(torch.autograd.Function):
         ctx.sums.gradients = gradients
         d_stand_in = d_output.new_zeros((), dtype=torch.float32)
         return (d_hidden, None, None, None, *[d_stand_in] * ctx.num_stand_ins)
-
-
-class _Surroundings:
-    """Autocast and RNG state at some moment, to repeat the same computation later."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._autocast: dict[str, Any] = {
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
-        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
-        self._host_state = torch.get_rng_state()
-        self._device_state = None if self._module is None else self._module.get_rng_state(device)
-
-    @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        devices = [] if self._module is None else [self._device]
-        with (
-            torch.random.fork_rng(devices, device_type=self._device.type),
-            torch.autocast(self._device.type, **self._autocast),
-        ):
-            torch.set_rng_state(self._host_state)
-            if self._module is not None:
-                self._module.set_rng_state(self._device_state, self._device)
-            yield
 
 
 class _ParameterGradients:

@@ -1,0 +1,301 @@
+"""A linear layer and its LoRA adapter as one operation, which saves its input alone.
+
+Two of autograd's nodes, in the order of backward: :class:`_Adapted` computes the gradients of input and adapter;
+:class:`_Keep` passes the input's on.
+
+Axes: N tokens, I inputs of the layer, O outputs, R rank of the adapter.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import adapted_layers
+from lowmem_ft.techniques.modules.patching import call_around
+from lowmem_ft.techniques.modules.surroundings import Surroundings
+from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.local_shards import is_partitioned
+
+__all__ = ["enable_fused_adapters"]
+
+logger = logging.getLogger(__name__)
+
+_ROWS_AT_ONCE = 1024
+"""Tokens that are cast together where an adapter computes in another type than its layer."""
+
+
+def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
+    """Compute each linear layer and its LoRA adapter as one operation.
+
+    Frees: what PEFT's forward makes in the layer's output size (the adapter's product, its scaled copy, the sum, for
+    4 bits a copy of the output), and what it saves in addition to the input: the input with dropout, the mask, casts.
+    Costs: the adapter's first product (rank r) again in backward.
+    Saves time: the adapter's product is added to the layer's output while it is computed; and a checkpointed layer that
+    ends with an adapted layer does not compute it again, as all that it saves it saves before.
+    Equals: PEFT's LoRA up to rounding: the scaled product is not rounded before it is added. Dropout draws the same
+    numbers.
+    Limits: PEFT's forward stays for DoRA, 8-bit layers, layers that are stored the other way round, fused experts,
+    trained base weights and weights cut by ZeRO-3; and while adapters are merged, disabled or several. No second
+    derivative.
+    Source: Unsloth, 2024 (github.com/unslothai/unsloth), which fuses whole MLPs, without dropout.
+
+    Args:
+        model: a model with PEFT's adapters, wrapped or not.
+        config: whether to.
+
+    Returns:
+        A handle whose ``remove()`` restores PEFT's forward.
+    """
+    if config.kernel == "peft":
+        return Technique()
+    layers = list(adapted_layers(model).values())
+    fused = [layer for layer in layers if _is_plain(layer)]
+    others = len(layers) - len(fused)
+    logger.info(
+        "Fused adapters: %d linear layers and their adapters are one operation each%s.",
+        len(fused),
+        f"; {others} of another kind compute as PEFT does" if others else "",
+    )
+    said: set[str] = set()
+    return Technique(*(call_around(layer, "forward", partial(_forward, layer, said)) for layer in fused))
+
+
+def _is_plain(layer: Any) -> bool:
+    """Return whether PEFT's forward of a layer is a frozen product plus, by default, a product of two matrices."""
+    from peft.tuners import lora
+
+    base = layer.base_layer
+    kinds: dict[type, type] = {lora.Linear: nn.Linear}
+    if hasattr(lora, "Linear4bit"):
+        import bitsandbytes
+
+        kinds[lora.Linear4bit] = bitsandbytes.nn.Linear4bit
+    return (
+        type(base) is kinds.get(type(layer))
+        and not layer.fan_in_fan_out
+        and not any(parameter.requires_grad for parameter in base.parameters())
+        and not layer.lora_variant
+        and not any(layer.lora_bias.values())
+    )
+
+
+def _forward(
+    layer: Any, said: set[str], stock_forward: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any
+) -> Tensor:
+    otherwise = "arguments in addition to its input" if args or kwargs else _reason_for_peft(layer, x)
+    if otherwise:
+        if otherwise not in said:
+            said.add(otherwise)
+            logger.info("Fused adapters: PEFT's own forward computes a layer with %s.", otherwise)
+        return stock_forward(x, *args, **kwargs)
+    operation, weight_RI, weight_OR = _operation(layer, x)
+    if not torch.is_grad_enabled():
+        return operation.forward(x, weight_RI, weight_OR)
+    kept = _Kept()
+    same = _Keep.apply(x, weight_RI, weight_OR, kept)
+    # The view is created out here: autograd forbids changing a view that a Function returns.
+    output = _Adapted.apply(same, weight_RI, weight_OR, operation, kept, x.requires_grad)
+    return output.view_as(output)
+
+
+def _reason_for_peft(layer: Any, x: Tensor) -> str:
+    """Return what about a layer and its input is PEFT's to compute at the moment; empty: nothing."""
+    if layer.disable_adapters:
+        return "disabled adapters"
+    if layer.merged:
+        return "merged adapters"
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1:
+        return f"{len(active)} active adapters"
+    (name,) = active
+    if name in layer.lora_variant or layer.lora_bias[name] or layer.base_layer.weight.requires_grad:
+        return "another kind of adapter, or a weight that is trained itself"
+    if not (layer.lora_A[name].weight.requires_grad and layer.lora_B[name].weight.requires_grad):
+        return "a frozen adapter"
+    if is_partitioned(
+        layer.lora_A[name].weight
+    ):  # ZeRO-3 gathers a module's weights when that module is called
+        return "weights that ZeRO-3 has cut"
+    if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+        return "weights that bitsandbytes has packed for inference on this CPU"
+    if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and _autocast_dtype(x)):
+        return "an empty or float64 input"
+    return ""
+
+
+def _operation(layer: Any, x: Tensor) -> tuple[_Operation, nn.Parameter, nn.Parameter]:
+    (name,) = (name for name in layer.active_adapters if name in layer.lora_A)
+    weight_RI, weight_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
+    dropout = layer.lora_dropout[name]
+    probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+    autocast = _autocast_dtype(x)
+    operation = _Operation(
+        base=layer.base_layer,
+        base_dtype=getattr(layer.base_layer, "compute_dtype", autocast) or x.dtype,
+        dtype=autocast or weight_RI.dtype,
+        scaling=layer.scaling[name],
+        dropout=probability,
+        surroundings=Surroundings(x.device) if probability else None,
+    )
+    return operation, weight_RI, weight_OR
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+
+
+@dataclass(frozen=True)
+class _Operation:
+    """One call of a layer with its adapter.
+
+    Args:
+        base: the frozen linear layer.
+        base_dtype: the type of its product.
+        dtype: the type of the adapter's products.
+        scaling: factor on them.
+        dropout: probability of a zero in the adapter's input.
+        surroundings: for dropout, those in which forward drew it.
+    """
+
+    base: Any
+    base_dtype: torch.dtype
+    dtype: torch.dtype
+    scaling: float
+    dropout: float
+    surroundings: Surroundings | None
+
+    def forward(self, x: Tensor, weight_RI: Tensor, weight_OR: Tensor) -> Tensor:
+        """Return the layer's output with the adapter's added in place."""
+        if type(self.base) is nn.Linear:
+            x = x.to(self.base_dtype)  # autocast would make such a copy for each of the two
+        output = self.base(x).contiguous()
+        x_NI, output_NO = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
+        weight_RI, weight_OR = weight_RI.to(self.dtype), weight_OR.to(self.dtype)
+        for rows in self._row_tiles(x_NI, output_NO):
+            inner_NR = self._dropped(x_NI[rows].to(self.dtype)) @ weight_RI.t()
+            _add_product_(output_NO[rows], inner_NR, weight_OR.t(), self.scaling)
+        return output
+
+    def gradients(
+        self, x: Tensor, weight_RI: Tensor, weight_OR: Tensor, d_output: Tensor, *, of_input: bool
+    ) -> tuple[Tensor | None, Tensor, Tensor]:
+        """Return the gradients of the input, if asked for, and of the adapter's two matrices."""
+        x_NI, d_output_NO = x.reshape(-1, x.shape[-1]), d_output.reshape(-1, d_output.shape[-1])
+        d_x_NI = self._through_base(d_output_NO).to(x.dtype) if of_input else None
+        a_RI, b_OR = weight_RI.to(self.dtype), weight_OR.to(self.dtype)
+        d_a_RI = d_b_OR = None
+        for rows in self._row_tiles(x_NI, d_output_NO):
+            d_NO = d_output_NO[rows].to(self.dtype)
+            d_inner_NR = (d_NO @ b_OR).mul_(self.scaling)
+            input_NI = self._dropped_again(x_NI[rows].to(self.dtype))
+            d_a_RI = _with_product(d_a_RI, d_inner_NR.t(), input_NI)
+            d_b_OR = _with_product(d_b_OR, d_NO.t(), (input_NI @ a_RI.t()).mul_(self.scaling))
+            del input_NI
+            if d_x_NI is None:
+                continue
+            if self.dropout:  # a product with the mask is what dropout does to the gradient, too
+                d_x_NI[rows] += self._dropped_again(d_inner_NR @ a_RI)
+            else:
+                _add_product_(d_x_NI[rows], d_inner_NR, a_RI, 1.0)
+        assert d_a_RI is not None  # there is a token
+        assert d_b_OR is not None
+        d_x = None if d_x_NI is None else d_x_NI.view(x.shape)
+        return d_x, d_a_RI.to(weight_RI.dtype), d_b_OR.to(weight_OR.dtype)
+
+    def _row_tiles(self, *tensors: Tensor) -> Iterator[slice]:
+        """Yield slices over tokens, all at once unless casts of them would take memory; dropout draws all at once."""
+        is_same = all(tensor.dtype == self.dtype for tensor in tensors)
+        num_rows = len(tensors[0])
+        size = num_rows if is_same or self.dropout else _ROWS_AT_ONCE
+        return (slice(start, start + size) for start in range(0, num_rows, size))
+
+    def _through_base(self, d_output_NO: Tensor) -> Tensor:
+        weight: Any = self.base.weight
+        if type(self.base) is not nn.Linear:
+            from bitsandbytes.functional import dequantize_4bit
+
+            state = (
+                getattr(weight, "quant_state", None) or self.base.quant_state
+            )  # FSDP2 makes plain parameters
+            weight = dequantize_4bit(weight.view(-1, 1), state)
+        return d_output_NO.to(self.base_dtype) @ weight.to(self.base_dtype)
+
+    def _dropped(self, values: Tensor) -> Tensor:
+        return F.dropout(values, self.dropout) if self.dropout else values
+
+    def _dropped_again(self, values: Tensor) -> Tensor:
+        if self.surroundings is None:
+            return values
+        with self.surroundings.again():
+            return self._dropped(values)
+
+
+def _with_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+    return left @ right if total is None else total.addmm_(left, right)
+
+
+def _add_product_(total: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:
+    if total.dtype == left.dtype:
+        total.addmm_(left, right, alpha=scaling)
+    else:
+        total.add_(left @ right, alpha=scaling)
+
+
+class _Kept:
+    """The node whose saved tensors are those of :class:`_Adapted`."""
+
+    saver: Any = None
+
+
+class _Keep(torch.autograd.Function):
+    """Passes a tensor on, and saves it and the adapter for :class:`_Adapted`, before that computes anything.
+
+    The recomputation of a checkpointed layer stops at the last tensor that is saved: if the layer ends with an adapted
+    one, as most do, that one's products are not computed again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_RI: Tensor, weight_OR: Tensor, kept: _Kept) -> Tensor:
+        ctx.save_for_backward(x, weight_RI, weight_OR)
+        ctx.set_materialize_grads(False)
+        kept.saver = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, d_x: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return d_x, None, None, None
+
+
+class _Adapted(torch.autograd.Function):
+    """The layer with its adapter."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight_RI: Tensor,
+        weight_OR: Tensor,
+        operation: _Operation,
+        kept: _Kept,
+        of_input: bool,
+    ) -> Tensor:
+        ctx.operation, ctx.kept, ctx.of_input = operation, kept, of_input
+        return operation.forward(x, weight_RI, weight_OR)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight_RI, weight_OR = ctx.kept.saver.saved_tensors
+        gradients = ctx.operation.gradients(x, weight_RI, weight_OR, d_output, of_input=ctx.of_input)
+        return (*gradients, None, None, None)

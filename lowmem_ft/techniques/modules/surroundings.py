@@ -1,0 +1,37 @@
+"""Autocast and the state of random numbers, kept in order to repeat a computation with the same numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+class Surroundings:
+    """Autocast and RNG state at some moment, to repeat the same computation later."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._autocast: dict[str, Any] = {
+            "dtype": torch.get_autocast_dtype(device.type),
+            "enabled": torch.is_autocast_enabled(device.type),
+            "cache_enabled": torch.is_autocast_cache_enabled(),
+        }
+        self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
+        self._host_state = torch.get_rng_state()
+        self._device_state = None if self._module is None else self._module.get_rng_state(device)
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Put both back in a ``with`` block, and then what was there before."""
+        devices = [] if self._module is None else [self._device]
+        with (
+            torch.random.fork_rng(devices, device_type=self._device.type),
+            torch.autocast(self._device.type, **self._autocast),
+        ):
+            torch.set_rng_state(self._host_state)
+            if self._module is not None:
+                self._module.set_rng_state(self._device_state, self._device)
+            yield
