@@ -40,6 +40,7 @@ from lowmem_ft.optimizers import (
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
+from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
@@ -271,6 +272,7 @@ def switch_on(
             _initialize_masters(optimizer, model, finer_weights)
         streaming = in_forward.find(ParameterStreaming)
         sharded = in_forward.find(FullySharded)
+        loss = in_forward.find(ChunkedLoss)
         for technique in techniques_in_step(
             model,
             optimizer,
@@ -278,6 +280,7 @@ def switch_on(
             host_memory,
             streaming,
             sharded,
+            loss,
             sums=sums,
             reads_weights_flushed=reads_weights_flushed,
         ):
@@ -351,6 +354,7 @@ def techniques_in_step(
     host_memory: HostMemory,
     streaming: ParameterStreaming | None,
     sharded: FullySharded | None = None,
+    loss: ChunkedLoss | None = None,
     *,
     sums: bool,
     reads_weights_flushed: bool,
@@ -361,6 +365,10 @@ def techniques_in_step(
             sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
+        if recipe.accumulation.fusion:
+            yield enable_fused_accumulation(model, device=host_memory.device, loss=loss)
+    elif recipe.accumulation.fusion:
+        logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
     if may_lose_updates(optimizer):
         yield enable_lost_update_meter(optimizer)
     if recipe.optimizer.in_backward:

@@ -53,6 +53,7 @@ FACTORS: dict[str, dict[str, Choice]] = {
         "three": ("training.gradient_accumulation_steps=3",),
         "three-vertical": ("training.gradient_accumulation_steps=3", "accumulation.order=vertical"),
     },
+    "sums": {"rounded": (), "fused": ("accumulation.fusion=true",)},
     "loss": {
         "plain": ("loss.chunk_tokens=null",),
         "chunked": ("loss.chunk_tokens=48",),
@@ -114,6 +115,11 @@ NEEDS: tuple[Needs, ...] = (
         ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
         for master in ("split16", "split24", "stochastic_rounding", "none")
     ),
+    (
+        "sums",
+        "fused",
+        {"adapter": {"none"}, "weights": {name for name in FACTORS["weights"] if name.startswith("bf16")}},
+    ),
 )
 """Needs of a choice, whatever else is chosen."""
 
@@ -132,6 +138,7 @@ NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
         "selective",
         "gemma2",
     ),  # caps attention scores, which torch's sdpa does not support
+    ("sums", "fused", "gpt2"),  # its layers are no nn.Linear; its head alone is one, until it is streamed
     ("adapter", "dora", "qwen3_moe"),  # PEFT has no DoRA for experts that are one tensor
 }
 """Choices that only the model refuses, once it is loaded."""
@@ -139,8 +146,8 @@ NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
 KEEPS_EVERY_BIT = ("update", "optimizer_home", "parameters", "activations", "checkpointing")
 """Factors that change where bytes are stored and when they are computed, but no number."""
 
-CHANGES_THE_ORDER_OF_SUMS = ("window", "loss", "mlp")
-"""Factors that add the same numbers in another order."""
+CHANGES_THE_ORDER_OF_SUMS = ("window", "sums", "loss", "mlp")
+"""Factors that add the same numbers in another order, or round some of them less."""
 
 
 def is_possible(levels: Levels) -> bool:

@@ -34,6 +34,10 @@ BROKEN_AND_MENDED = {
         ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=true"],
         ["distributed.strategy=fsdp2", "distributed.cpu_offload=true", "training.use_cpu=false"],
     ),
+    "fused_sums_are_of_16_bit_weights": (
+        ["accumulation.fusion=true", "model.dtype=float32"],
+        ["accumulation.fusion=true", "model.dtype=bfloat16"],
+    ),
     "budget_is_readable": (["budget.host=12 parsecs"], ["budget.host=12GB"]),
     "what_is_to_be_chosen_is_not_kept": (
         ["checkpointing.mode=auto", "plan.keep=[checkpointing.mode]"],

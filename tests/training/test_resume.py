@@ -76,6 +76,12 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
             "optimizer.master=split24",
             "offload.optimizer=host",
         ),
+        (
+            "model.dtype=bfloat16",
+            "optimizer.master=split16",
+            "training.gradient_accumulation_steps=2",
+            "accumulation.fusion=true",
+        ),
     ],
     ids=lambda overrides: " ".join(overrides) or "plain",
 )

@@ -42,6 +42,7 @@ BESIDE = {
     "offload.folder": HOST,
     "accumulation.order": FULL,
     "accumulation.dtype": ("model.dtype=bfloat16",),
+    "accumulation.fusion": ("model.dtype=bfloat16",),
     "optimizer.in_backward": VERTICAL,
     **{
         path: ("adapter.name=lora",)

@@ -86,6 +86,7 @@ _READS_HEAD = "TRL's head reads the weights of lm_head itself, but they would be
 _OWN_BATCHES = "its loss is over the rows of each micro-batch as the trainer made it"
 _EVERYWHERE = (Works(),) * 4
 _NOT_WITHOUT_LOGITS = (Refused(_OWN_LOSS),) * 2
+_UNSCALED = "a trainer may scale the loss before backward, and the head's gradient is summed before that"
 _IN_TURN = "one batch of all rows, `gradient_accumulation_steps=1`"
 _PREPARED = "`hf.prepare_model` before the constructor"
 
@@ -113,6 +114,7 @@ ROWS: tuple[Row, ...] = (
         in_place=False,
     ),
     Row(key="accumulation.dtype", under=_EVERYWHERE),
+    Row(key="accumulation.fusion", under=(Refused(_UNSCALED),) * 4),
     Row(key="optimizer.name", under=_EVERYWHERE),
     Row(key="optimizer.state", under=_EVERYWHERE),
     Row(key="optimizer.master", under=_EVERYWHERE),

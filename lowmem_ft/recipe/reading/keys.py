@@ -43,6 +43,7 @@ UPSTREAM_NAMES = {
     "flash_attention": "model.attn_implementation",
     "flash_attn": "model.attn_implementation",
     "fp16": "training.mixed_precision",
+    "gradient_accumulation_fusion": "accumulation.fusion",
     "gradient_checkpointing": "checkpointing.mode",
     "load_in_4bit": "model.quantization",
     "load_in_8bit": "model.quantization",

@@ -70,6 +70,24 @@ def master_needs_bfloat16_weights(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@reads("accumulation.fusion", "model.dtype", "adapter.name")
+def fused_sums_are_of_16_bit_weights(recipe: Recipe) -> Iterator[str]:
+    """Float32 gradients, an adapter's too, are summed as they are: nothing is rounded or converted."""
+    dtype, adapter = recipe.model.dtype, recipe.adapter.name
+    if not recipe.accumulation.fusion:
+        return
+    if adapter != "none":
+        yield (
+            f"accumulation.fusion=true is for trained bfloat16 weights, and adapter.name={adapter} trains float32 "
+            "ones. Set accumulation.fusion=false."
+        )
+    elif dtype not in ("bfloat16", "auto"):
+        yield (
+            f"accumulation.fusion=true needs model.dtype=bfloat16, got {dtype}. Set accumulation.fusion=false, or "
+            f"model.dtype=bfloat16 {WHERE_BFLOAT16_IS}."
+        )
+
+
 @reads("optimizer.in_backward", "training.gradient_accumulation_steps", "accumulation.order")
 def in_backward_needs_finished_gradients(recipe: Recipe) -> Iterator[str]:
     """In horizontal order the first micro-batch's gradient is not the step's."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS, Held, StepFacts, gone_unless
+from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS, Held, StepFacts, as_it_is, gone_unless
 
 
 def _of_all_micro_batches(held: Held, order: str, step: StepFacts) -> Held:
@@ -44,3 +45,19 @@ class AccumulationConfig:
         tries=("float32", "weights"),
         leaves={"sums": _summed_in_weights_type},
     )
+    fusion: bool = knob(
+        False,
+        "Add the product that computes a 16-bit weight's gradient to the float32 sum at once.",
+        frees="6 bytes a weight of one linear layer at a time, and of the head",
+        costs="nothing: a product, a cast and a sum become one kernel; a micro-batch's share is not rounded any more",
+        effects={True: Effect(engines=())},
+        leaves={"sums": as_it_is},
+    )
+
+    def problems(self) -> Iterator[str]:
+        """Yield a problem for each rule that these keys alone break."""
+        if self.fusion and self.dtype != "float32":
+            yield (
+                f"accumulation.fusion=true needs accumulation.dtype=float32, got {self.dtype}. Set "
+                "accumulation.dtype=float32 or accumulation.fusion=false."
+            )

@@ -11,6 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import add_product_
+
 _ROWS_AT_ONCE = 8192
 """Rows of a gradient that pass through a temporary together, so that the temporary stays small."""
 
@@ -35,13 +37,22 @@ class WeightGradient:
         dtype: type of the finished gradient, which is the weight's.
         device: its device.
         num_tokens: tokens of all chunks together.
+        sum_OI: a float32 sum, to which products are added without being rounded; None: a sum of its own.
     """
 
-    def __init__(self, shape: torch.Size, dtype: torch.dtype, device: torch.device, num_tokens: int) -> None:
-        self._shape, self._dtype, self._device = shape, dtype, device
+    def __init__(
+        self,
+        shape: torch.Size,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_tokens: int,
+        sum_OI: Tensor | None = None,
+    ) -> None:
+        self._shape, self._dtype, self._device = shape, dtype if sum_OI is None else sum_OI.dtype, device
         self._num_tokens = num_tokens
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
-        self._sum_OI: Tensor | None = None
+        self._sum_OI = sum_OI
+        self._rounds_products = sum_OI is None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._waiting_tokens = 0
 
@@ -82,7 +93,7 @@ class WeightGradient:
         if self._waiting:
             d_outputs, inputs = zip(*self._waiting, strict=True)
             self._waiting, self._waiting_tokens = [], 0
-            _add_product_(sum_OI, d_outputs, _joined(inputs))
+            _add_products_(sum_OI, d_outputs, _joined(inputs), rounded=self._rounds_products)
         return sum_OI
 
 
@@ -91,12 +102,14 @@ def row_slices(tensor: Tensor) -> Iterator[slice]:
     return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(tensor), _ROWS_AT_ONCE))
 
 
-def _add_product_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor) -> None:
+def _add_products_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor, *, rounded: bool) -> None:
     with _sums_in_float32(input_NI.dtype):
         for rows in row_slices(sum_OI):
             d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
             if sum_OI.dtype == input_NI.dtype:
                 sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
+            elif not rounded:
+                add_product_(sum_OI[rows], d_output_NO, input_NI)
             else:
                 sum_OI[rows] += d_output_NO.t() @ input_NI
 

@@ -97,6 +97,13 @@ class ChunkedLoss(Technique):
         """Take the head's weight from ``tiles`` from now on; None: from the head again."""
         self._loss.head_tiles = tiles
 
+    def sum_head_in_product(self) -> Callable[[], None]:
+        """Add the head's gradient to its weight's float32 ``.grad`` from now on; return the call that ends it."""
+        weight = self._loss.head.linear.weight
+        return set_attribute(
+            self._loss, "sums_in_product", weight.requires_grad and weight.dtype.itemsize < 4
+        )
+
 
 def enable_chunked_loss(
     model: nn.Module,
@@ -198,6 +205,7 @@ class _Loss:
     tiling: TilingConfig
     chunk_tokens: int
     head_tiles: HeadTiles | None = None
+    sums_in_product: bool = False
     is_running: bool = False
 
     def mean(self, hidden_LH: Tensor, labels_L: Tensor, num_items: int | Tensor, *, smooth: bool) -> Tensor:
@@ -214,6 +222,7 @@ class _Loss:
             label_smoothing=self.config.label_smoothing_factor if smooth else 0.0,
             loss_factor=1 / num_items,
             head_tiles=self.head_tiles,
+            sums_in_product=self.sums_in_product,
         )
         self.is_running = False
         return loss

@@ -240,7 +240,13 @@ class HeadLoss:
         if not self._wanted.weight:
             return None
         shape = torch.Size((rows.stop - rows.start, self._weight_VH.shape[1]))
-        return WeightGradient(shape, self._weight_VH.dtype, self._hidden_NH.device, len(self._labels_N))
+        return WeightGradient(
+            shape,
+            self._weight_VH.dtype,
+            self._hidden_NH.device,
+            len(self._labels_N),
+            self._tiles.sum_of(rows),
+        )
 
     def _take(
         self, rows: slice, d_weight: WeightGradient | None, d_logits_CW: Tensor, hidden_CH: Tensor

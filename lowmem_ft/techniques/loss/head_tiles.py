@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import float32_sum_of
+
 
 class HeadTiles(Protocol):
     """The source of the head's weight, tile by tile, and the sink of its gradient.
@@ -22,6 +24,10 @@ class HeadTiles(Protocol):
         """Return these rows of the weight, on the device of the hidden states; valid until the next call."""
         ...
 
+    def sum_of(self, rows: slice) -> Tensor | None:
+        """Return the float32 sum to which products for these rows are added; None: their gradient is handed over."""
+        ...
+
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
         """Take the finished gradient of these rows, in the weight's type."""
         ...
@@ -32,21 +38,29 @@ class ResidentTiles:
 
     Args:
         weight_VH: the weight.
+        sums: whether its ``.grad`` is the sum to which products are added.
 
     Attributes:
         d_weight_VH: its gradient, once tiles of it have been added; rows that were not added are undefined.
     """
 
-    def __init__(self, weight_VH: Tensor) -> None:
+    def __init__(self, weight_VH: Tensor, *, sums: bool = False) -> None:
         self.d_weight_VH: Tensor | None = None
         self._weight_VH = weight_VH
+        self._sums = sums
 
     def weight(self, rows: slice) -> Tensor:
         """Return a view of these rows."""
         return self._weight_VH[rows]
 
+    def sum_of(self, rows: slice) -> Tensor | None:
+        """Return these rows of ``.grad``."""
+        return float32_sum_of(self._weight_VH)[rows] if self._sums else None
+
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
-        """Copy the gradient of these rows to its place."""
+        """Copy the gradient of these rows to its place, unless it is part of the sum."""
+        if self._sums:
+            return
         if d_weight_WH.shape == self._weight_VH.shape:
             self.d_weight_VH = d_weight_WH
             return

@@ -37,6 +37,7 @@ def linear_cross_entropy_sum(
     label_smoothing: float = 0.0,
     loss_factor: float | Tensor = 1.0,
     head_tiles: HeadTiles | None = None,
+    sums_in_product: bool = False,
 ) -> Tensor:
     """Return the summed negative log-likelihood, never holding the logits of more than ``chunk_tokens`` tokens.
 
@@ -67,6 +68,8 @@ def linear_cross_entropy_sum(
             than multiplying outside.
         head_tiles: supplies the weight and takes its gradient while forward runs, so that the factor on the result must
             be 1: pass it as ``loss_factor``. None: the weight is on the device, and its gradient goes through autograd.
+        sums_in_product: whether the products add to the weight's float32 ``.grad`` while forward runs; the factor on
+            the result must be 1 then, too. Not with ``head_tiles``.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs), connected to the graph even if N is 0.
@@ -88,7 +91,8 @@ def linear_cross_entropy_sum(
     )
     served = None if head_tiles is None else _Served(weight_VH, head_tiles)
     resident_VH = weight_VH if served is None else None
-    return _LinearCrossEntropySum.apply(hidden_NH, resident_VH, bias_V, labels_N, head, wanted, served)
+    sums = sums_in_product and served is None
+    return _LinearCrossEntropySum.apply(hidden_NH, resident_VH, bias_V, labels_N, head, wanted, served, sums)
 
 
 def _tile_rows(weight_VH: Tensor, vocabulary_tiles: int) -> int:
@@ -116,12 +120,13 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         head: Head,
         wanted: WantedGradients,
         served: _Served | None,
+        sums: bool,
     ) -> Tensor:
         if served is not None:
             weight_VH, tiles = served.weight_VH, served.tiles
         else:
             assert weight_VH is not None
-            tiles = ResidentTiles(weight_VH)
+            tiles = ResidentTiles(weight_VH, sums=sums)
         work = HeadLoss(
             hidden_NH,
             weight_VH,
@@ -138,7 +143,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         ctx.gradients = [work.d_hidden_NH, d_weight_VH, work.d_bias_V]
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
         ctx.late_factor = work.late_factor
-        ctx.is_weight_gradient_gone = served is not None and wanted.weight
+        ctx.is_weight_gradient_gone = (served is not None or sums) and wanted.weight
         return loss * head.loss_factor
 
     @staticmethod
@@ -150,7 +155,8 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             )
         if ctx.is_weight_gradient_gone:
             torch._assert_async(
-                d_loss == 1, "the gradient of a head on the host is computed for an unscaled loss"
+                d_loss == 1,
+                "the gradient of a head on the host, or summed in its product, is that of an unscaled loss",
             )
         # Taken off ctx, so that autograd is their only owner and uses them as the parameters' .grad without a copy.
         gradients, ctx.gradients = ctx.gradients, None
@@ -159,7 +165,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             _scaled(gradient, factor, dtype) if gradient is not None and dtype is not None else None
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None)
+        return (*scaled, None, None, None, None, None)
 
 
 def _compute_dtype(hidden_NH: Tensor) -> torch.dtype:

@@ -81,6 +81,9 @@ class StreamedHead(Handle):
         self._engine.wait(arrived)
         return here
 
+    def sum_of(self, rows: slice) -> None:
+        """Return None: the gradient of a streamed weight comes once a step, and goes where the weight is."""
+
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
         """Pass the finished gradient of these rows on."""
         if self._held_VH is not None:

@@ -18,6 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, float32_sum_of
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.modules.surroundings import Surroundings
@@ -131,7 +132,7 @@ class _StandIn(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_stand_in: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, d_stand_in: Tensor) -> tuple[Tensor | None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         assert ctx.sums.gradients is not None  # set by _InTiles, whose input the stand-in was
         return ctx.sums.gradients.take(ctx.parameter), None
 
@@ -164,7 +165,7 @@ class _ParameterGradients:
 
     The weight of a plain ``nn.Linear`` gets its gradient from the factors that its layer's calls collect. Autograd
     computes the other parameters', and that of such a weight if the module uses it by other means than calling its
-    layer, as PEFT does next to fused experts.
+    layer, as PEFT does next to fused experts. A weight whose gradient is summed in the product gets it there.
 
     Attributes:
         trained: the parameters that autograd differentiates.
@@ -175,8 +176,15 @@ class _ParameterGradients:
         self._linears = [
             part for part in module.modules() if type(part) is nn.Linear and part.weight.requires_grad
         ]
+        self._summed = {
+            linear.weight: float32_sum_of(linear.weight)
+            for linear in self._linears
+            if isinstance(linear.forward, SummingLinear)
+        }
         self._handed_over = {
-            weight: WeightGradient(weight.shape, weight.dtype, weight.device, num_tokens)
+            weight: WeightGradient(
+                weight.shape, weight.dtype, weight.device, num_tokens, self._summed.get(weight)
+            )
             for weight in (linear.weight for linear in self._linears)
         }
         self._by_autograd = {
@@ -204,13 +212,15 @@ class _ParameterGradients:
                 self._by_autograd[parameter] = _zeros_for_sum(parameter)
             self._by_autograd[parameter] += gradient
 
-    def take(self, parameter: nn.Parameter) -> Tensor:
-        """Return the finished gradient of a parameter, in its type, and release its sum."""
+    def take(self, parameter: nn.Parameter) -> Tensor | None:
+        """Return the finished gradient of a parameter, in its type, and release its sum; None: it is in ``.grad``."""
         by_autograd = self._by_autograd.pop(parameter, None)
         if parameter not in self._handed_over:
             assert by_autograd is not None, "its sum exists from the beginning"
             return by_autograd.to(parameter.dtype)
         handed_over = self._handed_over.pop(parameter).finish()
+        if self._summed.pop(parameter, None) is not None:
+            return by_autograd
         return handed_over if by_autograd is None else by_autograd.add_(handed_over).to(parameter.dtype)
 
 

@@ -40,6 +40,7 @@ from lowmem_ft.techniques.accumulation.float32_accumulation import (
     Float32Accumulation,
     enable_float32_accumulation,
 )
+from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.accumulation.vertical_accumulation import (
     RowsCannotBeCutError,
     VerticalAccumulation,
@@ -260,7 +261,11 @@ class Retries:
             return
         optimizer = self.session.optimizer
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
-        self.session.techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
+        techniques = self.session.techniques
+        techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
+        if self._recipe.accumulation.fusion:
+            model, device = self.session.unwrapped_model, self.session.runtime.device
+            techniques.add(enable_fused_accumulation(model, device=device, loss=techniques.find(ChunkedLoss)))
 
     def _refuse_without_room_for_sums(self, cut: MicroBatchLimit) -> None:
         """Refuse to split a single micro-batch in two if there is no room to sum their gradients in float32."""

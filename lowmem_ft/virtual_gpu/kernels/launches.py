@@ -209,8 +209,10 @@ def _efficient_backward(call: dict[str, Any], result: Any) -> int:
 
 
 def _addmm(call: dict[str, Any], result: Any) -> int:
-    """Count ``cuda/Blas.cpp``: the product itself adds a bias; anything else is first copied to the result."""
+    """Count ``cuda/Blas.cpp``: the product itself adds a bias; anything else is first copied to another result."""
     bias = call["self"]
+    if call.get("out") is bias:
+        return 1
     return 1 if bias.dim() == 1 and bias.is_contiguous() and call.get("beta", 1) == 1 else 2
 
 

@@ -102,6 +102,7 @@ _MATRIX_PRODUCTS = frozenset(
         *(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default, aten.addmv.default),
         *(aten.addmm.default, aten.addmm_.default, aten.baddbmm.default, aten.baddbmm_.default),
         *(aten.mm.out, aten.bmm.out, aten.addmm.out, aten.baddbmm.out),
+        *(aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out),
     }
 )
 

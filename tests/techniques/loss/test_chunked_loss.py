@@ -144,6 +144,9 @@ class ServedHead:
     def weight(self, rows):
         return self.values[rows]
 
+    def sum_of(self, rows):
+        return None
+
     def add_gradient(self, rows, d_weight_WH):
         self.gradient[rows] += d_weight_WH
 

@@ -38,6 +38,8 @@ RUNGS = {
     "all activations away": ("checkpointing.mode=none", "offload.activations=all", "long rows"),
     "one micro-batch, bf16": (*BF16, *ONE_MICRO_BATCH),
     "vertical": (*BF16, *VERTICAL, "tiling.mlp=2"),
+    "fused sums, one micro-batch": (*BF16, "accumulation.fusion=true", *ONE_MICRO_BATCH),
+    "fused sums, in backward": (*IN_BACKWARD, "accumulation.order=vertical", "accumulation.fusion=true"),
     "vertical, dropout": (*VERTICAL, "dropout"),
     "in backward": (*IN_BACKWARD, *ONE_MICRO_BATCH),
     "in backward, host": (*IN_BACKWARD, "accumulation.order=vertical", "offload.optimizer=host"),
@@ -55,7 +57,7 @@ RUNGS = {
 }
 
 
-DIFFER_MOST = ("fp16 scale", "vertical, dropout", "streamed")
+DIFFER_MOST = ("fp16 scale", "vertical, dropout", "streamed", "fused sums, in backward")
 
 
 class OutOfMemoryAt(StorageTracker):

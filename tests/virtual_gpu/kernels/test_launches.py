@@ -173,6 +173,7 @@ def test_rows_that_are_added_are_sorted_and_rows_that_are_written_are_not():
         (lambda x: torch.cat([x, x.half()]), 2),
         (lambda x: F.linear(x, x[:4, :4].clone(), x[0].clone()) - 1, 1),
         (lambda x: torch.addmm(x, x, x[:4].clone()), 2),
+        (lambda x: torch.addmm(x, x, x[:4].clone(), out=x), 1),
         (lambda x: x.cumsum(0), 1),
         (lambda x: x.view(-1).cumsum(0), 2),
         (lambda x: F.pad(x, (0, 1)), 2),

@@ -1,0 +1,101 @@
+"""Sums of gradients inside the products that compute them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from lowmem_ft.foundation.devices import has_values, name_of
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, add_product_
+from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
+from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.technique import Technique
+
+__all__ = ["enable_fused_accumulation"]
+
+log = logging.getLogger(__name__)
+
+
+class FusedAccumulation(Technique):
+    """Sums inside products that are enabled; see :func:`enable_fused_accumulation`."""
+
+
+def enable_fused_accumulation(
+    model: nn.Module, *, device: torch.device, loss: ChunkedLoss | None = None
+) -> FusedAccumulation:
+    """Make the product that computes a 16-bit weight's gradient add it to the float32 sum of the micro-batches.
+
+    Frees: of each linear layer in turn the 16-bit gradient and its float32 copy, 6 bytes a weight; of a chunked loss's
+    head those, and the gradients of the logits of a micro-batch.
+    Costs: nothing; a product, a cast and a sum become one kernel.
+    Equals: the sums of :func:`enable_float32_accumulation`, except that a micro-batch's share is not rounded to 16 bits
+    before it is added.
+    Limits: the weights of ``nn.Linear`` layers, whose ``.grad`` must take float32: enable float32 accumulation first.
+    Norms, biases, embeddings, experts in one tensor and layers whose forward something else has replaced (a streamed
+    head) are summed as before. The loss must reach backward unscaled where its head is summed. Hooks on a weight's
+    gradient (``register_hook``) would get none and are refused; those after accumulation run as before. Not with
+    ``DistributedDataParallel`` or ``fully_shard``, which take gradients from autograd.
+    Source: ``gradient_accumulation_fusion`` of Megatron-LM; ``torch.addmm(out_dtype=...)`` of torch 2.13.
+
+    Args:
+        model: a causal LM whose weights are trained.
+        device: the device that computes the gradients.
+        loss: its chunked loss, if it has one.
+
+    Returns:
+        A handle whose ``remove()`` gives the layers their own forward back.
+
+    Raises:
+        UserError: if the device lacks such a product, no weight is trained in 16 bits, or a weight has a hook that
+            would get no gradient.
+    """
+    linears = list(_layers_of(model))
+    if not linears:
+        raise UserError(
+            "accumulation.fusion sums the gradients of trained 16-bit weights of nn.Linear layers, and "
+            f"{type(model).__name__} has none, or only one whose forward something else computes, such as a streamed "
+            "head. Set accumulation.fusion=false."
+        )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks:
+            raise UserError(
+                f"accumulation.fusion passes no gradient to the hook on {name} (register_hook). Use "
+                "register_post_accumulate_grad_hook, or set accumulation.fusion=false."
+            )
+    _try_product(device, linears[0].weight.dtype)
+    fused = FusedAccumulation()
+    for linear in linears:
+        fused.undo_first(set_attribute(linear, "forward", SummingLinear(linear)))
+    if loss is not None:
+        fused.undo_first(loss.sum_head_in_product())
+    log.info("Accumulation: the products of %d linear layers add to their float32 sums.", len(linears))
+    return fused
+
+
+def _layers_of(model: nn.Module) -> Iterator[nn.Linear]:
+    """Yield the plain linear layers with trained 16-bit weights, whose forward is their own."""
+    for module in model.modules():
+        if type(module) is not nn.Linear or "forward" in vars(module):
+            continue
+        if module.weight.requires_grad and module.weight.dtype.itemsize < 4:
+            yield module
+
+
+def _try_product(device: torch.device, dtype: torch.dtype) -> None:
+    """Refuse a device that cannot add a 16-bit product to a float32 sum, or adds it wrongly."""
+    factor = torch.ones(16, 16, dtype=dtype, device=device)
+    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+    try:
+        add_product_(total, factor, factor)
+        problem = "gets another sum" if has_values(total) and not bool((total == 17).all()) else None
+    except RuntimeError as error:
+        problem = str(error)
+    if problem is not None:
+        raise UserError(
+            f"accumulation.fusion needs a device that adds a {str(dtype).removeprefix('torch.')} product to a float32 "
+            f"sum, but {name_of(device)} does not: {problem}. Set accumulation.fusion=false."
+        )
