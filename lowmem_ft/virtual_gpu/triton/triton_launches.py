@@ -23,6 +23,8 @@ from lowmem_ft.virtual_gpu.triton.triton_stand_in import importable
 
 LIBRARIES = ("liger_kernel", "fla", "unsloth.kernels")
 """Libraries of Triton kernels whose code asks whether a tensor's device is of the type ``cuda``."""
+_WITHOUT_TRITON = LIBRARIES[0]
+"""Imported with the stand-in where Triton is not installed; the others reach into Triton's and torch's internals."""
 
 
 def triton_as_on_cuda(undo: contextlib.ExitStack) -> None:
@@ -36,9 +38,10 @@ def triton_as_on_cuda(undo: contextlib.ExitStack) -> None:
     ):
         when_imported(undo, module, functools.partial(_wrap, undo, owner, name, around))
     when_imported(undo, "triton.runtime.driver", functools.partial(_lend_driver, undo))
+    rename = functools.partial(_names_device, undo)
     is_here = importlib.util.find_spec("triton") is not None
-    within = contextlib.nullcontext if is_here else importable
-    when_any_imported(undo, LIBRARIES, functools.partial(_names_device, undo), within)
+    when_any_imported(undo, (_WITHOUT_TRITON,), rename, contextlib.nullcontext if is_here else importable)
+    when_any_imported(undo, LIBRARIES[1:], rename)
     if not is_here:
         wrap_when_imported(
             undo, "liger_kernel.backends.capability", "Capability", "_evaluate", _with_stand_in
