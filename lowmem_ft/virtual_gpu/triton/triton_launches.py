@@ -14,7 +14,7 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.upstream.on_import import when_any_imported, when_imported, wrap_when_imported
+from lowmem_ft.upstream.import_hooks import when_any_imported, when_imported, wrap_when_imported
 from lowmem_ft.upstream.patches import existing, replace, wrap
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.triton.triton_driver import VirtualDriver, benchmark
