@@ -7,10 +7,9 @@ that was measured. A row is traced once, with two depths, and kept in ``--traces
 
 ``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, and the host's
 seconds an operator, to the rows of each architecture that has at least four, and writes them into
-``lowmem_ft/catalog/clock_rates.json`` as an entry of their own. A host is no part of a GPU: the mean of those fitted is
-the default. The fit minimises the squared relative errors, and adds
-the squared distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a
-row is ``NOISE`` away from the clock.
+``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's host. The fit
+minimises the squared relative errors, and adds the squared distance from the microbenchmarks: a number is as likely one
+``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the clock.
 
 Every row is predicted with itself left out of the fit. The range of seconds is the error that 93 of a hundred rows do
 not exceed, of these predictions, as in ``scripts/fit_ranges.py``. The results are kept next to the rows, in
@@ -109,10 +108,9 @@ class Group:
         }
         return numbers, predictions
 
-    def predicted(self, operator_seconds: float) -> list[float]:
-        """Return each row's prediction by microbenchmarks alone, and other rows' host."""
-        rates = dataclasses.replace(self.before, operator_seconds=operator_seconds)
-        return [row.seconds(dataclasses.replace(self.gpu, rates=rates)) for row in self.rows]
+    def predicted(self) -> list[float]:
+        """Return each row's prediction by microbenchmarks alone."""
+        return [row.seconds(dataclasses.replace(self.gpu, rates=self.before)) for row in self.rows]
 
     def _descend(self, slower_host: float) -> NDArray[np.float64]:
         """Return the best numbers found from those of microbenchmarks and a host that is so much slower."""
@@ -203,13 +201,11 @@ def entries_with(fits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def fit(groups: Sequence[Group]) -> None:
     """Fit every group with enough rows, and write numbers and predictions."""
-    entries, predicted, hosts = [], {}, {}
+    entries, predicted = [], {}
     for group in groups:
         if not group.is_fitted:
             continue
         numbers, predicted[group.title] = group.fitted()
-        if "operator_seconds" in numbers and "gpus" not in group.entry:
-            hosts[group.title] = numbers["operator_seconds"]
         off = [
             share_off(each, row.row.seconds)
             for row, each in zip(group.rows, predicted[group.title], strict=True)
@@ -223,13 +219,10 @@ def fit(groups: Sequence[Group]) -> None:
             | ranges
             | {"sources": dict.fromkeys([*numbers, "seconds_share"], source)}
         )
-    host = float(f"{statistics.geometric_mean(hosts.values()):.3g}")
-    source = f"scripts/clock_against_public.py: the mean of the hosts of {', '.join(hosts)} (docs/clock.md)"
-    entries.append({"fitted": True, "operator_seconds": host, "sources": {"operator_seconds": source}})
     results = {
         row.row.name: float(f"{seconds:.5g}")
         for group in groups
-        for row, seconds in zip(group.rows, predicted.get(group.title) or group.predicted(host), strict=True)
+        for row, seconds in zip(group.rows, predicted.get(group.title) or group.predicted(), strict=True)
     }
     RATES.write_text(json.dumps(entries_with(entries), indent=2) + "\n", encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -293,7 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--traces", type=Path, default=Path("outputs/clock-traces"), help="folder of traces")
+    parser.add_argument("--traces", type=Path, default=Path(".cache/clock-traces"), help="folder of traces")
     parser.add_argument("--fit", action="store_true", help="fit, and write the rates")
     arguments = parser.parse_args()
     rows = load_rows()

@@ -220,3 +220,24 @@ def linux_process(monkeypatch):
     monkeypatch.setattr(process_memory, "_CLEAR_REFS", process)
     monkeypatch.setattr(memory_meter, "_peaks_before", {})
     return process
+
+
+@pytest.fixture
+def llama_as_it_was():
+    """Undo what the test's program changes in transformers' Llama: Liger's functions replace its own for good."""
+    from transformers.models.llama import modeling_llama
+
+    owners = [
+        modeling_llama,
+        *(each for each in vars(modeling_llama).values() if _is_of(each, modeling_llama)),
+    ]
+    kept = [(owner, dict(vars(owner))) for owner in owners]
+    yield
+    for owner, values in kept:
+        for name, value in values.items():
+            if vars(owner)[name] is not value:
+                setattr(owner, name, value)
+
+
+def _is_of(each, module):
+    return isinstance(each, type) and each.__module__ == module.__name__

@@ -104,7 +104,7 @@ class AccelerateRuntime(RunRuntime):
                 yield torch.device("cpu")
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """Call :func:`lowmem_ft.models.load_master_weights` in all processes; they fail together."""
+        """Call :func:`lowmem_ft.models.master_weights.load_master_weights` in all processes; they fail together."""
         with _weights_for_every_process():
             return super().master_weights(config, hf_config)
 

@@ -54,7 +54,7 @@ class RunRuntime(Runtime, RunFiles):
         seed: int,
         host: HostMemory | None = None,
     ) -> PreTrainedModel:
-        """Read the weights directly to their final place; see :func:`lowmem_ft.models.load_model`."""
+        """Read the weights directly to their final place; see :func:`lowmem_ft.models.loading.load_model`."""
         with self.failing_together(), self._reading_weights(config, host) as device:
             return load_model(
                 config,
@@ -75,7 +75,7 @@ class RunRuntime(Runtime, RunFiles):
                 yield torch.device("cpu")
 
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """Call :func:`lowmem_ft.models.load_master_weights` in all processes; they fail together."""
+        """Call :func:`lowmem_ft.models.master_weights.load_master_weights` in all processes; they fail together."""
         with self.failing_together():
             return load_master_weights(config, hf_config)
 

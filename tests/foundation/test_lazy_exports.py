@@ -21,7 +21,9 @@ def test_every_exported_name_of_every_package_resolves():
     found = packages()
     assert len(found) > 5
     for package in map(importlib.import_module, found):
-        for name in package.__all__:
+        for name in getattr(
+            package, "__all__", ()
+        ):  # a room that publishes nothing has names for its own files
             assert getattr(package, name) is not None, f"{package.__name__}.{name}"
 
 

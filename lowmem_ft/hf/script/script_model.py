@@ -18,6 +18,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
+from lowmem_ft.techniques.attention.grouped_attention import documented_name
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.tensors.logical_size import logical_numel
 
@@ -174,7 +175,7 @@ def _architecture(config: PretrainedConfig) -> dict[str, Any]:
 
 
 def _attention(config: PretrainedConfig, reading: Reading) -> Any:
-    chosen = config._attn_implementation
+    chosen = documented_name(config._attn_implementation or "")
     if chosen in recipe_keys()["model.attn_implementation"].choices:
         return chosen
     reading.warn(

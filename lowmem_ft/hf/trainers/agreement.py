@@ -35,6 +35,7 @@ from lowmem_ft.recipe.reading.keys import as_typed, key_with, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
+from lowmem_ft.techniques.attention.grouped_attention import documented_name
 from lowmem_ft.techniques.modules.base_model import base_model
 
 
@@ -246,7 +247,7 @@ def _take_micro_batches(agreement: Agreement, row: SharedSetting, args: Any, set
 def _take_model(agreement: Agreement, model: Any) -> None:
     """Take the properties of the trainer's own model."""
     own, causal_lm = agreement.recipe.model, base_model(model)
-    attention = causal_lm.config._attn_implementation
+    attention = documented_name(causal_lm.config._attn_implementation)
     if own.dtype != "auto":
         agreement.follow_model("model.dtype", weights_type(causal_lm))
     agreement.follow_model("model.quantization", quantization_of(causal_lm))
@@ -255,7 +256,7 @@ def _take_model(agreement: Agreement, model: Any) -> None:
     name = causal_lm.name_or_path or type(causal_lm).__name__
     if own.name_or_path is None:
         agreement.set("model.name_or_path", name)
-    elif other := ", ".join(_other_shape(own, causal_lm)):
+    elif name != own.name_or_path and (other := ", ".join(_other_shape(own, causal_lm))):
         agreement.differences.append(
             Difference(
                 key="model.name_or_path",

@@ -16,6 +16,7 @@ from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserErr
 from lowmem_ft.techniques.attention.grouped_attention import (
     REPEATED_HEADS,
     model_needs_repeated_heads,
+    reads_its_attentions_name,
     register_repeated_heads,
 )
 from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION, register_varlen_attention
@@ -139,7 +140,8 @@ def _with_fused_kernel(
     """Return sdpa with repeated heads for sdpa, where grouped heads would send it to the unfused operators."""
     if choice.implementation != "sdpa" or compute_capability is None:
         return choice
-    if not model_needs_repeated_heads(config, compute_dtype, compute_capability):
+    needs_them = model_needs_repeated_heads(config, compute_dtype, compute_capability)
+    if not needs_them or reads_its_attentions_name(config):
         return choice
     register_repeated_heads()
     return AttentionChoice(

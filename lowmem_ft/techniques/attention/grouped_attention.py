@@ -14,14 +14,18 @@ Axes: B rows, T tokens, H query heads, K key heads, D head size.
 from __future__ import annotations
 
 import functools
+import inspect
+import re
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig
+from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lowmem_ft.foundation.devices import compute_capability, kernels_of
 from lowmem_ft.virtual_gpu.kernels.attention_choice import SdpaCall, choose_sdpa
@@ -65,6 +69,27 @@ def model_needs_repeated_heads(
     key_heads = getattr(text, "num_key_value_heads", None) or heads
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
     return _needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
+
+
+def reads_its_attentions_name(config: PreTrainedConfig) -> bool:
+    """Return whether a model's own code asks for ``sdpa`` by name, or may: it would not know another one.
+
+    Args:
+        config: the model's config. What transformers does not know (remote code) may ask.
+    """
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return True
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    classes = architecture if isinstance(architecture, tuple) else (architecture,)
+    sources = (inspect.getsource(inspect.getmodule(cls) or cls) for cls in classes)
+    return any(
+        re.search(r"_attn_implementation (==|!=|in|not in) [^\n]*\bsdpa\b", source) for source in sources
+    )
+
+
+def documented_name(implementation: str) -> str:
+    """Return the name by which a recipe asks for an attention that a model has: sdpa with repeated heads is sdpa."""
+    return "sdpa" if implementation == REPEATED_HEADS else implementation
 
 
 @functools.cache
@@ -118,8 +143,9 @@ def causal_attention(
         The output, B x T x H x D.
     """
     device = query_BHTD.device
+    dtype = get_target_dtype(query_BHTD, module) or query_BHTD.dtype  # sdpa casts under autocast
     repeats = kernels_of(device) == "cuda" and _needs_repeated_heads(
-        query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), query_BHTD.dtype, compute_capability(device)
+        query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), dtype, compute_capability(device)
     )
     forward = _repeated_heads_forward if repeats else sdpa_attention_forward
     return forward(

@@ -126,8 +126,9 @@ def enable_fsdp2(
         model: a causal LM from transformers, or a PEFT model around one.
         config: when gathered weights are freed, and whether shards are kept on the host.
         mesh: the processes, in one dimension.
-        rows: for each parameter, the rows of it that :func:`lowmem_ft.models.weights_in_shards` kept; entries used are
-            removed. None: the parameters are whole.
+        rows: for each parameter, the rows of it that
+            :func:`lowmem_ft.models.sharded_weights.weights_in_shards` kept; entries used are removed. None: the
+            parameters are whole.
         around: a context entered while the parameters of a module are sharded.
 
     Returns:

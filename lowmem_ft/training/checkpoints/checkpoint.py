@@ -1,7 +1,7 @@
 """Checkpoints that are complete or absent, and from which a run resumes bit for bit.
 
 Weights, optimizer state, position in the data and random generators are restored exactly. The steps after that have the
-same bits only with deterministic kernels: on CUDA, ``training.full_determinism`` (``determinism.py``).
+same bits only with deterministic kernels: on CUDA, ``training.full_determinism`` (``deterministic_kernels.py``).
 
 ``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; for adapters PEFT's files and
 the tokenizer) that also holds the rest of the run: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written

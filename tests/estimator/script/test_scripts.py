@@ -569,6 +569,7 @@ def test_a_trainer_of_closures_and_metrics_needs_what_the_plain_loop_needs(scrip
     assert found.steps == plain.steps == 3
 
 
+@pytest.mark.usefixtures("llama_as_it_was")
 def test_a_stock_trainer_with_ligers_kernels_is_estimated_and_takes_less(script):
     pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
     name = script(
