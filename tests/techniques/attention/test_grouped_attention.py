@@ -7,6 +7,7 @@ import transformers as hf
 from lowmem_ft.techniques.attention import grouped_attention
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.techniques.attention.grouped_attention import REPEATED_HEADS, register_repeated_heads
+from lowmem_ft.techniques.attention.varlen_attention import register_varlen_attention
 from lowmem_ft.virtual_gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels import attention_choice
 from tests.tiny_models import FAMILY_SIZES, model_of
@@ -99,3 +100,29 @@ def test_a_t4_keeps_no_scores():
     assert peak_bytes("sdpa") > 2 * scores  # of two layers
     assert peak_bytes("ours") < scores
     assert peak_bytes("a trainer's") < scores
+
+
+class RemoteConfig(hf.LlamaConfig):
+    """A config that transformers' own mapping does not know."""
+
+
+def test_a_model_that_may_ask_for_sdpa_by_name_keeps_it():
+    """Remote code finds no class for another name, and MiniMax-M3 would leave its block mask out."""
+    remote = RemoteConfig(**FAMILY_SIZES)
+    assert chosen(remote, torch.float16, TURING).implementation == "sdpa"
+    sparse = hf.AutoConfig.for_model("minimax_m3_vl_text", **FAMILY_SIZES)
+    assert chosen(sparse, torch.float16, TURING).implementation == "sdpa"
+
+
+def test_autocast_decides_by_the_type_that_attention_computes_in(monkeypatch):
+    """Qwen3's norms make float32 queries, which sdpa casts: the flash kernel takes the groups."""
+    asked = []
+    register_varlen_attention()
+    with monkeypatch.context() as patched, VirtualGPU("a100-80gb"):
+        patched.setattr(
+            grouped_attention, "_needs_repeated_heads", lambda *facts: asked.append(facts[3]) or False
+        )
+        model = model_of(hf.Qwen3Config(**FAMILY_SIZES), attn_implementation="varlen_attn").to("cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            model(torch.zeros(1, 8, dtype=torch.long, device="cuda"))
+    assert set(asked) == {torch.bfloat16}
