@@ -187,6 +187,7 @@ ASKED = {
     "loss.chunk_tokens": ("loss.chunk_tokens=64",),
     "tiling.head": ("tiling.head=2",),
     "accumulation.order": ("accumulation.order=vertical", "checkpointing.mode=full"),
+    "accumulation.fusion": ("accumulation.fusion=true", "model.dtype=bfloat16"),
     "offload.parameters": STREAMED,
 }
 
