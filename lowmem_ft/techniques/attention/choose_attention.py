@@ -7,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import is_flash_attn_2_available
 
 from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
@@ -15,6 +14,7 @@ from lowmem_ft.foundation.devices import is_virtual, kernels_of
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError, raise_problems
 from lowmem_ft.techniques.attention.grouped_attention import (
     REPEATED_HEADS,
+    classes_of,
     model_needs_repeated_heads,
     reads_its_attentions_name,
     register_repeated_heads,
@@ -151,10 +151,9 @@ def _with_fused_kernel(
 
 
 def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    classes = classes_of(config)
+    if not classes:
         return (*_SUPPORT_FLAGS, "eager")  # remote code
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = architecture if isinstance(architecture, tuple) else (architecture,)
     flags = {
         name for name, flag in _SUPPORT_FLAGS.items() if all(getattr(cls, flag, False) for cls in classes)
     }

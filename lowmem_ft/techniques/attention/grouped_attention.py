@@ -71,16 +71,23 @@ def model_needs_repeated_heads(
     return _needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
 
 
+def classes_of(config: PreTrainedConfig) -> tuple[type, ...]:
+    """Return transformers' classes of causal models with such a config; none for remote code."""
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return ()
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return found if isinstance(found, tuple) else (found,)
+
+
 def reads_its_attentions_name(config: PreTrainedConfig) -> bool:
     """Return whether a model's own code asks for ``sdpa`` by name, or may: it would not know another one.
 
     Args:
         config: the model's config. What transformers does not know (remote code) may ask.
     """
-    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+    classes = classes_of(config)
+    if not classes:
         return True
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    classes = architecture if isinstance(architecture, tuple) else (architecture,)
     sources = (inspect.getsource(inspect.getmodule(cls) or cls) for cls in classes)
     return any(
         re.search(r"_attn_implementation (==|!=|in|not in) [^\n]*\bsdpa\b", source) for source in sources
