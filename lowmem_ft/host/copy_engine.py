@@ -130,26 +130,29 @@ class CopyEngine:
 
     Args:
         device: the device.
+
+    Attributes:
+        is_asynchronous: whether a copy may still run when the call returns; false on a CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._is_asynchronous = kernels_of(device) == "cuda"
+        self.is_asynchronous = kernels_of(device) == "cuda"
         self._leaving: deque[tuple[CopyEvent, Tensor]] = deque()
         self._put_off: deque[PutOffCopy] = deque()
         self._buffers: dict[tuple[str, int], tuple[Tensor, CopyEvent]] = {}
         self._was_refused = False
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             self._module: Any = torch.get_device_module(device)
             self._inward, self._outward = self._module.Stream(device), self._module.Stream(device)
 
     def now(self) -> CopyEvent:
         """Return the end of all work queued on the compute stream so far."""
-        return CopyEvent(self._compute.record_event()) if self._is_asynchronous else CopyEvent()
+        return CopyEvent(self._compute.record_event()) if self.is_asynchronous else CopyEvent()
 
     def wait(self, event: CopyEvent) -> None:
         """Make the compute stream's further work wait for an event."""
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             event.hold(self._compute)
 
     def to_device(
@@ -165,7 +168,7 @@ class CopyEngine:
         Returns:
             The end of the copy. Wait for it before the target is used.
         """
-        if not self._is_asynchronous:
+        if not self.is_asynchronous:
             target.copy_(host)
             return CopyEvent()
         after = (self.now(),) if after is None else tuple(after)
@@ -190,7 +193,7 @@ class CopyEngine:
         Returns:
             The end of the copy. Synchronise with it before the host reads.
         """
-        if not self._is_asynchronous:
+        if not self.is_asynchronous:
             host.copy_(source)
             return CopyEvent()
         after = (self.now(),) if after is None else tuple(after)
@@ -218,7 +221,7 @@ class CopyEngine:
 
     def synchronize(self) -> None:
         """Block the host until every copy is done, and let go of all sources."""
-        if self._is_asynchronous:
+        if self.is_asynchronous:
             while self._put_off:
                 self._put_off[0].make()
             self._let_go(0)

@@ -84,7 +84,7 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
     for part in (table, linear):
         part.weight = nn.Parameter(memory.allocate(part.weight.shape, torch.float32, "parameter"))
     head = StreamedHead(linear, DEVICE, memory, is_tied=False)
-    embedding = StreamedEmbedding(table, DEVICE, lambda: None)
+    embedding = StreamedEmbedding(table, DEVICE, memory, lambda: None)
 
     def take(weight: nn.Parameter, gradient: Tensor, start: int) -> None:
         _update(home, weight, gradient, start)
@@ -103,6 +103,28 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
         assert hidden_BTH.eq(-count).all()
         hidden_BTH.sum().backward()
     home.synchronize()
+
+
+def rows_of_one_batch_after_another(device: LateDevice) -> None:
+    """Look up other tokens each time, in a table that is not trained; the host reads nothing meanwhile."""
+    memory, table = _host(), nn.Embedding(ROWS, COLUMNS)
+    table.weight = nn.Parameter(memory.allocate(table.weight.shape, torch.float32, "parameter"))
+    table.weight.data.copy_(torch.arange(ROWS).view(ROWS, 1).expand(ROWS, COLUMNS))
+    embedding = StreamedEmbedding(table, DEVICE, memory, _no_gradient)
+    batches = ([1, 2, 3], [4, 5, 6], [7, 0, 1], [2, 3, 4, 5], [6])
+    ids_on_both_sides = [
+        [torch.tensor([tokens], device=place) for place in ("cpu", None)] for tokens in batches
+    ]
+    found = []
+    for on_host_BT, ids_BT in ids_on_both_sides:
+        embedding.expect(on_host_BT)
+        found.append(table(ids_BT))
+    for (_, ids_BT), hidden_BTH in zip(ids_on_both_sides, found, strict=True):
+        assert hidden_BTH[..., 0].eq(ids_BT).all()
+
+
+def _no_gradient() -> None:
+    return None
 
 
 def a_tied_gradient(device: LateDevice) -> None:
@@ -286,6 +308,7 @@ VISITS = (
     memory_that_goes_while_it_is_copied,
     chunks_that_grow,
     rows_read_right_after_their_update,
+    rows_of_one_batch_after_another,
     a_tied_gradient,
     a_tile_that_nobody_comes_for,
     a_layer_that_nobody_comes_for,

@@ -9,7 +9,8 @@ from lowmem_ft.host import pinned_memory
 from lowmem_ft.host.copy_engine import CopyEngine
 
 NOT_NEEDED = {
-    "self._inward.synchronize() < head.py held_gradient": "who reads a gradient waits for both directions"
+    "self._inward.synchronize() < head.py held_gradient": "who reads a gradient waits for both directions",
+    "embedding.py _rows_on_device: self._copied.synchronize()": "pageable rows have left when their copy is made",
 }
 """What adds an order that nobody relies on."""
 
@@ -19,7 +20,7 @@ IMPLIED = {
     "head.py _forget_others": "computing next waits for a later copy of the same stream",
     "optimizer_offload.py _next_slot": "a slot that nobody has visited was empty all along",
     "optimizer_offload.py <genexpr>": "whoever had the memory of a new slot has been waited for by then",
-    "put off waits for return CopyEvent(self._compute.record_event()) if self._is_asynchronous else CopyEvent() "
+    "put off waits for return CopyEvent(self._compute.record_event()) if self.is_asynchronous else CopyEvent() "
     "< to_device < activation_offload.py _sent_for": "the visit has read what lay in that memory before",
     "synchronize() < the program": "a visit has waited for its last copy itself",
 }

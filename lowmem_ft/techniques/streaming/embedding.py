@@ -1,7 +1,10 @@
 """An embedding kept in host memory: only the rows of a batch's tokens are copied to the device, not the table.
 
-Axes: B rows of the batch, T tokens of a row, N tokens of the batch (B * T), V vocabulary, H hidden size, C rows of a
-chunk of the vocabulary.
+The host gathers the rows in a pinned buffer, from which the device copies them by itself. Out of pageable memory CUDA
+would not let the host run ahead: it would wait in each forward for everything queued on the device before.
+
+Axes: B rows of the batch, T tokens of a row, N tokens of the batch (B * T), E tokens of the largest batch so far, V
+vocabulary, H hidden size, C rows of a chunk of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from torch import Tensor, nn
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.host.copy_engine import CopyEvent
+from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in
@@ -40,6 +44,7 @@ class StreamedEmbedding(Handle):
     Args:
         embedding: the embedding, whose weight is already in host memory.
         device: the device that the model computes on.
+        host: allocates the buffer of a batch's rows.
         held_gradient: returns the gradient, on the host, that a tied head has left; None: it is not tied.
 
     Raises:
@@ -50,6 +55,7 @@ class StreamedEmbedding(Handle):
         self,
         embedding: nn.Embedding,
         device: torch.device,
+        host: HostMemory,
         held_gradient: Callable[[], Tensor | None],
     ) -> None:
         if embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
@@ -62,6 +68,9 @@ class StreamedEmbedding(Handle):
         self._written: Written = CopyEvent
         self._embedding = embedding
         self._device = device
+        self._host, self._engine = host, CopyEngine(device)
+        self._buffer_EH = self.parameter.new_empty(0, self.parameter.shape[1])
+        self._copied = CopyEvent()
         self._held_gradient = held_gradient
         self._expected: Tensor | None = None
         self._stock_forward = embedding.forward
@@ -78,8 +87,7 @@ class StreamedEmbedding(Handle):
     def _forward(self, ids_BT: Tensor) -> Tensor:
         ids_N = self._on_host(ids_BT).flatten()
         self._written().synchronize()  # the host reads the rows itself
-        weight_VH = self._embedding.weight.data
-        rows_NH = nn.Parameter(weight_VH[ids_N].to(self._device), requires_grad=self._is_trained())
+        rows_NH = nn.Parameter(self._rows_on_device(ids_N), requires_grad=self._is_trained())
         if rows_NH.requires_grad:
             hook = functools.partial(self._take_gradient, ids_N=ids_BT.flatten())
             rows_NH.register_post_accumulate_grad_hook(hook)
@@ -90,6 +98,20 @@ class StreamedEmbedding(Handle):
         # The graph keeps the table for its gradient, which needs only its shape.
         rows_NH.data = torch.zeros((), dtype=rows_NH.dtype, device=self._device).expand(rows_NH.shape)
         return hidden_BTH
+
+    def _rows_on_device(self, ids_N: Tensor) -> Tensor:
+        weight_VH = self._embedding.weight.data
+        if not self._engine.is_asynchronous:
+            return weight_VH[ids_N]
+        self._copied.synchronize()  # the rows of the last batch are still to leave the buffer
+        if len(self._buffer_EH) < len(ids_N):
+            self._buffer_EH = self._host.allocate((len(ids_N), weight_VH.shape[1]), weight_VH.dtype)
+        gathered_NH = self._buffer_EH[: len(ids_N)]
+        torch.index_select(weight_VH, 0, ids_N, out=gathered_NH)
+        rows_NH = torch.empty_like(gathered_NH, device=self._device)
+        self._copied = self._engine.to_device(gathered_NH, rows_NH)
+        self._engine.wait(self._copied)
+        return rows_NH
 
     def _on_host(self, ids_BT: Tensor) -> Tensor:
         expected, self._expected = self._expected, None

@@ -253,7 +253,9 @@ def _outer_parts(
     if isinstance(linear, nn.Linear) and is_streamed(linear.weight):
         head = StreamedHead(linear, device, host, is_tied=is_tied)
     if isinstance(table, nn.Embedding) and is_streamed(table.weight):
-        embedding = StreamedEmbedding(table, device, head.held_gradient if head is not None else lambda: None)
+        embedding = StreamedEmbedding(
+            table, device, host, head.held_gradient if head is not None else lambda: None
+        )
     return embedding, head
 
 

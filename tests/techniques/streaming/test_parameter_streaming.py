@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
 from ground_truth.families import FAMILIES
 from tiny_models import model_of
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError, UserError
@@ -19,6 +21,7 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.offload.config import OffloadConfig
+from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.tensors.storage_tracker import StorageTracker
@@ -506,3 +509,19 @@ def test_it_is_traced_on_the_virtual_gpu(tied):
     assert set(streaming.updates.gradients.values()) == {"vgpu"}
     waiting = host.bytes_by_category["parameter"]
     assert streaming.host_bytes <= waiting < streaming.host_bytes + 4096 * (LAYERS + 2)
+
+
+def test_the_host_does_not_wait_for_the_device_to_send_the_rows_of_a_frozen_embedding():
+    with VirtualGPU("a100-80gb") as gpu:
+        table = nn.Embedding.from_pretrained(torch.ones(64, 1024))
+        embedding = StreamedEmbedding(
+            table, gpu.device, HostMemory(gpu.device, is_limited=False), lambda: None
+        )
+        ids_BT = torch.zeros(2, 64, dtype=torch.long)
+        arrived_BT = ids_BT.to(gpu.device)
+        begin = len(gpu.work.entries)
+        embedding.expect(ids_BT)
+        table(arrived_BT)
+        entries = list(itertools.islice(gpu.work.entries, begin, None))
+    assert any(entry.num_bytes == 2 * 64 * 1024 * 4 for entry in entries)
+    assert not any(entry.blocking for entry in entries)
