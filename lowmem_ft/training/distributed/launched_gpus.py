@@ -1,15 +1,20 @@
-"""The GPU of each process of a launch; a missing one is reported before any process waits for NCCL."""
+"""The GPU of each process of a launch and the cores near it; a missing GPU is reported before any process waits."""
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.system.numa import run_near
 from lowmem_ft.training.distributed.launch import Launch, processes_here
+
+logger = logging.getLogger(__name__)
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 """File that exists if NVIDIA's kernel module is loaded."""
@@ -36,9 +41,32 @@ def own_gpu(launch: Launch, *, use_cpu: bool, environment: Mapping[str, str] | N
             f"{why_no_gpu(environment)}. Set training.use_cpu=true to train on the processor, with several processes "
             "too."
         )
-    index = int(environment.get("LOCAL_RANK") or 0) % torch.cuda.device_count()  # as Accelerate counts
-    properties = torch.cuda.get_device_properties(index)
+    properties = _properties(environment)
     return f"{properties.name}, UUID {properties.uuid}"
+
+
+def run_near_own_gpu(environment: Mapping[str, str] | None = None) -> None:
+    """Keep this process to the cores of its GPU's NUMA node, if the machine has several.
+
+    Args:
+        environment: the variables; None: this process's.
+    """
+    properties: Any = _properties(os.environ if environment is None else environment)
+    address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    cores = run_near(address)
+    if cores:
+        logger.info(
+            "This process runs on the %d cores of the NUMA node of its GPU (%s, %s).",
+            len(cores),
+            properties.name,
+            address,
+        )
+
+
+def _properties(environment: Mapping[str, str]) -> torch._C._CudaDeviceProperties:
+    """Return the properties of the GPU that Accelerate gives this process."""
+    index = int(environment.get("LOCAL_RANK") or 0) % torch.cuda.device_count()  # as Accelerate counts
+    return torch.cuda.get_device_properties(index)
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str:

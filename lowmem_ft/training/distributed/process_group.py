@@ -8,7 +8,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
-from lowmem_ft.training.distributed.launched_gpus import own_gpu
+from lowmem_ft.training.distributed.launched_gpus import own_gpu, run_near_own_gpu
 from lowmem_ft.training.distributed.rendezvous import explained_joining, rendezvous
 from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -34,6 +34,8 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
         rendezvous(
             recipe, checkpoint=None if folder.resume_from is None else folder.resume_from.name, gpu=gpu
         )
+        if gpu:
+            run_near_own_gpu()  # before any host memory is pinned
     with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
         runtime = (
             DeepSpeedRuntime if launched.distributed.strategy in ("zero2", "zero3") else AccelerateRuntime

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.training.distributed import launched_gpus
 from lowmem_ft.training.distributed.launch import Launch
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu, own_gpu
 from lowmem_ft.training.distributed.rendezvous import RankInfo, _shared_gpus
@@ -85,6 +86,19 @@ def test_a_scheduler_may_show_each_process_its_own_gpu_alone(cuda_of):
     assert own_gpu(TWO, use_cpu=False, environment={"LOCAL_RANK": "3"}) == "NVIDIA L4, UUID A"
     cuda_of("A", "B")
     assert own_gpu(TWO, use_cpu=False, environment={"LOCAL_RANK": "1"}) == "NVIDIA L4, UUID B"
+
+
+def test_a_process_runs_near_the_gpu_that_it_trains_on(cuda_of, monkeypatch, caplog):
+    cuda_of("A", "B")
+    devices = [
+        types.SimpleNamespace(name="NVIDIA L4", pci_domain_id=1, pci_bus_id=bus, pci_device_id=0)
+        for bus in (7, 193)
+    ]
+    monkeypatch.setattr(torch.cuda, "get_device_properties", devices.__getitem__)
+    monkeypatch.setattr(launched_gpus, "run_near", {"0001:c1:00.0": frozenset({2, 3})}.__getitem__)
+    with caplog.at_level("INFO"):
+        launched_gpus.run_near_own_gpu({"LOCAL_RANK": "1"})
+    assert "runs on the 2 cores of the NUMA node of its GPU (NVIDIA L4, 0001:c1:00.0)" in caplog.text
 
 
 def test_processes_on_the_cpu_need_none(cuda_of):
