@@ -22,7 +22,10 @@ from lowmem_ft.techniques.tiling.config import TilingConfig
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One run. Each part receives its own config and never the whole."""
+    """One run. Each part receives its own config and never the whole.
+
+    ``written``, which is no key: the keys that files and settings wrote, some with the value that is their default.
+    """
 
     name: str = knob("recipe", "Name of the recipe; in a file, null means the file's name.")
     description: str = knob("", "One line for `lowmem-ft recipes`.")
@@ -39,6 +42,7 @@ class Recipe:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     budget: Budget = field(default_factory=Budget)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    written: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
 
     @property
     def left_to_choose(self) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -28,6 +27,7 @@ from lowmem_ft.models.gathering import refuse_unsaveable
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.sharded_weights import weights_in_shards
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
@@ -182,7 +182,7 @@ class AccelerateRuntime(RunRuntime):
         run_name = config.run_name or Path(self.accelerator.project_dir).name
         self.accelerator.init_trackers(
             config.project,
-            config=_flat(dataclasses.asdict(recipe)),
+            config=_flat({path: key.value_in(recipe) for path, key in recipe_keys().items()}),
             init_kwargs={"wandb": {"name": run_name}, "trackio": {"name": run_name}},
         )
 

@@ -1,8 +1,8 @@
 """A recipe and a trainer brought together: whose value of each shared setting a run uses, with the differences listed.
 
-``shared_settings.py`` says who decides. A recipe sets what is not at its default; where it sets nothing, the trainer's
-value is used. The model is there already, so a recipe that sets another type, quantization, attention or adapter is
-refused.
+``shared_settings.py`` says who decides. A recipe sets what its file or its overrides write, and what is not at its
+default; where it sets nothing, the trainer's value is used. The model is there already, so a recipe with another type,
+quantization, attention or adapter that is not its default is refused.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class Agreement:
     def take(self, row: SharedSetting, value: Any) -> None:
         """Take a trainer's value, unless the recipe sets another and decides; list the difference."""
         key = recipe_keys()[row.key]
-        own = key.value_in(self.recipe)
-        if own == key.default or (own != value and self.differ(row, as_typed(value)).used == "trainer"):
+        if key.value_in(self.recipe) == value:
+            return
+        if not key.is_set_in(self.recipe) or self.differ(row, as_typed(value)).used == "trainer":
             self.set(row.key, value)
 
     def differ(self, row: SharedSetting, trainers: str) -> Difference:
@@ -201,7 +202,7 @@ def _compare_arguments(agreement: Agreement, row: SharedSetting, fields: Fields,
         for name, value in theirs.items()
         if plain(value) != plain(fields[name])
     ]
-    if other and key.value_in(agreement.recipe) != key.default:
+    if other and key.is_set_in(agreement.recipe):
         agreement.differ(row, ", ".join(other))
 
 
@@ -239,7 +240,7 @@ def _take_micro_batches(agreement: Agreement, row: SharedSetting, args: Any, set
             f"({_ROWS}={size}), got {rows}. Set it, or the recipe's."
         )
         return
-    if wanted not in (1, rows // size):
+    if wanted != rows // size and recipe_keys()[_STEPS].is_set_in(agreement.recipe):
         agreement.differ(row, f"{rows // size} (per_device_train_batch_size={rows})")
     agreement.set(_STEPS, rows // size)
 

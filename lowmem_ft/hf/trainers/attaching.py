@@ -86,7 +86,8 @@ def attach(
 
     Args:
         trainer: a trainer that has not trained yet.
-        recipe: the recipe to switch on. It sets what is not at its default; what it does not set follows the trainer.
+        recipe: the recipe to switch on. It sets what was written as it was loaded, and what is not at its default;
+            what it does not set follows the trainer.
             Of settings that both have, the recipe's clipping and hyperparameters of the optimizer are used, unless they
             were overridden by name as the arguments were made (:func:`lowmem_ft.hf.training_arguments`), and of all
             others the trainer's.

@@ -109,6 +109,10 @@ class RecipeKey:
         """Return the key's value in a recipe."""
         return operator.attrgetter(self.path)(recipe)
 
+    def is_set_in(self, recipe: Recipe) -> bool:
+        """Return whether a recipe says a value: one that was written, if only the default, or another."""
+        return self.path in recipe.written or self.value_in(recipe) != self.default
+
     def effect_of(self, value: Any) -> Effect:
         """Return the effect of a value; no effect for a key that is not a memory knob, or is switched off."""
         if isinstance(self.effects, Effect):
@@ -163,7 +167,7 @@ def recipe_groups() -> dict[str, type]:
 def recipe_keys() -> dict[str, RecipeKey]:
     """Return every key by its dotted path, in the recipe's order."""
     keys: dict[str, RecipeKey] = {}
-    for name in (knob.name for knob in dataclasses.fields(Recipe)):
+    for name in (knob.name for knob in dataclasses.fields(Recipe) if knob.compare):
         group = recipe_groups().get(name)
         found = _keys_of(group, prefix=f"{name}.") if group else _keys_of(Recipe, only=name)
         keys.update((key.path, key) for key in found)

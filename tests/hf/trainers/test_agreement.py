@@ -96,6 +96,40 @@ def test_what_a_recipe_does_not_set_follows_the_trainer_and_is_not_listed(tmp_pa
     assert handle.recipe.training.max_grad_norm is None
 
 
+DEFAULTS_WRITTEN = {
+    "training.seed": ("42", {"seed": 7}, "the trainer's 7, not the recipe's 42"),
+    "optimizer.weight_decay": ("0.0", {"weight_decay": 0.2}, "the recipe's 0.0, not the trainer's 0.2"),
+    "data.packing": ("false", {"packing": True}, "the trainer's packing=true, not the recipe's false"),
+}
+
+
+@pytest.mark.parametrize("source", ["override", "file", "base", "changed copy"])
+def test_a_default_that_a_file_or_an_override_writes_is_the_recipes_word(source, tmp_path):
+    settings = [f"{key}={value}" for key, (value, _, _) in DEFAULTS_WRITTEN.items()]
+    groups = (f"{key.replace('.', ': {')}: {value}}}" for key, (value, _, _) in DEFAULTS_WRITTEN.items())
+    written, above = tmp_path / "written.yaml", tmp_path / "above.yaml"
+    written.write_text("\n".join(["model: {name_or_path: any}", *groups]))
+    above.write_text("base: written.yaml")
+    recipe = {
+        "override": lambda: load_recipe(None, ["model=any", *settings]),
+        "file": lambda: load_recipe(written),
+        "base": lambda: load_recipe(above),
+        "changed copy": lambda: dataclasses.replace(load_recipe(written), name="copy"),
+    }[source]()
+    fields = {name: value for _, given, _ in DEFAULTS_WRITTEN.values() for name, value in given.items()}
+    args = hf.sft_config(recipe_of(), output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = types.SimpleNamespace(
+        args=dataclasses.replace(args, **fields),
+        accelerator=types.SimpleNamespace(mixed_precision="no"),
+        model=tiny_llama(),
+    )
+    listed = agree(trainer, recipe, "SFTTrainer").differences
+    assert {str(one) for one in listed} == {
+        f"{key}: {words}" for key, (_, _, words) in DEFAULTS_WRITTEN.items()
+    }
+    assert recipe == dataclasses.replace(recipe, written=frozenset())  # what trains is the same recipe
+
+
 def test_arguments_made_from_the_recipe_agree_with_it(tmp_path, caplog):
     settings = [f"{key}={value}" for key, (value, _) in DIFFERENT.items()]
     recipe = recipe_of(*settings, f"training.output_dir={tmp_path}", *CPU)
