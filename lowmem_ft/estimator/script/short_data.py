@@ -45,8 +45,9 @@ class DataCut:
             ("train_test_split", self._split_by_shares),
         ):
             wrap_when_imported(undo, "datasets.arrow_dataset", "Dataset", name, around)
-        for module in ("datasets.load", "datasets"):
-            wrap_when_imported(undo, module, "", "load_dataset", self._announce_reading)
+        # In both places once the whole package is there, which else would itself import what datasets.load has by then.
+        for owner in ("load", ""):
+            wrap_when_imported(undo, "datasets", owner, "load_dataset", self._announce_reading)
 
     def _announce_reading(self, load: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._on_reading()
