@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import textwrap
 from typing import Any
 
@@ -33,7 +34,8 @@ def recipe_to_yaml(recipe: Recipe) -> str:
             lines += ["", *_comment(_first_line(recipe_groups()[group])), f"{group}:"]
         indent = "  " if group else ""
         value = getattr(getattr(recipe, group) if group else recipe, key.name)
-        block = [*_explanation(key), *_entry(key.name, value)]
+        entry = _entry if isinstance(value, (list, tuple, dict)) else _entry_of_scalar
+        block = [*_explanation(key), *entry(key.name, value)]
         lines += [f"{indent}{line}" for line in block]
     return "\n".join(lines) + "\n"
 
@@ -42,6 +44,7 @@ def _first_line(documented: type) -> str:
     return (documented.__doc__ or "").partition("\n")[0].replace("``", "`")
 
 
+@functools.cache
 def _explanation(key: RecipeKey) -> list[str]:
     choices = [f"One of: {', '.join(key.choices)}."] if key.choices else []
     lines = _comment(" ".join([key.help, *choices]))
@@ -66,3 +69,7 @@ def _comment(text: str) -> list[str]:
 def _entry(name: str, value: Any) -> list[str]:
     # OmegaConf writes what it reads: it quotes text such as 1e5 and no, which PyYAML alone would not.
     return OmegaConf.to_yaml(OmegaConf.create({name: escape_references(value)})).splitlines()
+
+
+_entry_of_scalar = functools.lru_cache(maxsize=4096, typed=True)(_entry)
+"""A run writes its recipe down as it starts; most keys have their default, whose entry is the same each time."""

@@ -119,7 +119,8 @@ class _Draft:
             return
         self.unresolved = {key: why for key, why in self.unresolved.items() if recipe_key_of(key) != path}
         try:
-            self.values[path] = _typed_value(key, value)
+            typed = _typed_value if isinstance(value, (list, tuple, dict)) else _typed_scalar
+            self.values[path] = typed(key, value)
         except (
             OmegaConfBaseException,
             TypeError,
@@ -159,6 +160,10 @@ def _typed_value(key: RecipeKey, value: Any) -> Any:
     assert isinstance(config, DictConfig)
     converted = config[key.name]
     return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+
+
+_typed_scalar = functools.lru_cache(maxsize=4096, typed=True)(_typed_value)
+"""OmegaConf takes most of the time of a load, and whoever compares recipes loads the same values over and over."""
 
 
 @functools.cache
