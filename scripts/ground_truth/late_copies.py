@@ -21,6 +21,7 @@ import random
 import sys
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from types import FrameType, SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
@@ -53,6 +54,14 @@ _READS_NOTHING = (
     "ones_like",
     "full_like",
 )
+
+
+@dataclass(eq=False, kw_only=True)
+class _DeviceMemory(Memory):
+    """Memory of a device: whose, and whether what frees it is checked."""
+
+    device: LateDevice
+    is_watched: bool = False
 
 
 @contextlib.contextmanager
@@ -94,7 +103,7 @@ class LateDevice(TorchDispatchMode):
     def __init__(self, when: When, *, pins: bool = True, seed: int = 0) -> None:
         super().__init__()
         self.order = HappensBefore()
-        self.host = HostRanges(self.order)
+        self.host = HostRanges()
         self.num_copies = 0
         self._when, self._pins = when, pins
         self._random = random.Random(seed)
@@ -187,7 +196,7 @@ class LateDevice(TorchDispatchMode):
         def unregister(pointer: int) -> int:
             found = self.host.find(pointer)
             assert found is not None, "nothing is registered there"
-            self.order.free(found[1].memory, agent=HOST)
+            self._freed(found[1].memory, HOST)
             self.host.remove(pointer)
             return 0
 
@@ -326,18 +335,27 @@ class LateDevice(TorchDispatchMode):
             storage: Any = tensor.untyped_storage()
             start, memory = address - storage.data_ptr(), self._memory_of(storage)
             if memory is None:
-                memory = storage.memory = Memory(self.order)
+                memory = storage.memory = _DeviceMemory(device=self)
             if agent != COMPUTE and not memory.is_watched:
                 memory.is_watched = True
                 pool = getattr(storage, "pool", COMPUTE)
-                weakref.finalize(storage, self.order.free, memory, pool).atexit = False
+                weakref.finalize(storage, self._freed, memory, pool).atexit = False
         extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         span = Span(start, start + (extent + 1) * tensor.element_size())
         self.order.access(agent, memory, span, writes=writes, what=what)
 
-    def _memory_of(self, storage: Any) -> Memory | None:
+    def _memory_of(self, storage: Any) -> _DeviceMemory | None:
         memory = getattr(storage, "memory", None)
-        return memory if memory is not None and memory.judge is self.order else None
+        return memory if memory is not None and memory.device is self else None
+
+    def _freed(self, memory: Memory, agent: int) -> None:
+        """Free memory: the device's goes to its allocator, which reuses it in the order of the agent's stream."""
+        clock = self.order.clock(agent)
+        self._lost += [
+            f"memory is freed while it is in use by {use.what}"
+            for use in memory.accesses
+            if clock.get(use.agent, 0) < use.epoch and use.agent != agent
+        ]
 
 
 _WRITTEN: dict[Any, frozenset[int | str]] = {}

@@ -83,8 +83,7 @@ class Range:
 class HostRanges:
     """The ranges of addresses that are the host's."""
 
-    def __init__(self, order: HappensBefore) -> None:
-        self._order = order
+    def __init__(self) -> None:
         self._starts: list[int] = []
         self._ranges: dict[int, Range] = {}
 
@@ -99,7 +98,7 @@ class HostRanges:
         """Register memory of the host until it is removed."""
         assert self.find(start) is None, "registered twice"
         bisect.insort(self._starts, start)
-        self._ranges[start] = Range(start + num_bytes, is_pinned, Memory(self._order))
+        self._ranges[start] = Range(start + num_bytes, is_pinned, Memory())
 
     def remove(self, start: int) -> None:
         """Forget the range that begins there."""

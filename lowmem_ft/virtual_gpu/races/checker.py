@@ -91,10 +91,9 @@ class StreamChecker:
         found: dict[tuple[Any, ...], Race] = {}
         for conflict in self.order.conflicts:
             first, second = conflict.first, conflict.second
-            assert second is not None, "what is freed is judged by who gets it next"
             key = (first.what, first.writes, second.what, second.writes)
             if key not in found:
-                found[key] = self._race(conflict, second)
+                found[key] = self._race(conflict)
         return tuple(found.values())
 
     def allocated(self, index: int) -> None:
@@ -218,11 +217,11 @@ class StreamChecker:
             self.order.wait_stream(its_stream, stream)
         return node.name()
 
-    def _race(self, conflict: Conflict, second: Access) -> Race:
+    def _race(self, conflict: Conflict) -> Race:
         allocation = self._recorder.timeline.allocations[conflict.memory.index]
         return Race(
             first=_use_of(conflict.first),
-            second=_use_of(second),
+            second=_use_of(conflict.second),
             is_reuse=conflict.first in conflict.memory.before.values(),
             size_bytes=allocation.size_bytes,
             place=allocation.place,

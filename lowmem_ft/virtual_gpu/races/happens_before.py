@@ -92,22 +92,20 @@ class Access:
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two unordered accesses to the same bytes, one of them a write; or a free during an access.
+    """Two unordered accesses to the same bytes, one of them a write.
 
     Args:
         first: the access that the program made first.
-        second: the later access; None: the memory was freed.
+        second: the later access.
         memory: the memory of both.
     """
 
     first: Access
-    second: Access | None
+    second: Access
     memory: Memory
 
     def __str__(self) -> str:
         """Return both accesses in words."""
-        if self.second is None:
-            return f"memory is freed while it is in use by {self.first.what}"
         return f"{self.second.what} does not wait for {self.first.what}"
 
 
@@ -116,16 +114,13 @@ class Memory:
     """A block of memory, with the accesses that later ones have to come after.
 
     Args:
-        judge: the clocks whose epochs the accesses use.
+        accesses: what later accesses are compared with.
         index: its number, if it has one.
         before: by agent, the last access to what may have been the same bytes, before an allocator gave them to this.
     """
 
-    judge: HappensBefore
     accesses: list[Access] = field(default_factory=list)
     index: int = -1
-    is_watched: bool = False
-    """True if its owner will report when it is freed."""
     before: Mapping[int, Access] = field(default_factory=dict)
     asked: set[int] = field(default_factory=set)
     """Agents already checked against ``before``."""
@@ -189,15 +184,6 @@ class HappensBefore:
                 kept.append(old)
         kept.append(new)
         memory.accesses = kept
-
-    def free(self, memory: Memory, agent: int = COMPUTE) -> None:
-        """Free memory: device memory goes to its allocator, which reuses it in the order of the compute stream."""
-        clock = self._launched(agent)
-        self.conflicts += [
-            Conflict(old, None, memory)
-            for old in memory.accesses
-            if old.agent != agent and not _knows(clock, old)
-        ]
 
     def _launched(self, agent: int) -> Clock:
         """Return an agent's clock: work launched on a stream comes after what the host knows to be over."""

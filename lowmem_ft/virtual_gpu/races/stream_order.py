@@ -76,7 +76,7 @@ class StreamOrder:
 
     def allocated(self, index: int, num_bytes: int, stream: int | None) -> None:
         """Take memory from a stream's pool, or, with None, from the host's."""
-        self._memories[index] = memory = Memory(self._judge, index=index)
+        self._memories[index] = memory = Memory(index=index)
         if stream is not None:
             pool = self._pool_of[index] = stream, num_bytes <= SMALL_SIZE
             memory.before = self._last_uses.get(pool, {})

@@ -47,7 +47,7 @@ def test_what_lies_apart_shares_nothing_however_large(column):
 @pytest.mark.parametrize("waits", [True, False])
 def test_two_streams_in_one_column_need_an_order(column, waits):
     judge = HappensBefore()
-    memory, other = Memory(judge), judge.new_agent()
+    memory, other = Memory(), judge.new_agent()
     judge.access(COMPUTE, memory, column(0), writes=True, what="the first")
     if waits:
         judge.wait(other, judge.record(COMPUTE))
