@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -19,13 +20,26 @@ SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=n
 AUTO = "training.resume_from_checkpoint=auto"
 
 
+@pytest.fixture(scope="module")
+def once(tmp_path_factory):
+    """The folder of a run of SHORT that has finished, and what it returned."""
+    folder = tmp_path_factory.mktemp("once") / "run"
+    place = (f"training.output_dir={folder}", "training.use_cpu=true")
+    return folder, train(load_recipe("tiny", [*place, *SHORT]))
+
+
+@pytest.fixture
+def finished(once, tmp_path):
+    """A copy of that run, in a folder of the test's own."""
+    return shutil.copytree(once[0], tmp_path / "run")
+
+
 def checkpoints(run):
     return sorted(path.name for path in run.glob("checkpoint-*"))
 
 
-def test_a_run_stopped_before_its_first_checkpoint_begins_again(tiny, metrics, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_a_run_stopped_before_its_first_checkpoint_begins_again(tiny, metrics, finished):
+    run = finished
     losses = metrics(run)
     for leftover in (*run.glob("checkpoint-*"), run / "model"):
         shutil.rmtree(leftover)
@@ -46,9 +60,8 @@ def test_auto_says_in_one_sentence_that_a_finished_run_has_no_checkpoint(tiny, t
     assert "Resuming" not in caplog.text
 
 
-def test_a_run_that_would_end_before_its_checkpoint_is_not_said_to_go_on(tiny, tmp_path, caplog):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_a_run_that_would_end_before_its_checkpoint_is_not_said_to_go_on(tiny, finished, caplog):
+    run = finished
     caplog.clear()
     with pytest.raises(CheckpointError, match="is at step 6, but the recipe ends at step 3"):
         RunFolder.open(tiny(*SHORT, "training.max_steps=3", AUTO, output_dir=run))
@@ -60,9 +73,8 @@ def records(run: Path) -> list[str]:
     return [line for line in (run / "metrics.jsonl").read_text().splitlines() if "measured" not in line]
 
 
-def test_a_finished_run_ends_as_it_did(tiny, metrics, tmp_path, caplog):
-    run = tmp_path / "run"
-    first = train(tiny(*SHORT, output_dir=run))
+def test_a_finished_run_ends_as_it_did(tiny, once, finished, caplog):
+    run, (_, first) = finished, once
     before = records(run)
     caplog.set_level("INFO")
     again = train(tiny(*SHORT, AUTO, output_dir=run))
@@ -72,9 +84,8 @@ def test_a_finished_run_ends_as_it_did(tiny, metrics, tmp_path, caplog):
     assert "training loss of the last step" in (run / "model" / "README.md").read_text()
 
 
-def test_more_steps_follow_the_longer_schedule(tiny, metrics, tmp_path, caplog):
-    run, whole = tmp_path / "run", tmp_path / "whole"
-    train(tiny(*SHORT, output_dir=run))
+def test_more_steps_follow_the_longer_schedule(tiny, metrics, finished, tmp_path, caplog):
+    run, whole = finished, tmp_path / "whole"
     train(tiny(*SHORT, "training.max_steps=9", AUTO, output_dir=run))
     assert "training.max_steps was 6, is 9" in caplog.text
     train(tiny(*SHORT, "training.max_steps=9", output_dir=whole))
@@ -89,9 +100,8 @@ def test_another_learning_rate_holds_from_the_next_step_on(tiny, metrics, tmp_pa
     assert metrics(run, "learning_rate") == [1e-2] * 2 + [1e-3] * 4
 
 
-def test_fewer_steps_than_were_taken_are_refused(tiny, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_fewer_steps_than_were_taken_are_refused(tiny, finished):
+    run = finished
     with pytest.raises(CheckpointError, match=r"checkpoint-6 is at step 6, but the recipe ends at step 4"):
         train(tiny(*SHORT, "training.max_steps=4", AUTO, output_dir=run))
 
@@ -110,9 +120,8 @@ def test_another_batch_size_ends_after_the_same_epochs(tiny, tmp_path, batch_siz
 
 
 @pytest.mark.parametrize("change", ["optimizer.weight_decay=0.1", "data.eval_size=4", "data.shuffle=false"])
-def test_what_decides_data_and_optimizer_cannot_change(tiny, tmp_path, change):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_what_decides_data_and_optimizer_cannot_change(tiny, finished, change):
+    run = finished
     with pytest.raises(CheckpointError, match=change.split("=")[0]):
         RunFolder.open(tiny(*SHORT, change, AUTO, output_dir=run))
 
@@ -131,9 +140,10 @@ def test_going_back_in_the_same_folder_must_be_asked_for(tiny, metrics, tmp_path
     assert metrics(run) == losses
 
 
-def test_a_checkpoint_can_go_on_in_a_new_folder_but_not_in_that_of_another_run(tiny, metrics, tmp_path):
-    run, branch = tmp_path / "run", tmp_path / "branch"
-    train(tiny(*SHORT, output_dir=run))
+def test_a_checkpoint_can_go_on_in_a_new_folder_but_not_in_that_of_another_run(
+    tiny, metrics, finished, tmp_path
+):
+    run, branch = finished, tmp_path / "branch"
     back = (*SHORT, f"training.resume_from_checkpoint={run / 'checkpoint-4'}")
     train(tiny(*back, output_dir=branch))
     assert metrics(branch) == metrics(run)[4:]
@@ -143,9 +153,8 @@ def test_a_checkpoint_can_go_on_in_a_new_folder_but_not_in_that_of_another_run(t
     assert metrics(branch, "step") == [5, 6]
 
 
-def test_a_damaged_newer_checkpoint_costs_no_good_one(tiny, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_a_damaged_newer_checkpoint_costs_no_good_one(tiny, finished):
+    run = finished
     (run / "checkpoint-6" / "config.json").unlink()
     limit = ("training.save_steps=1", "training.save_total_limit=1", "training.max_steps=5")
     train(tiny(*SHORT, *limit, AUTO, output_dir=run))
@@ -153,9 +162,8 @@ def test_a_damaged_newer_checkpoint_costs_no_good_one(tiny, tmp_path):
     assert RunFolder.open(tiny(*SHORT, AUTO, output_dir=run)).resume_from == run / "checkpoint-5"
 
 
-def test_metrics_that_cannot_be_read_name_the_line(tiny, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_metrics_that_cannot_be_read_name_the_line(tiny, finished):
+    run = finished
     file = run / "metrics.jsonl"
     file.write_text("not json\n" + file.read_text())
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl, line 1 is not a JSON object: 'not json'"):
@@ -242,17 +250,16 @@ def test_a_run_goes_on_in_another_exact_format_bit_for_bit(tiny, metrics, tmp_pa
 
 @pytest.mark.parametrize("state", ["bf16", "8bit"])
 def test_float32_weights_go_on_as_bfloat16_with_their_lower_halves_and_compact_state(
-    tiny, tmp_path, caplog, state
+    tiny, finished, caplog, state
 ):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, "training.max_steps=4", output_dir=run))
+    shutil.rmtree(finished / "checkpoint-6")
     recipe = tiny(
         *SHORT,
         AUTO,
         "model.dtype=bfloat16",
         "optimizer.master=split16",
         f"optimizer.state={state}",
-        output_dir=run,
+        output_dir=finished,
     )
     assert math.isfinite(train(recipe).loss)
     assert "its master begins from that" not in caplog.text  # it began from the float32 weights of the file

@@ -46,10 +46,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_machine_without_triton_updates_otherwise_and_is_traced_for_itself(model: Path) -> None:
-    recipe, kept = recipe_of(model), KeptTraces()
-    with_triton = estimated(recipe, kept)
-    without = estimated(recipe, kept, dataclasses.replace(find_gpu("rtx-4090"), has_triton=False))
+def test_a_machine_without_triton_updates_otherwise_and_is_traced_for_itself(
+    model: Path, folder: Path, fresh: MemoryEstimate
+) -> None:
+    with_triton, no_triton = fresh, dataclasses.replace(find_gpu("rtx-4090"), has_triton=False)
+    without = estimated(recipe_of(model), KeptTraces(folder), no_triton)
     assert with_triton.step is not None
     assert without.step is not None
     assert with_triton.step.seconds < without.step.seconds
@@ -91,25 +92,36 @@ KEY = TraceKey("a" * 24, "b" * 24)
 
 
 @pytest.fixture(scope="module")
-def short(model: Path) -> ShortTrace:
-    """What is kept of a recipe."""
-    recipe = recipe_of(model)
-    kept = KeptTraces()
-    estimate_memory(recipe, "rtx-4090", kept=kept)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where traces are kept from one process to the next."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(scope="module")
+def kept(folder: Path) -> KeptTraces:
+    return KeptTraces(folder)
+
+
+@pytest.fixture(scope="module")
+def fresh(model: Path, kept: KeptTraces) -> MemoryEstimate:
+    """The recipe's estimate when nothing was kept before."""
+    assert not kept._in_memory
+    return estimated(recipe_of(model), kept)
+
+
+@pytest.fixture(scope="module")
+def short(fresh: MemoryEstimate, kept: KeptTraces) -> ShortTrace:
+    """What was kept of it."""
     (found,) = kept._in_memory.values()
     return found
 
 
 def test_the_same_again_is_equal_and_traces_nothing_in_this_process_and_in_the_next(
-    model: Path, tmp_path: Path, depths: list[int]
+    model: Path, folder: Path, kept: KeptTraces, fresh: MemoryEstimate, depths: list[int]
 ) -> None:
     recipe = recipe_of(model)
-    fresh = estimated(recipe)
-    kept = KeptTraces(tmp_path)
     assert_same(estimated(recipe, kept), fresh)
-    del depths[:]
-    assert_same(estimated(recipe, kept), fresh)
-    assert_same(estimated(recipe, KeptTraces(tmp_path)), fresh)
+    assert_same(estimated(recipe, KeptTraces(folder)), fresh)
     assert depths == []
 
 
@@ -247,13 +259,13 @@ OTHER_VALUES = {
 }
 
 
-def test_keys_that_no_trace_sees_change_nothing(model: Path) -> None:
+def test_keys_that_no_trace_sees_change_nothing(model: Path, fresh: MemoryEstimate) -> None:
     recipe = recipe_of(model)
     other = recipe
     for path in trace_key.NOT_TRACED:
         other = _with(other, path, _another(path, recipe_keys()[path].value_in(recipe)))
     assert other != recipe
-    assert_same(estimated(other), dataclasses.replace(estimated(recipe)))
+    assert_same(estimated(other), fresh)
 
 
 def _with(recipe: Recipe, path: str, value: Any) -> Recipe:
