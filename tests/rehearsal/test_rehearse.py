@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -164,8 +165,17 @@ def test_fields_of_the_data_that_are_not_used_are_told(recipe, tmp_path):
 
 def test_warnings_of_the_run_are_told_once(recipe, chats):
     file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
-    found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "rtx-4090")
-    assert len(found.warnings) == len(set(found.warnings)) > 0
+    settings = (f"data={file}", "data.eval_size=null", "training.eval_steps=null")
+    log = logging.getLogger("lowmem_ft.training")
+    steps = []
+
+    def on_step(*step):
+        steps.append(step)
+        log.warning("Each step says so.")
+
+    found = rehearse(recipe(*settings), "rtx-4090", steps=3, on_step=on_step)
+    assert len(steps) > 1
+    assert found.warnings.count("Each step says so.") == 1
     assert any("max_length" in warning for warning in found.warnings)
 
 
