@@ -115,7 +115,7 @@ TECHNIQUES: dict[str, list[str]] = {
     ],
     "lora-some-resident": [*LORA, "offload.parameters=stream", "offload.resident_layers=9"],
 }
-COUNTED_BY_LAYERS = ["every-2-layers", "adamw-8-bit", "masters-on-host", "lora-some-resident"]
+COUNTED_BY_LAYERS = ["every-2-layers", "masters-on-host", "lora-some-resident"]
 """Those that `make test` tries, of streamed weights and of two stretches the one with the shortest trace; the slow test
 tries every family with every technique."""
 
