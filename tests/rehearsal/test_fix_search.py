@@ -46,10 +46,15 @@ def test_the_command_prints_a_change_with_which_the_same_command_fits(
     assert main(["rehearse", *wanted, *printed]) == 0
 
 
-def test_no_search_is_made_for_a_program_that_has_not_asked(settings, capsys):
+def test_no_search_is_made_for_a_program_that_has_not_asked(tmp_path, capsys):
+    settings = [
+        f"training.output_dir={tmp_path / 'run'}",
+        "budget=430MiB",
+        "loss.chunk_tokens=null",
+        *LARGE[:2],
+    ]
     assert (
-        main(["rehearse", *settings, "budget=700MiB", "--gpu", "rtx-4090", "--steps", "1", "--json", "-"])
-        == 3
+        main(["rehearse", "recipe=tiny", *settings, "--gpu", "rtx-4090", "--steps", "1", "--json", "-"]) == 3
     )
     assert "mends" not in json.loads(capsys.readouterr().out)
 

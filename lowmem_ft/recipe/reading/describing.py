@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import textwrap
+from collections.abc import Callable
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -71,5 +72,5 @@ def _entry(name: str, value: Any) -> list[str]:
     return OmegaConf.to_yaml(OmegaConf.create({name: escape_references(value)})).splitlines()
 
 
-_entry_of_scalar = functools.lru_cache(maxsize=4096, typed=True)(_entry)
+_entry_of_scalar: Callable[[str, Any], list[str]] = functools.lru_cache(maxsize=4096, typed=True)(_entry)
 """A run writes its recipe down as it starts; most keys have their default, whose entry is the same each time."""

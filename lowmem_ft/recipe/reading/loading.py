@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -162,7 +162,7 @@ def _typed_value(key: RecipeKey, value: Any) -> Any:
     return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
 
 
-_typed_scalar = functools.lru_cache(maxsize=4096, typed=True)(_typed_value)
+_typed_scalar: Callable[[RecipeKey, Any], Any] = functools.lru_cache(maxsize=4096, typed=True)(_typed_value)
 """OmegaConf takes most of the time of a load, and whoever compares recipes loads the same values over and over."""
 
 
