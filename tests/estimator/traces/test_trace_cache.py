@@ -236,8 +236,12 @@ def test_a_batch_that_makes_another_program_of_it_inherits_nothing(
 
     monkeypatch.setattr(tracing, "build_session", build_with_hooks)
     kept = KeptTraces()
-    estimated(recipe_of(model, "checkpointing.mode=none"), kept)
-    more = recipe_of(model, "checkpointing.mode=none", "training.per_device_train_batch_size=3")
+    two, more = (
+        recipe_of(model, "checkpointing.mode=none", f"training.per_device_train_batch_size={rows}")
+        for rows in (2, 3)
+    )
+    estimated(two, kept)
+    assert max(depths) < NUM_LAYERS  # else there would be nothing to inherit
     del depths[:]
     mine = estimated(more, kept)
     assert depths[-1] == NUM_LAYERS
