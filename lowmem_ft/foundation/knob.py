@@ -101,6 +101,7 @@ def knob(
     counts_layers: CountedLayers = "",
     tries: Sequence[Any] = (),
     leaves: Leaves | None = None,
+    is_kernel: bool = False,
 ) -> Any:
     """Make a dataclass field with its documentation.
 
@@ -118,6 +119,8 @@ def knob(
             memory to the one meant to need least; empty: the planner leaves the key alone.
         leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
             moves (``memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it is on.
+        is_kernel: whether its values compute the same mathematics by other kernels, which round differently: a resumed
+            run keeps its own, unless ``training.resume_with_other_kernels`` lets it change.
 
     Returns:
         A ``dataclasses.field`` whose metadata holds all of it.
@@ -131,6 +134,7 @@ def knob(
         "counts_layers": counts_layers,
         "tries": tuple(tries),
         "leaves": leaves,
+        "is_kernel": is_kernel,
     }
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)

@@ -193,11 +193,6 @@ def _contradictions(recipe: Recipe, overrides: Mapping[str, Any]) -> Iterator[st
                     f"{name}={overrides[name]} contradicts the recipe's {key.setting(own)}, which hf.attach applies: "
                     f"the field would be ignored or done twice. Leave {name} out, or set {row.key} in the recipe."
                 )
-    if overrides.get("use_liger_kernel") and recipe.loss.chunk_tokens is not None:
-        yield (
-            "use_liger_kernel=True replaces the loss, and the recipe has "
-            f"loss.chunk_tokens={recipe.loss.chunk_tokens}. Leave use_liger_kernel out, or set loss.chunk_tokens=null."
-        )
 
 
 def _launcher_problems(recipe: Recipe, chosen: str) -> Iterator[str]:

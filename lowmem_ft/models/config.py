@@ -69,6 +69,17 @@ class ModelConfig:
         "own flash kernel, which needs no mask for packed rows.",
         tries=("auto",),
     )
+    kernels: Literal["auto", "liger", "none"] = knob(
+        "none",
+        "Kernels of norms, rotary embeddings and gated activations; liger: one fused kernel each, of the package "
+        "liger-kernel; auto: those of them that agree with transformers' own in a trial on the device; none: "
+        "transformers' own.",
+        frees="most of what a norm, a rotary embedding and a gated activation keep for backward, and temporaries",
+        costs="nothing: fewer, larger kernels; fewer roundings",
+        effects=dict.fromkeys(("auto", "liger"), Effect(engines=("ddp", "fsdp2"))),
+        leaves=dict.fromkeys(PARTS, as_it_is),
+        is_kernel=True,
+    )
     trust_remote_code: bool = knob(False, "Run Python code from the model's repository; also pin a revision.")
 
     @property
@@ -77,12 +88,14 @@ class ModelConfig:
         return self.gguf_file is not None or (self.name_or_path or "").endswith(".gguf")
 
     def require_packages(self) -> None:
-        """Reject quantisation, or a GGUF file, if the package for it is not installed.
+        """Reject quantisation, kernels or a GGUF file if the package for it is not installed.
 
         Raises:
             MissingPackageError: if it is not installed.
         """
         if self.quantization != "none":
             require_package(f"model.quantization={self.quantization}", "bitsandbytes", "bitsandbytes")
+        if self.kernels == "liger":
+            require_package(f"model.kernels={self.kernels}", "liger-kernel", "liger")
         if self.is_gguf:
             require_package("A GGUF model", "gguf", "gguf")

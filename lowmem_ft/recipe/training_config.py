@@ -106,6 +106,11 @@ class TrainingConfig:
         "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path. The resumed "
         "run uses this recipe's length, schedule and batch; data, optimizer and seed cannot change.",
     )
+    resume_with_other_kernels: bool = knob(
+        False,
+        "Let a resumed run compute by other kernels than before, of the same mathematics, which round differently: "
+        "model.kernels and its package's version, adapter.kernel, accumulation.fusion.",
+    )
 
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = knob(
         (), "Trackers in addition to metrics.jsonl, such as [tensorboard, wandb]."

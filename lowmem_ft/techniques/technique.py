@@ -115,6 +115,13 @@ class Technique(Handle):
         """Return values of the last step to record, by name; may wait for the device."""
         return {}
 
+    def kernels(self) -> dict[str, str]:
+        """Return what was chosen on this machine, by recipe key, if another choice would round differently.
+
+        A checkpoint keeps it: a resumed run has to choose the same.
+        """
+        return {}
+
     def weights_in_slices(self) -> Iterable[nn.Parameter]:
         """Return weights whose gradients come in slices, if they have any: none ever exists as a whole."""
         return ()
@@ -209,6 +216,10 @@ class Techniques(Technique):
     def metrics(self) -> dict[str, float]:
         """Return the values of all techniques."""
         return {name: value for technique in self for name, value in technique.metrics().items()}
+
+    def kernels(self) -> dict[str, str]:
+        """Return the choices of all techniques."""
+        return {key: choice for technique in self for key, choice in technique.kernels().items()}
 
     def weights_in_slices(self) -> Iterator[nn.Parameter]:
         """Yield the weights of all techniques."""

@@ -47,6 +47,7 @@ from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
+from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
@@ -303,6 +304,11 @@ def techniques_in_forward(
     model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
 ) -> Iterator[Technique]:
     """Enable the techniques that change the model's forward, from the inside out."""
+    if recipe.model.kernels != "none":
+        compute = compute_dtype(model.dtype, recipe.training.mixed_precision)
+        yield enable_fused_operators(
+            model, recipe.model.kernels, device=host_memory.device, compute_dtype=compute
+        )
     if recipe.adapter.name == "lora":
         yield enable_fused_adapters(model, recipe.adapter)
     if recipe.tiling.mlp > 1:

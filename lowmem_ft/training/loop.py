@@ -44,6 +44,7 @@ from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
+from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.run.progress import ProgressDisplay
 from lowmem_ft.training.run.random_seed import seed_generators
@@ -241,6 +242,7 @@ class TrainingRun:
             # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
             seed_generators(config, runtime.process_index)
             if resume_from is not None:
+                refuse_other_kernels(recipe, resume_from, session.techniques.kernels())
                 load_checkpoint(resume_from, session, runtime)
                 logger.info("Resuming from %s at step %d.", resume_from, progress.step)
         return cls(

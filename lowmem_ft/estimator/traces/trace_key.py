@@ -32,8 +32,8 @@ NOT_TRACED = frozenset(
         *("training.output_dir", "training.overwrite_output_dir", "training.learning_rate", "training.seed"),
         *("training.num_train_epochs", "training.max_steps", "training.logging_steps", "training.eval_steps"),
         *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
-        *("training.resume_from_checkpoint", "training.project", "training.run_name", "training.push_to_hub"),
-        *("training.hub_model_id", "training.hub_private_repo"),
+        *("training.resume_from_checkpoint", "training.resume_with_other_kernels", "training.project"),
+        *("training.run_name", "training.push_to_hub", "training.hub_model_id", "training.hub_private_repo"),
         # The limits for an estimate's result, and the choices made before there is one.
         *("budget.device", "budget.host", "budget.enforce", "budget.preflight", "budget.retry"),
         *("plan.mode", "plan.allow", "plan.keep"),
@@ -53,7 +53,7 @@ BATCH_SHAPE = frozenset(
 
 _LIBRARIES = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "triton"),
-    *("flash-attn", "flash-attn-3", "kernels", "gguf"),
+    *("flash-attn", "flash-attn-3", "kernels", "gguf", "liger-kernel"),
 )
 _VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_", "BNB_", "FLASH")
 

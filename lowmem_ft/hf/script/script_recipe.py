@@ -39,7 +39,6 @@ _UNLIKE: Mapping[str, tuple[Any, str]] = {
         "the estimate is for per_device_train_batch_size, before it is halved",
     ),
     "torch_compile": (False, "compiled kernels keep fewer activations than the estimate counts"),
-    "use_liger_kernel": (False, "Liger's kernels keep fewer activations and logits than the estimate counts"),
     "deepspeed": (None, "a recipe describes one process that holds everything"),
     "fsdp": (None, "a recipe describes one process that holds everything"),
     "optim_target_modules": (None, "the optimizer keeps projections instead of full state"),
@@ -197,6 +196,8 @@ def _read(
 ) -> Recipe:
     args: Any = script.args
     _note_unlike(script, reading)
+    if args.use_liger_kernel:
+        model = dataclasses.replace(model, kernels="liger")
     is_checkpointed = args.gradient_checkpointing or _is_checkpointed(script.model)
     is_offloaded = getattr(args, "activation_offloading", False)
     recipe = Recipe(
@@ -295,6 +296,11 @@ def _note_unlike(script: Script, reading: Reading) -> None:
         reading.warn(
             f"label_smoothing_factor={args.label_smoothing_factor} keeps log-probabilities of every token in addition "
             f"to the logits, about {logits} more than the estimate counts."
+        )
+    if args.use_liger_kernel and not script.has_fused_head:
+        reading.warn(
+            "use_liger_kernel=True replaces the loss too, which a recipe does not take from Liger: it holds fewer logits "
+            "than the estimate counts."
         )
     if script.keeps_logits and script.evaluates:
         reading.warn(

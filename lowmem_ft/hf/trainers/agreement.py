@@ -17,6 +17,7 @@ import torch
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.hf.script.script_model import quantization_of, weights_type
 from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
+from lowmem_ft.hf.trainers.liger_flag import liger_asked_by_flag
 from lowmem_ft.hf.trainers.shared_settings import (
     HYPERPARAMETERS,
     SHARED_SETTINGS,
@@ -138,7 +139,10 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     ]
     _take_settings(agreement, trainer)
     _take_model(agreement, trainer.model)
-    problems = list(asked_by_flag(agreement, trainer.args))
+    problems = [
+        *asked_by_flag(agreement, trainer.args),
+        *liger_asked_by_flag(agreement, trainer.args, kind),
+    ]
     of_kind = list(problems_of_kind(agreement.recipe, kind))
     for row in refused_defaults(agreement.recipe, kind):
         agreement.set(row.key, row.off)

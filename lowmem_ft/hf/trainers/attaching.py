@@ -21,6 +21,7 @@ from lowmem_ft.hf.script.script_plan import plan_for
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.trainers.checkpointing_switch import flags_off, take_switch
+from lowmem_ft.hf.trainers.liger_flag import liger_flag_off
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
 from lowmem_ft.hf.trainers.prepared_model import finer_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
@@ -229,6 +230,7 @@ def _changes(
         max_skipped_steps=recipe.training.max_skipped_steps,
     )
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(on.optimizer, step))
+    yield from liger_flag_off(trainer.args)
     yield from _changes_of_accelerator(trainer, recipe, step, runtime)
     yield from _changes_of_files(trainer, on)
     if recipe.checkpointing.mode != "none":

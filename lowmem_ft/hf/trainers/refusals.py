@@ -185,8 +185,6 @@ _STAY_OFF = {
     "torch_compile": "would compile code that our techniques change at run time. Set it to False.",
     "auto_find_batch_size": "restarts training within a step that ran out of memory, with weights and optimizer "
     "half updated. Set it to False; `lowmem-ft plan` finds settings that fit.",
-    "use_liger_kernel": "replaces the forward passes that the recipe's techniques have changed. Set it to False: "
-    "loss.chunk_tokens and tiling.mlp free the same memory.",
     **dict.fromkeys(
         ("bf16_full_eval", "fp16_full_eval"),
         "rounds the weights permanently for an evaluation, and leaves the optimizer's copy unchanged. Set it to False.",

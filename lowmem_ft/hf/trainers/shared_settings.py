@@ -293,6 +293,7 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
     ),
     _off("checkpointing.mode", "activation_checkpointing", "gradient_checkpointing"),
     _off("offload.activations", "activation_offloading"),
+    _off("model.kernels", "use_liger_kernel"),
     # Trainer's own smoothing would take the labels away before the loss is computed.
     _named("loss.label_smoothing_factor", lambda _: {"label_smoothing_factor": 0.0}, decides="technique"),
 )

@@ -101,6 +101,7 @@ ROWS: tuple[Row, ...] = (
         by_default=True,
     ),
     Row(key="tiling.head", under=(*(Works("with `loss.chunk_tokens`"),) * 2, *_NOT_WITHOUT_LOGITS)),
+    Row(key="model.kernels", under=_EVERYWHERE),
     Row(key="checkpointing.mode", under=_EVERYWHERE),
     Row(key="tiling.mlp", under=_EVERYWHERE),
     Row(key="offload.activations", under=_EVERYWHERE),

@@ -37,6 +37,7 @@ UPSTREAM_NAMES = {
     "datasets": "data.path",
     "enable_activation_checkpointing": "checkpointing.mode",
     "enable_activation_offloading": "offload.activations",
+    "enable_liger_kernel": "model.kernels",
     "epochs": "training.num_train_epochs",
     "evals_per_epoch": "training.eval_steps",
     "finetuning_type": "adapter.name",
@@ -73,6 +74,7 @@ UPSTREAM_NAMES = {
     "tokenizer_config": "model.tokenizer_name_or_path",
     "torch_dtype": "model.dtype",
     "train_on_inputs": "data.loss_on",
+    "use_liger_kernel": "model.kernels",
     "use_peft": "adapter.name",
     "val_set_size": "data.eval_size",
     "val_size": "data.eval_size",
@@ -98,6 +100,7 @@ class RecipeKey:
     counts_layers: CountedLayers
     tries: tuple[Any, ...]
     leaves: Leaves | None = field(hash=False)
+    is_kernel: bool
 
     @property
     def choices(self) -> tuple[str, ...]:

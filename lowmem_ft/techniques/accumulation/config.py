@@ -52,6 +52,7 @@ class AccumulationConfig:
         costs="nothing: a product, a cast and a sum become one kernel; a micro-batch's share is not rounded any more",
         effects={True: Effect(engines=())},
         leaves={"sums": as_it_is},
+        is_kernel=True,
     )
 
     def problems(self) -> Iterator[str]:

@@ -49,6 +49,7 @@ class AdapterConfig:
         costs="the adapter's first product (rank r) again in backward; it saves more time than that",
         effects={"fused": NO_EFFECT, "peft": NO_EFFECT},
         leaves=dict.fromkeys(PARTS, as_it_is),
+        is_kernel=True,
     )
 
     def problems(self) -> Iterator[str]:

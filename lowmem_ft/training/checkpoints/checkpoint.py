@@ -81,7 +81,8 @@ def save_checkpoint(
             if runtime.is_main:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / random_state_file(process_index), state)
-                _write_manifest(partial, runtime, progress, optimizer_scalars, identity)
+                kernels = session.techniques.kernels()
+                _write_manifest(partial, runtime, progress, optimizer_scalars, identity, kernels)
     return folder
 
 
@@ -169,7 +170,12 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
 
 
 def _write_manifest(
-    partial: Path, runtime: RunRuntime, progress: Progress, optimizer_scalars: dict[str, Any], identity: str
+    partial: Path,
+    runtime: RunRuntime,
+    progress: Progress,
+    optimizer_scalars: dict[str, Any],
+    identity: str,
+    kernels: dict[str, str],
 ) -> None:
     is_cut = bool(shard_files(partial, OPTIMIZER))
     manifest = {
@@ -177,6 +183,7 @@ def _write_manifest(
         "identity": identity,
         "progress": asdict(progress),
         "num_processes": runtime.num_processes,
+        "kernels": kernels,
         "loss_scaler": runtime.loss_scale_state(),
         "optimizer": optimizer_scalars,
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},

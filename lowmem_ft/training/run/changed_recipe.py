@@ -1,15 +1,21 @@
-"""Resuming a run with a changed recipe: which settings may differ, and which may not."""
+"""Resuming a run with a changed recipe: which settings may differ, which may not, and which only if the recipe says so.
+
+The third are kernels of the same mathematics, which round differently (``is_kernel`` of ``foundation/knob.py``). What
+``auto`` has chosen, and versions, only a checkpoint knows: :func:`refuse_other_kernels` compares those.
+"""
 
 from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, UserError, raise_problems
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE
 
 logger = logging.getLogger(__name__)
@@ -29,9 +35,14 @@ tokenizer come from the checkpoint, and other data is detected by its size.
 _DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
 """Settings that must not change in a run of adapters, whose checkpoints do not hold the model."""
 
+_CONSENT = "training.resume_with_other_kernels"
+
 _OF_THE_CALL = {
-    f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")
+    _CONSENT,
+    *(f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")),
 }
+
+_TRANSFORMERS = "transformers' own"
 
 
 def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
@@ -46,11 +57,45 @@ def refuse_to_continue_another(recipe: Recipe, run: Path) -> None:
         RecipeError: if the run's own recipe cannot be read.
     """
     changed = _differences(recipe, run)
+    problems = []
     if changed.refused:
-        raise CheckpointError(
+        problems.append(
             f"{run} contains a run of another recipe ({'; '.join(changed.refused)}), which this recipe cannot resume. "
             "Change these settings back, or choose another training.output_dir."
         )
+    if changed.other_kernels:
+        problems.append(_rounds_differently(str(run), "; ".join(changed.other_kernels)))
+    raise_problems(problems, CheckpointError)
+
+
+def refuse_other_kernels(recipe: Recipe, checkpoint: Path, chosen: Mapping[str, str]) -> None:
+    """Refuse to resume with other kernels than a checkpoint's, unless the recipe consents; log what changes.
+
+    Args:
+        recipe: the recipe with which the run is to resume.
+        checkpoint: the checkpoint, of this version or an earlier one, which kept no choice and had none.
+        chosen: the choices of the enabled techniques on this machine.
+
+    Raises:
+        CheckpointError: if they differ without consent.
+    """
+    before = read_manifest(checkpoint).get("kernels", {})
+    changed = "; ".join(
+        f"{key} was {before.get(key, _TRANSFORMERS)}, is {chosen.get(key, _TRANSFORMERS)}"
+        for key in sorted({*before, *chosen})
+        if before.get(key) != chosen.get(key)
+    )
+    if changed and not recipe.training.resume_with_other_kernels:
+        raise CheckpointError(_rounds_differently(str(checkpoint), changed))
+    if changed:
+        logger.warning("Resuming with other kernels: %s.", changed)
+
+
+def _rounds_differently(what: str, changed: str) -> str:
+    return (
+        f"{what} was computed by other kernels ({changed}), which round differently. Change that back, or let the run "
+        f"change with {_CONSENT}=true."
+    )
 
 
 def log_changes(recipe: Recipe, run: Path) -> None:
@@ -62,16 +107,18 @@ def log_changes(recipe: Recipe, run: Path) -> None:
 def may_continue(recipe: Recipe, run: Path) -> bool:
     """Return whether :func:`refuse_to_continue_another` lets a recipe resume a run."""
     try:
-        return not _differences(recipe, run).refused
+        changed = _differences(recipe, run)
     except UserError:
         return False
+    return not changed.refused and not changed.other_kernels
 
 
 @dataclass(frozen=True)
 class _Differences:
-    """Differences from the recipe of a run, each in words: those with which it cannot resume, and the others."""
+    """Differences from the recipe of a run, each in words: what it cannot resume with, or not unasked, and the others."""
 
     refused: tuple[str, ...] = ()
+    other_kernels: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
 
 
@@ -80,15 +127,22 @@ def _differences(recipe: Recipe, run: Path) -> _Differences:
     if not file.exists():
         return _Differences()
     saved = load_recipe(str(file))
-    changed = {
-        name: f"{name} was {key.value_in(saved)!r}, is {key.value_in(recipe)!r}"
-        for name, key in recipe_keys().items()
-        if key.value_in(recipe) != key.value_in(saved) and name not in _OF_THE_CALL
-    }
-    return _Differences(
-        refused=tuple(text for name, text in changed.items() if not _may_change(name, recipe)),
-        accepted=tuple(text for name, text in changed.items() if _may_change(name, recipe)),
-    )
+    refused, other_kernels, accepted = [], [], []
+    for name, key in recipe_keys().items():
+        before, now = key.value_in(saved), key.value_in(recipe)
+        if before == now or name in _OF_THE_CALL:
+            continue
+        if key.is_kernel and not recipe.training.resume_with_other_kernels:
+            found = other_kernels if _is_settled(before, now) else accepted
+        else:
+            found = accepted if key.is_kernel or _may_change(name, recipe) else refused
+        found.append(f"{name} was {before!r}, is {now!r}")
+    return _Differences(tuple(refused), tuple(other_kernels), tuple(accepted))
+
+
+def _is_settled(before: object, now: object) -> bool:
+    """Return whether two values name kernels: what auto takes, the checkpoint tells."""
+    return "auto" not in (before, now)
 
 
 def _may_change(name: str, recipe: Recipe) -> bool:

@@ -1,0 +1,150 @@
+"""What Liger's own functions change in one model, as attributes of that model's modules alone.
+
+``apply_liger_kernel_to_*`` knows of each architecture which norms add 1 to their weight, round where, and may write a
+gradient over another. Called for one model, it still replaces classes and functions of transformers for all models of
+the process. So it runs, what it has set is taken down, and everything is put back; the technique then sets the
+attributes of the model's modules by the idiom of ``techniques/modules/patching.py``. Rotary embeddings are a function
+that an attention's forward finds in its module: such an attention gets its forward with another function under that
+name.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, Literal, get_args
+
+from torch import nn
+
+from lowmem_ft.upstream.patches import existing
+
+Operator = Literal["rms_norm", "rotary", "swiglu", "geglu"]
+OPERATORS: tuple[Operator, ...] = get_args(Operator)
+
+ARGUMENTS = frozenset(("rope", "rms_norm", "swiglu", "geglu"))
+"""Arguments of Liger's functions that stay on: losses, other norms and heads are not taken."""
+
+_CLASSES: Mapping[str, Operator] = {"RMSNorm": "rms_norm", "SwiGLU": "swiglu", "GEGLU": "geglu"}
+"""A part of the name of Liger's class whose forward a module gets, by which its operator is known."""
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One module that computes by an operator of Liger's.
+
+    Args:
+        operator: the operator.
+        module: the module.
+        attributes: what is set on it, its ``forward`` among them.
+        functions: for rotary embeddings, transformers' function and Liger's.
+    """
+
+    operator: Operator
+    module: nn.Module
+    attributes: Mapping[str, Any]
+    functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
+
+
+def knows(model_type: str) -> bool:
+    """Return whether Liger has operators for an architecture, by its ``model_type``."""
+    return model_type in _functions()
+
+
+def ligers_patches(model: Any) -> list[Patch]:
+    """Return what Liger's function for an architecture would change in a model; nothing is changed.
+
+    Args:
+        model: a causal LM from transformers, of a type that Liger :func:`knows`.
+
+    Returns:
+        A patch for each module that gets an operator: no experts of a mixture, and no rotary embeddings of other kinds
+        than Llama's.
+    """
+    apply = _functions()[model.config.model_type]
+    parts = list(model.modules())
+    own = [dict(vars(part)) for part in parts]
+    upstream = {name: sys.modules[name] for name in {type(part).__module__ for part in parts}}
+    names = {name: dict(vars(module)) for name, module in upstream.items()}
+    try:
+        apply(model=model, **_arguments_of(apply))
+        patches = [
+            patch for part, was in zip(parts, own, strict=True) if (patch := _patch_of(part, was)) is not None
+        ]
+        functions = {name: dict(_replaced(module, names[name])) for name, module in upstream.items()}
+    finally:
+        for part, was in zip(parts, own, strict=True):
+            _put_back(vars(part), was)
+        for name, module in upstream.items():
+            _put_back(vars(module), names[name])
+    return [*patches, *_rotary_patches(parts, functions)]
+
+
+@functools.cache
+def _functions() -> dict[str, Callable[..., Any]]:
+    from liger_kernel.transformers import monkey_patch
+
+    return existing(monkey_patch, "MODEL_TYPE_TO_APPLY_LIGER_FN")
+
+
+def _arguments_of(apply: Callable[..., Any]) -> dict[str, bool]:
+    parameters = inspect.signature(apply).parameters
+    return {name: name in ARGUMENTS for name, one in parameters.items() if isinstance(one.default, bool)}
+
+
+def _patch_of(module: nn.Module, was: Mapping[str, Any]) -> Patch | None:
+    """Return what Liger has set on a module if it is an operator of ours to take."""
+    attributes = {name: value for name, value in vars(module).items() if was.get(name, was) is not value}
+    forward = attributes.get("forward")
+    if not isinstance(forward, MethodType):
+        return None
+    owner = forward.__func__.__qualname__.partition(".")[0]
+    operators = [operator for part, operator in _CLASSES.items() if part in owner]
+    return Patch(operators[0], module, attributes) if operators else None
+
+
+def _replaced(
+    module: ModuleType, was: Mapping[str, Any]
+) -> Iterator[tuple[str, tuple[Callable[..., Any], Callable[..., Any]]]]:
+    """Yield the functions of a module that Liger's rotary embeddings have replaced, by name: before, and now."""
+    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+
+    for name, value in vars(module).items():
+        if value is liger_rotary_pos_emb and was.get(name) is not value:
+            yield name, (was[name], value)
+
+
+def _rotary_patches(
+    parts: list[nn.Module],
+    functions: Mapping[str, Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]]],
+) -> Iterator[Patch]:
+    for part in parts:
+        forward = getattr(type(part), "forward", None)
+        if not isinstance(forward, FunctionType) or "forward" in vars(part):
+            continue
+        for name, both in functions.get(forward.__module__, {}).items():
+            if name in forward.__code__.co_names:
+                own = MethodType(_with_global(forward, name, both[1]), part)
+                yield Patch("rotary", part, {"forward": own}, both)
+
+
+def _with_global(function: FunctionType, name: str, value: Any) -> FunctionType:
+    """Return a function that finds another value under one name of its module."""
+    own = FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    own.__kwdefaults__ = function.__kwdefaults__
+    return functools.update_wrapper(own, function)  # type: ignore[return-value]
+
+
+def _put_back(names: dict[str, Any], was: Mapping[str, Any]) -> None:
+    for name in names.keys() - was.keys():
+        del names[name]
+    names.update(was)
