@@ -9,7 +9,7 @@ exist only once it is made. Tests read an operator's parameters from its schema,
 
 from __future__ import annotations
 
-from upstream_names.other_names import ACCELERATE, BITSANDBYTES, DATASETS, DEEPSPEED, PEFT, TRITON, TRL
+from upstream_names.other_names import ACCELERATE, BITSANDBYTES, DATASETS, DEEPSPEED, LIGER, PEFT, TRITON, TRL
 from upstream_names.torch_names import TORCH
 from upstream_names.torch_operators import OPERATORS
 from upstream_names.transformers_names import TRANSFORMERS
@@ -27,5 +27,6 @@ NAMES: tuple[UpstreamName, ...] = (
     *DATASETS,
     *DEEPSPEED,
     *TRITON,
+    *LIGER,
     *TRL,
 )

@@ -76,6 +76,23 @@ TRITON = (
 )
 
 
+LIGER = (
+    *data(
+        "liger_kernel.transformers.monkey_patch",
+        "MODEL_TYPE_TO_APPLY_LIGER_FN",
+        "which of an architecture's modules get which operator",
+        "dict",
+    ),
+    called(
+        "liger_kernel.transformers.swiglu",
+        "_swiglu_dispatch",
+        "a b gate_multiplier down_multiplier",
+        "the gated activation of an MLP, which may be differentiated once",
+    ),
+    *data("liger_kernel.transformers.geglu", "LigerGELUMulFunction", "the same with GELU"),
+)
+
+
 def _head_kernels(module: str) -> Iterator[UpstreamName]:
     yield replaced(module, "_use_triton", "device", "its way over Triton, without having it")
     yield replaced(module, "_addmm_fp32", "acc a b", "products that CUDA sums in float32")

@@ -13,7 +13,14 @@ from lowmem_ft.foundation.devices import compute_capability, is_virtual, kernels
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.foundation.packages import is_installed, require_package, triton_lacks
 from lowmem_ft.techniques.kernels.kernel_trial import disagreements
-from lowmem_ft.techniques.kernels.liger_patches import OPERATORS, Operator, Patch, knows, ligers_patches
+from lowmem_ft.techniques.kernels.liger_patches import (
+    ARCHITECTURES,
+    OPERATORS,
+    Operator,
+    Patch,
+    has_operators,
+    ligers_patches,
+)
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
@@ -54,15 +61,15 @@ def enable_fused_operators(
 ) -> FusedOperators:
     """Compute RMSNorm, rotary embeddings, SwiGLU and GEGLU by Liger's kernels, one for each.
 
-    Frees: what transformers' operators keep of each other for backward: a norm keeps its input and a number a row, a
-    gated activation its two inputs, a rotary embedding nothing of the size of a token; and most of their temporaries.
+    Frees: what transformers' operators keep for each other's backward, and most temporaries: a norm keeps its input and
+    a number a row, a gated activation its two inputs, a rotary embedding its angles.
     Saves time: each is read and written once, where transformers' does so after each of its operators.
     Costs: nothing; kernels are compiled as they are first used.
     Equals: transformers' own up to rounding, fewer times. Before any of them is taken, output and gradients of each
     kind of module are compared on the device; on a virtual GPU, which computes nothing, agreement is assumed.
-    Limits: compute capability 8.0; architectures that Liger knows; no experts of a mixture. Backward writes gradients
-    over what was saved, so that a graph is good for one backward pass, and there is no second derivative. Losses and
-    heads stay: see the technique of ``loss.chunk_tokens``.
+    Limits: compute capability 8.0; the architectures of ``liger_patches.ARCHITECTURES``; no experts of a mixture.
+    Backward writes gradients over what was saved: a graph is good for one backward pass, a second one raises, and there
+    is no second derivative. Losses and heads stay transformers', or those of ``loss.chunk_tokens``.
     Source: Liger Kernel, 2024 (arXiv:2410.10989).
 
     Args:
@@ -128,10 +135,10 @@ def _obstacle(causal_lm: Any, device: torch.device) -> tuple[type[UserError], st
         return UserError, f"the package {_PACKAGE}, which is not installed"
     if (lacks := _lacks(device)) is not None:
         return UserError, lacks
-    if not knows(causal_lm.config.model_type):
+    if not has_operators(causal_lm.config.model_type):
         return ModelError, (
-            f"an architecture that {_PACKAGE} {installed_version(_PACKAGE)} has operators for, got "
-            f"{causal_lm.config.model_type} ({type(causal_lm).__name__})"
+            f"one of the architectures {', '.join(sorted(ARCHITECTURES))}, got {causal_lm.config.model_type} "
+            f"({type(causal_lm).__name__})"
         )
     return None
 

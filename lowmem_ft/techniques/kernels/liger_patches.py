@@ -5,7 +5,7 @@ gradient over another. Called for one model, it still replaces classes and funct
 the process. So it runs, what it has set is taken down, and everything is put back; the technique then sets the
 attributes of the model's modules by the idiom of ``techniques/modules/patching.py``. Rotary embeddings are a function
 that an attention's forward finds in its module: such an attention gets its forward with another function under that
-name.
+name, and so does an MLP with its gated activation (``ligers_functions.py``).
 """
 
 from __future__ import annotations
@@ -20,16 +20,44 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from lowmem_ft.techniques.kernels.ligers_functions import gates_of_one_backward, rotary_in_triton
 from lowmem_ft.upstream.patches import existing
 
 Operator = Literal["rms_norm", "rotary", "swiglu", "geglu"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
 
 ARGUMENTS = frozenset(("rope", "rms_norm", "swiglu", "geglu"))
-"""Arguments of Liger's functions that stay on: losses, other norms and heads are not taken."""
+"""Arguments of Liger's functions that stay on where they are: losses, other norms and heads are not taken."""
+
+ARCHITECTURES = frozenset(
+    {
+        *(
+            "exaone4",
+            "gemma",
+            "gemma2",
+            "gemma3_text",
+            "glm4",
+            "granite",
+            "llama",
+            "mistral",
+            "mixtral",
+            "olmo2",
+        ),
+        *("olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    }
+)
+"""Values of ``model_type`` whose gradients a test compares with transformers' own, for a whole model.
+
+Liger knows more of them. A norm may write its gradient over that of its output only where nobody else reads it, which
+no trial of one module can see: with Liger 0.8.5 DeepSeek-V4's gradients are wrong.
+"""
 
 _CLASSES: Mapping[str, Operator] = {"RMSNorm": "rms_norm", "SwiGLU": "swiglu", "GEGLU": "geglu"}
 """A part of the name of Liger's class whose forward a module gets, by which its operator is known."""
+
+
+_GATED: Mapping[Operator, str] = {"swiglu": "_swiglu_dispatch", "geglu": "LigerGELUMulFunction"}
+"""The name by which an MLP's forward finds the gated activation in Liger's module."""
 
 
 @dataclass(frozen=True)
@@ -49,16 +77,16 @@ class Patch:
     functions: tuple[Callable[..., Any], Callable[..., Any]] | None = None
 
 
-def knows(model_type: str) -> bool:
-    """Return whether Liger has operators for an architecture, by its ``model_type``."""
-    return model_type in _functions()
+def has_operators(model_type: str) -> bool:
+    """Return whether an architecture is one of ours that the installed Liger has operators for."""
+    return model_type in ARCHITECTURES and model_type in _functions()
 
 
 def ligers_patches(model: Any) -> list[Patch]:
     """Return what Liger's function for an architecture would change in a model; nothing is changed.
 
     Args:
-        model: a causal LM from transformers, of a type that Liger :func:`knows`.
+        model: a causal LM from transformers, of an architecture that :func:`has_operators`.
 
     Returns:
         A patch for each module that gets an operator: no experts of a mixture, and no rotary embeddings of other kinds
@@ -92,7 +120,11 @@ def _functions() -> dict[str, Callable[..., Any]]:
 
 def _arguments_of(apply: Callable[..., Any]) -> dict[str, bool]:
     parameters = inspect.signature(apply).parameters
-    return {name: name in ARGUMENTS for name, one in parameters.items() if isinstance(one.default, bool)}
+    return {
+        name: one.default and name in ARGUMENTS
+        for name, one in parameters.items()
+        if isinstance(one.default, bool)
+    }
 
 
 def _patch_of(module: nn.Module, was: Mapping[str, Any]) -> Patch | None:
@@ -102,19 +134,26 @@ def _patch_of(module: nn.Module, was: Mapping[str, Any]) -> Patch | None:
     if not isinstance(forward, MethodType):
         return None
     owner = forward.__func__.__qualname__.partition(".")[0]
-    operators = [operator for part, operator in _CLASSES.items() if part in owner]
-    return Patch(operators[0], module, attributes) if operators else None
+    operator = next((operator for part, operator in _CLASSES.items() if part in owner), None)
+    if operator is None:
+        return None
+    if operator in _GATED:
+        name = _GATED[operator]
+        existing(sys.modules[forward.__func__.__module__], name)
+        own = _with_global(forward.__func__, name, gates_of_one_backward()[name])
+        attributes["forward"] = MethodType(own, module)
+    return Patch(operator, module, attributes)
 
 
 def _replaced(
     module: ModuleType, was: Mapping[str, Any]
 ) -> Iterator[tuple[str, tuple[Callable[..., Any], Callable[..., Any]]]]:
-    """Yield the functions of a module that Liger's rotary embeddings have replaced, by name: before, and now."""
+    """Yield the functions of a module that Liger's rotary embeddings have replaced, by name: before, and ours."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
     for name, value in vars(module).items():
         if value is liger_rotary_pos_emb and was.get(name) is not value:
-            yield name, (was[name], value)
+            yield name, (was[name], rotary_in_triton)
 
 
 def _rotary_patches(

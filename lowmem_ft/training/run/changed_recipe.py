@@ -115,7 +115,7 @@ def may_continue(recipe: Recipe, run: Path) -> bool:
 
 @dataclass(frozen=True)
 class _Differences:
-    """Differences from the recipe of a run, each in words: what it cannot resume with, or not unasked, and the others."""
+    """Differences from the recipe of a run, in words: with which it cannot resume, or not unasked, and the others."""
 
     refused: tuple[str, ...] = ()
     other_kernels: tuple[str, ...] = ()

@@ -1,0 +1,276 @@
+"""Liger's operators in a model: transformers' gradients up to rounding, in every technique, and nothing left behind.
+
+The kernels are transcriptions in torch (``tests/transcribed_liger.py``): what is tested is which operator a module
+gets, with which settings, and what else holds or needs the tensors that it writes over.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+
+import pytest
+import torch
+from tiny_models import FAMILY_SIZES, model_of, tiny_llama
+from torch.testing import assert_close
+from transformers import AutoConfig, GPT2Config
+
+pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
+
+from transcribed_liger import TRANSCRIPTIONS, transcribed_kernels
+
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
+from lowmem_ft.host import HostMemory
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.checkpointing import enable_checkpointing
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.kernels import fused_operators
+from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
+from lowmem_ft.techniques.kernels.liger_patches import ARCHITECTURES
+from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
+from lowmem_ft.techniques.offload.config import OffloadConfig
+from lowmem_ft.techniques.tiling.config import TilingConfig
+from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
+
+CPU = torch.device("cpu")
+IDS = torch.arange(24).view(2, 12) + 3
+BY_ROUNDING = {"rtol": 2e-5, "atol": 1e-7}
+"""Sums of float32 in another order, over 32 numbers and 24 tokens, through two layers."""
+
+EXPERTS = ("mixtral", "qwen3_moe")
+GEGLU = ("gemma", "gemma2", "gemma3_text")
+
+
+@pytest.fixture(autouse=True)
+def _transcribed():
+    with transcribed_kernels():
+        yield
+
+
+def enable(model, kernels="liger", dtype=torch.float32):
+    return enable_fused_operators(model, kernels, device=CPU, compute_dtype=dtype)
+
+
+def family(architecture):
+    """A model of an architecture whose norms are not all 1, as those of a new one are."""
+    config = AutoConfig.for_model(architecture, **FAMILY_SIZES, head_dim=8, attn_implementation="sdpa")
+    model = model_of(config)
+    for parameter in model.parameters():
+        if parameter.dim() == 1:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def gradients_of(model):
+    model.zero_grad()
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {
+        name: parameter.grad.clone()
+        for name, parameter in model.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def names_of(model):
+    """What its modules' classes come from, and what its modules have of their own."""
+    modules = {type(part).__module__ for part in model.modules()}
+    theirs = {name: dict(vars(sys.modules[name])) for name in modules}
+    return theirs, [dict(vars(part)) for part in model.modules()]
+
+
+@pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
+def test_an_architectures_gradients_are_transformers_own_up_to_rounding(architecture):
+    model = family(architecture)
+    stock, names = gradients_of(model), names_of(model)
+    fused = enable(model)
+    expected = {"rms_norm", "rotary", "geglu" if architecture in GEGLU else "swiglu"}
+    expected -= {"swiglu"} if architecture in EXPERTS else {"rotary"} if architecture == "glm4" else set()
+    assert set(fused.operators) == expected
+    assert names_of(model)[0] == names[0]  # other models of this process keep transformers' own
+    found = gradients_of(model)
+    assert stock.keys() == found.keys()
+    assert any(not torch.equal(found[name], stock[name]) for name in stock)
+    for name, value in stock.items():
+        off = (found[name] - value).norm() / value.norm()
+        assert off < 2e-5, name
+    fused.remove()
+    assert names_of(model) == names
+    assert_close(gradients_of(model), stock, rtol=0, atol=0)
+
+
+def test_a_model_keeps_what_its_norms_and_activations_get_and_no_more():
+    kept = []
+    for kernels in ("none", "liger"):
+        model = tiny_llama()
+        enable(model, kernels)
+        saved: dict[int, int] = {}
+
+        def note(tensor, saved=saved):
+            if not isinstance(tensor, torch.nn.Parameter):
+                storage = tensor.untyped_storage()
+                saved[storage._cdata] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            loss = model.model(input_ids=IDS).last_hidden_state.sum()
+        kept.append(sum(saved.values()))
+        del loss
+    stock, fused = kept
+    assert fused < 0.7 * stock
+
+
+def test_a_second_backward_pass_over_one_graph_is_refused_as_its_inputs_are_gone():
+    model = tiny_llama()
+    enable(model)
+    loss = model(input_ids=IDS, labels=IDS).loss
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="wrote its gradients over its inputs"):
+        loss.backward()
+
+
+def checkpointed(mode):
+    return lambda model: [enable_checkpointing(model, CheckpointingConfig(mode=mode))]
+
+
+def offloaded(model):
+    return [enable_activation_offload(model, OffloadConfig(activations="all"), HostMemory(CPU))]
+
+
+def tiled(model):
+    return [enable_tiled_mlp(model, TilingConfig(mlp=3))]
+
+
+def tiled_and_checkpointed(model):
+    return [*tiled(model), *checkpointed("full")(model)]
+
+
+@pytest.mark.parametrize(
+    "switch_on", [checkpointed("full"), checkpointed("selective"), offloaded, tiled, tiled_and_checkpointed]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_technique_that_computes_again_or_elsewhere_gets_the_same_bits(switch_on, dtype):
+    config = AutoConfig.for_model("qwen3", **FAMILY_SIZES, head_dim=8, attn_implementation="sdpa")
+    model = model_of(config, dtype=dtype)
+    enable(model, dtype=dtype)
+    plain = gradients_of(model)
+    for technique in switch_on(model):
+        assert technique
+    tolerance = {"rtol": 0, "atol": 0}
+    if switch_on in (tiled, tiled_and_checkpointed):  # sums over tokens in another order
+        tolerance = BY_ROUNDING if dtype == torch.float32 else {"rtol": 0.02, "atol": 1e-4}
+    assert_close(gradients_of(model), plain, **tolerance)
+
+
+def test_adapters_fused_with_their_layers_get_the_same_gradients():
+    pytest.importorskip("peft")
+    config = AdapterConfig(name="lora", r=4)
+    found = []
+    for kernels in ("none", "liger"):
+        model = tiny_llama(num_key_value_heads=2)
+        torch.manual_seed(1)
+        adapter = enable_lora(model, config)
+        for name, parameter in adapter.parameters().items():
+            if "lora_B" in name:
+                torch.nn.init.normal_(parameter, std=0.1)
+        enable(model, kernels)
+        enable_fused_adapters(model, config)
+        found.append(gradients_of(model))
+    assert_close(found[1], found[0], **BY_ROUNDING)
+
+
+def test_an_activation_that_is_not_ligers_is_found_in_the_trial(caplog):
+    model = tiny_llama(hidden_act="gelu")
+    stock = gradients_of(copy.deepcopy(model))
+    with pytest.raises(UserError, match=r"model\.kernels=liger cannot take swiglu on cpu: .* LlamaMLP of"):
+        enable(model)
+    assert enable(model, "auto").operators == ("rms_norm", "rotary")
+    assert "transformers' own swiglu" in caplog.text
+    assert_close(gradients_of(model), stock, **BY_ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "kernel,operator", [("_rms_norm_backward_kernel", "rms_norm"), ("_triton_rope", "rotary")]
+)
+def test_a_kernel_that_computes_something_else_is_not_taken(kernel, operator, monkeypatch, caplog):
+    computes = TRANSCRIPTIONS[kernel]
+
+    def wrongly(given, grid):
+        computes(given, grid)
+        next(value for name, value in given.items() if name in ("dX_ptr", "k_ptr"))[0] *= 1.5
+
+    monkeypatch.setitem(TRANSCRIPTIONS, kernel, wrongly)
+    assert operator not in enable(tiny_llama(), "auto").operators
+    assert "computes" in caplog.text
+
+
+def test_a_kernel_that_does_not_run_is_not_taken(monkeypatch, caplog):
+    def fails(given, grid):
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setitem(TRANSCRIPTIONS, "_swiglu_forward_kernel", fails)
+    assert enable(tiny_llama(), "auto").operators == ("rms_norm", "rotary")
+    assert "its kernel does not run here (RuntimeError: no compiler)" in caplog.text
+
+
+def test_memory_that_runs_out_in_the_trial_says_nothing_about_a_kernel(monkeypatch):
+    def fails(given, grid):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setitem(TRANSCRIPTIONS, "_swiglu_forward_kernel", fails)
+    with pytest.raises(torch.OutOfMemoryError):
+        enable(tiny_llama(), "auto")
+
+
+def test_the_trial_leaves_random_numbers_and_the_model_as_they_are():
+    model = tiny_llama()
+    torch.manual_seed(3)
+    before, weights = torch.get_rng_state(), copy.deepcopy(model.state_dict())
+    enable(model)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_processor_has_transformers_own_and_says_so_once(monkeypatch, caplog):
+    monkeypatch.delenv("TRITON_INTERPRET")
+    caplog.set_level(logging.INFO)
+    assert enable(tiny_llama(), "auto").operators == ()
+    assert [record.message for record in caplog.records] == [
+        "Kernels: transformers' own; Liger's need an NVIDIA GPU, got cpu."
+    ]
+    with pytest.raises(
+        UserError, match=r"model\.kernels=liger needs an NVIDIA GPU, got cpu\. Set model\.kernels="
+    ):
+        enable(tiny_llama())
+
+
+def test_an_architecture_without_them_has_transformers_own(caplog):
+    caplog.set_level(logging.INFO)
+    model = model_of(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64))
+    assert enable(model, "auto").operators == ()
+    assert len(caplog.records) == 1
+    with pytest.raises(ModelError, match=r"one of the architectures .*, got gpt2 \(GPT2LMHeadModel\)\. Set"):
+        enable(model)
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch, caplog):
+    import lowmem_ft.foundation.packages as packages
+
+    for module in (packages, fused_operators):
+        monkeypatch.setattr(module, "is_installed", lambda package: False)
+    caplog.set_level(logging.INFO)
+    assert enable(tiny_llama(), "auto").operators == ()
+    assert "Liger's need the package liger-kernel, which is not installed" in caplog.text
+    with pytest.raises(MissingPackageError, match=r"pip install 'lowmem-ft\[liger\]'"):
+        enable(tiny_llama())
+
+
+def test_what_was_chosen_is_said_with_its_version():
+    assert enable(tiny_llama(), "none").kernels() == {}
+    (said,) = enable(tiny_llama()).kernels().values()
+    assert said.startswith("liger-kernel 0.8")
+    assert said.endswith(": rms_norm, rotary, swiglu")
