@@ -141,6 +141,7 @@ ROWS = (
         _SHARDS_ARE_PARTS,
     ),
     Row("bitsandbytes, paged", "optimizer.name=paged_adamw_8bit", {}, _SHARDS_ARE_PARTS),
+    Row("Liger's operators", "model.kernels=liger", _both("model.kernels"), "DeepSpeed has not been tried"),
     Row("LoRA", "adapter.name=lora", _all("lora")),
     Row("QLoRA, NF4", "adapter.name=lora model.quantization=nf4", _all("qlora")),
     Row(

@@ -44,6 +44,7 @@ SHARED_CASES: dict[str, Case] = {
     "untied": ("untied", EXACT),
     "lora": ("untied adapter.name=lora", EXACT),
     "qlora": ("adapter.name=lora model.quantization=nf4", EXACT),
+    "model.kernels": ("transcribed model.kernels=liger", EXACT),
     "mixed_precision=bf16": ("training.mixed_precision=bf16", ROUNDED),
     "optimizer.state=8bit": ("optimizer.state=8bit", ROUNDED),
     "optimizer.state=bf16": ("optimizer.state=bf16", ROUNDED),
@@ -123,7 +124,7 @@ CASES: dict[str, dict[str, Case]] = {
 """By engine: all of its cases."""
 
 TRAIN = """
-import json, os, shutil, sys, tempfile, types
+import contextlib, json, os, shutil, sys, tempfile, types
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.loop import TrainingRun
 
@@ -150,7 +151,16 @@ def run(words):
         *([f"distributed.strategy={strategy}"] if world > 1 and not by_accelerate else []),
         *settings,
     ])
-    run = TrainingRun.build(recipe)
+    with kernels_of(flags):
+        return steps_of(TrainingRun.build(recipe), flags)
+
+def kernels_of(flags):
+    if "transcribed" not in flags:
+        return contextlib.nullcontext()
+    from transcribed_liger import transcribed_kernels
+    return transcribed_kernels()
+
+def steps_of(run, flags):
     run.metrics = types.SimpleNamespace(write=lambda *args, **kwargs: None)  # there is no folder
     if "skip-third" in flags:
         fetched, fetch = iter(range(STEPS)), run.runtime.fetch

@@ -2,7 +2,7 @@
 
 Liger's own functions call them with what they would launch the kernels with: grids, strides, which gradient is
 written over which tensor, and autograd are Liger's. What Triton computes for one row, these compute for all rows at
-once, in the same types. Source: liger-kernel 0.8.5, ``ops/rms_norm.py``, ``ops/swiglu.py``, ``ops/geglu.py``, ``ops/rope.py``.
+once, in the same types. Source: liger-kernel 0.8.5, ``rms_norm.py``, ``swiglu.py``, ``geglu.py`` and ``rope.py`` of its ``ops``.
 ``tests/techniques/kernels/test_liger_in_triton.py`` compares them with the kernels in Triton's interpreter.
 """
 

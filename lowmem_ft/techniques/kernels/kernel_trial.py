@@ -19,7 +19,7 @@ from lowmem_ft.techniques.kernels.liger_patches import Operator, Patch
 _TOKENS = 64
 
 _TOKENS_OF_BLOCKS = 4096 * 8 + 8
-"""Rows from which Liger takes several at once where a row has at most 256 numbers, as a head's norm has."""
+"""Rows that Liger takes several at a time where a row has at most 256 numbers, as a head's norm has."""
 
 _NARROW = 32
 """Width of the model in the trial of an MLP, whose inner width is the model's own."""
@@ -79,8 +79,26 @@ def _problem_of(
     patch: Patch, config: Any, device: torch.device, dtype: torch.dtype, compute: torch.dtype
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
-    run = _rotary_run if patch.operator == "rotary" else _module_run
-    values = run(patch, config.get_text_config(), generator, device, dtype)
+    if patch.operator == "rotary":
+        runs = [_rotary_run(patch, config.get_text_config(), generator, device, dtype)]
+    else:
+        runs = [_module_run(patch, size, generator, device, dtype) for size in _num_tokens(patch)]
+    problems = (_problem_of_run(patch, values, device, dtype, compute) for values in runs)
+    return next((problem for problem in problems if problem), None)
+
+
+def _num_tokens(patch: Patch) -> tuple[int, ...]:
+    has_blocks = patch.operator == "rms_norm" and _own_shapes(patch.module)[0][-1] <= 256
+    return (_TOKENS, _TOKENS_OF_BLOCKS) if has_blocks else (_TOKENS,)
+
+
+def _problem_of_run(
+    patch: Patch,
+    values: Callable[[bool], Values],
+    device: torch.device,
+    dtype: torch.dtype,
+    compute: torch.dtype,
+) -> str | None:
     try:
         with (
             torch.enable_grad(),
@@ -110,7 +128,7 @@ def _agree(ligers: Tensor, stock: Tensor, compute: torch.dtype) -> bool:
 
 
 def _module_run(
-    patch: Patch, config: Any, generator: torch.Generator, device: torch.device, dtype: torch.dtype
+    patch: Patch, num_tokens: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype
 ) -> Callable[[bool], Values]:
     """Return a function that runs a norm or an MLP, with the same random weights and tokens each time."""
     module, linear = patch.module, dict(_linear_layers(patch.module))
@@ -122,7 +140,6 @@ def _module_run(
     def drawn(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    num_tokens = _TOKENS if linear or hidden > 256 else _TOKENS_OF_BLOCKS
     weights = {
         name: drawn(width(part.out_features), width(part.in_features)) * width(part.in_features) ** -0.5
         for name, part in linear.items()

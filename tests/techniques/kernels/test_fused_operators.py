@@ -56,7 +56,7 @@ def enable(model, kernels="liger", dtype=torch.float32):
 
 def family(architecture):
     """A model of an architecture whose norms are not all 1, as those of a new one are."""
-    config = AutoConfig.for_model(architecture, **FAMILY_SIZES, head_dim=8, attn_implementation="sdpa")
+    config = AutoConfig.for_model(architecture, **FAMILY_SIZES, head_dim=8, attn_implementation="eager")
     model = model_of(config)
     for parameter in model.parameters():
         if parameter.dim() == 1:
@@ -120,7 +120,9 @@ def test_a_model_keeps_what_its_norms_and_activations_get_and_no_more():
         kept.append(sum(saved.values()))
         del loss
     stock, fused = kept
-    assert fused < 0.7 * stock
+    tokens, hidden, inner, layers = IDS.numel(), 32, 48, 2
+    # Each activation of a gate, and each norm's input divided by its root mean square: two in a layer, and the last.
+    assert stock - fused == tokens * (layers * (inner + 2 * hidden) + hidden) * 4
 
 
 def test_a_second_backward_pass_over_one_graph_is_refused_as_its_inputs_are_gone():
@@ -193,7 +195,12 @@ def test_an_activation_that_is_not_ligers_is_found_in_the_trial(caplog):
 
 
 @pytest.mark.parametrize(
-    "kernel,operator", [("_rms_norm_backward_kernel", "rms_norm"), ("_triton_rope", "rotary")]
+    "kernel,operator",
+    [
+        ("_rms_norm_backward_kernel", "rms_norm"),
+        ("_block_rms_norm_backward_kernel", "rms_norm"),
+        ("_triton_rope", "rotary"),
+    ],
 )
 def test_a_kernel_that_computes_something_else_is_not_taken(kernel, operator, monkeypatch, caplog):
     computes = TRANSCRIPTIONS[kernel]
@@ -249,8 +256,8 @@ def test_a_processor_has_transformers_own_and_says_so_once(monkeypatch, caplog):
 
 
 def test_an_architecture_without_them_has_transformers_own(caplog):
+    model = model_of(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=1, eos_token_id=2))
     caplog.set_level(logging.INFO)
-    model = model_of(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64))
     assert enable(model, "auto").operators == ()
     assert len(caplog.records) == 1
     with pytest.raises(ModelError, match=r"one of the architectures .*, got gpt2 \(GPT2LMHeadModel\)\. Set"):
