@@ -114,7 +114,6 @@ def test_an_override_wins_where_a_trainer_reads_it(tiny):
         ({"gradient_checkpointing": True}, "checkpointing.mode"),
         ({CHECKPOINTING: True}, "checkpointing.mode"),
         ({"label_smoothing_factor": 0.1}, "loss.label_smoothing_factor"),
-        ({"use_liger_kernel": True}, "loss.chunk_tokens"),
     ],
 )
 def test_an_override_of_what_attach_applies_is_refused(override, key, tiny):

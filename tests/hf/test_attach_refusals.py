@@ -106,9 +106,7 @@ def test_what_a_constructor_was_given_that_cannot_go_with_it(given, words, tmp_p
 
 def test_what_a_trainer_would_change_of_the_model_as_training_begins(tmp_path):
     trainer, _ = trainer_of(tmp_path)
-    trainer.args.use_liger_kernel = True  # its constructor asks for the package
-    assert "TrainingArguments.use_liger_kernel replaces the forward passes" in sentence_of(trainer)
-    trainer.args.use_liger_kernel, trainer.args._n_gpu = False, 2
+    trainer.args._n_gpu = 2
     assert "hf.attach() works with one GPU a process, and this one sees 2" in sentence_of(trainer)
 
 

@@ -256,7 +256,9 @@ def test_a_processor_has_transformers_own_and_says_so_once(monkeypatch, caplog):
 
 
 def test_an_architecture_without_them_has_transformers_own(caplog):
-    model = model_of(GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=1, eos_token_id=2))
+    model = model_of(
+        GPT2Config(n_layer=1, n_head=2, n_embd=16, vocab_size=64, bos_token_id=1, eos_token_id=2)
+    )
     caplog.set_level(logging.INFO)
     assert enable(model, "auto").operators == ()
     assert len(caplog.records) == 1
