@@ -2,7 +2,7 @@
 
 Liger's own functions call them with what they would launch the kernels with: grids, strides, which gradient is
 written over which tensor, and autograd are Liger's. What Triton computes for one row, these compute for all rows at
-once, in the same types. Source: liger-kernel 0.8.5, ``rms_norm.py``, ``swiglu.py``, ``geglu.py`` and ``rope.py`` of its ``ops``.
+once, in the same types. Source: liger-kernel 0.8.5, ``ops/rms_norm.py``, ``swiglu.py``, ``geglu.py``, ``rope.py``.
 ``tests/techniques/kernels/test_liger_in_triton.py`` compares them with the kernels in Triton's interpreter.
 """
 
@@ -11,6 +11,9 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
+from collections import Counter
+from unittest import mock
 
 import torch
 
@@ -114,6 +117,10 @@ TRANSCRIPTIONS = {
 }
 
 
+LAUNCHES: Counter[str] = Counter()
+"""How often each kernel was launched since the counter was cleared."""
+
+
 def launch(kernel, *args, grid, warmup=False, **kwargs):
     """Run the transcription of a kernel with the arguments of its launch."""
     parameters = inspect.signature(kernel.fn).parameters
@@ -121,6 +128,7 @@ def launch(kernel, *args, grid, warmup=False, **kwargs):
         *args, **{name: value for name, value in kwargs.items() if name in parameters}
     )
     bound.apply_defaults()
+    LAUNCHES[kernel.fn.__name__] += 1
     with torch.no_grad():
         TRANSCRIPTIONS[kernel.fn.__name__](bound.arguments, grid)
 
@@ -128,9 +136,6 @@ def launch(kernel, *args, grid, warmup=False, **kwargs):
 @contextlib.contextmanager
 def transcribed_kernels():
     """Let Liger's functions launch the transcriptions, and Liger's kernels be taken on a CPU."""
-    import os
-    from unittest import mock
-
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 

@@ -12,7 +12,7 @@ pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this syste
 
 from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
-from transcribed_liger import transcribed_kernels
+from transcribed_liger import LAUNCHES, transcribed_kernels
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.errors import CheckpointError, MissingPackageError
@@ -72,9 +72,14 @@ def losses_of(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_losses_are_those_of_transformers_own_operators_up_to_rounding(name, losses_of):
-    stock, fused = losses_of(*RUNS[name]), losses_of(*RUNS[name], LIGER)
+    LAUNCHES.clear()
+    stock = losses_of(*RUNS[name])
+    assert not LAUNCHES
+    fused = losses_of(*RUNS[name], LIGER)
     assert fused == pytest.approx(stock, rel=1e-4)  # steps of 0.01 of AdamW move roundings apart
-    assert fused != stock
+    trial, layers, steps, micro_batches = 2, 2, 3, 3
+    assert LAUNCHES["_swiglu_backward_kernel"] >= trial // 2 + layers * steps * micro_batches
+    assert LAUNCHES["_triton_rope"] >= trial + 2 * layers * steps * micro_batches
 
 
 def test_a_resumed_run_has_the_same_losses_and_the_kernels_are_in_its_checkpoints(tiny, metrics, tmp_path):

@@ -1,4 +1,4 @@
-"""What Liger's own functions change in one model, as attributes of that model's modules alone.
+"""Changes that Liger's own functions make to one model, as attributes of that model's modules alone.
 
 ``apply_liger_kernel_to_*`` knows of each architecture which norms add 1 to their weight, round where, and may write a
 gradient over another. Called for one model, it still replaces classes and functions of transformers for all models of
@@ -48,7 +48,7 @@ ARCHITECTURES = frozenset(
 )
 """Values of ``model_type`` whose gradients a test compares with transformers' own, for a whole model.
 
-Liger knows more of them. A norm may write its gradient over that of its output only where nobody else reads it, which
+Liger knows more of them. A norm may write its gradient over that of its output only where nothing else reads it, which
 no trial of one module can see: with Liger 0.8.5 DeepSeek-V4's gradients are wrong.
 """
 
