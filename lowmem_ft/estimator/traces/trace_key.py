@@ -55,7 +55,7 @@ _LIBRARIES = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "numpy", "safetensors", "triton"),
     *("flash-attn", "flash-attn-3", "kernels", "gguf", "liger-kernel"),
 )
-_VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_", "BNB_", "FLASH")
+_VARIABLES = ("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_", "BNB_", "FLASH", "LIGER_")
 
 
 class TraceKey(NamedTuple):

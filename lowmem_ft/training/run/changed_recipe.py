@@ -132,17 +132,13 @@ def _differences(recipe: Recipe, run: Path) -> _Differences:
         before, now = key.value_in(saved), key.value_in(recipe)
         if before == now or name in _OF_THE_CALL:
             continue
-        if key.is_kernel and not recipe.training.resume_with_other_kernels:
-            found = other_kernels if _is_settled(before, now) else accepted
+        if key.is_kernel:
+            may = recipe.training.resume_with_other_kernels or "auto" in (before, now)  # a checkpoint tells its choice
+            found = accepted if may else other_kernels
         else:
-            found = accepted if key.is_kernel or _may_change(name, recipe) else refused
+            found = accepted if _may_change(name, recipe) else refused
         found.append(f"{name} was {before!r}, is {now!r}")
     return _Differences(tuple(refused), tuple(other_kernels), tuple(accepted))
-
-
-def _is_settled(before: object, now: object) -> bool:
-    """Return whether two values name kernels: what auto takes, the checkpoint tells."""
-    return "auto" not in (before, now)
 
 
 def _may_change(name: str, recipe: Recipe) -> bool:
