@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,7 +23,7 @@ from lowmem_ft.techniques.kernels.liger_patches import (
     ligers_patches,
 )
 from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.upstream.tested import installed_version
 
@@ -118,15 +119,24 @@ def enable_fused_operators(
         installed_version(_PACKAGE),
         "" if is_virtual(device) else ", compared with transformers' own on this device",
     )
-    return FusedOperators(operators, *_switched_on(taken))
+    return FusedOperators(operators, *(undo for patch in taken for undo in _switched_on(patch, device)))
 
 
-def _switched_on(patches: Sequence[Patch]) -> list[Callable[[], None]]:
-    return [
-        set_attribute(patch.module, name, value)
-        for patch in patches
-        for name, value in patch.attributes.items()
-    ]
+def _switched_on(patch: Patch, device: torch.device) -> Iterator[Callable[[], None]]:
+    for name, value in patch.attributes.items():
+        if name == "forward":
+            yield call_around(patch.module, name, functools.partial(_forward, value, device.type))
+        else:
+            yield set_attribute(patch.module, name, value)
+
+
+def _forward(
+    ligers: Callable[..., Any], device_type: str, stock: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Compute by Liger's kernel on the device; a module that is called with tensors of the host has its own forward."""
+    inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
+    is_there = all(one.device.type == device_type for one in inputs)
+    return (ligers if is_there else stock)(*args, **kwargs)
 
 
 def _obstacle(causal_lm: Any, device: torch.device) -> tuple[type[UserError], str] | None:

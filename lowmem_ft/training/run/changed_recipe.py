@@ -133,7 +133,10 @@ def _differences(recipe: Recipe, run: Path) -> _Differences:
         if before == now or name in _OF_THE_CALL:
             continue
         if key.is_kernel:
-            may = recipe.training.resume_with_other_kernels or "auto" in (before, now)  # a checkpoint tells its choice
+            may = recipe.training.resume_with_other_kernels or "auto" in (
+                before,
+                now,
+            )  # a checkpoint tells its choice
             found = accepted if may else other_kernels
         else:
             found = accepted if _may_change(name, recipe) else refused

@@ -18,7 +18,7 @@ from transformers import AutoConfig, GPT2Config
 
 pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
 
-from transcribed_liger import TRANSCRIPTIONS, transcribed_kernels
+from transcribed_liger import LAUNCHES, TRANSCRIPTIONS, transcribed_kernels
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
 from lowmem_ft.host import HostMemory
@@ -230,6 +230,19 @@ def test_memory_that_runs_out_in_the_trial_says_nothing_about_a_kernel(monkeypat
     monkeypatch.setitem(TRANSCRIPTIONS, "_swiglu_forward_kernel", fails)
     with pytest.raises(torch.OutOfMemoryError):
         enable(tiny_llama(), "auto")
+
+
+def test_a_module_that_is_called_with_tensors_of_the_host_has_its_own_forward(monkeypatch):
+    """Weights that are to be streamed are there when a technique tries a module out."""
+    model = tiny_llama()
+    x = torch.randn(2, 3, 32)
+    stock = model.model.layers[0].mlp(x)
+    monkeypatch.setattr(fused_operators, "_lacks", lambda device: None)
+    monkeypatch.setattr(fused_operators, "disagreements", lambda *args: {})
+    enable_fused_operators(model, "liger", device=torch.device("meta"), compute_dtype=torch.float32)
+    LAUNCHES.clear()
+    assert torch.equal(model.model.layers[0].mlp(x), stock)
+    assert not LAUNCHES
 
 
 def test_the_trial_leaves_random_numbers_and_the_model_as_they_are():
