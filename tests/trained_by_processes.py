@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -157,6 +158,7 @@ def run(words):
 def kernels_of(flags):
     if "transcribed" not in flags:
         return contextlib.nullcontext()
+    sys.path.append(sys.argv[5])
     from transcribed_liger import transcribed_kernels
     return transcribed_kernels()
 
@@ -179,7 +181,8 @@ def trained(forks, folder, untied, engine, worlds, names):
     """Losses and norms, by number of processes and case."""
     cases = json.dumps({name: CASES[engine][name][0] for name in names})
     for world in worlds:
-        for done in forks.run_several(world, TRAIN, str(folder), str(untied), engine, cases):
+        here = str(Path(__file__).parent)
+        for done in forks.run_several(world, TRAIN, str(folder), str(untied), engine, cases, here):
             assert done.returncode == 0, done.stderr
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in worlds}
 

@@ -73,6 +73,7 @@ TORCH = (
     *data("torch.compile(function)", "_torchdynamo_orig_callable", "which forward passes are compiled"),
     *data("torch.compile(module)", "_orig_mod", "what a compiled module was"),
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
+    *data("torch.nn.Module()", "_modules", "a copy of an MLP gets narrower layers", "dict"),
     *data(
         "torch.optim.lr_scheduler.LRScheduler()",
         "_step_count",

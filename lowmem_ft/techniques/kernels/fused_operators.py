@@ -110,7 +110,7 @@ def enable_fused_operators(
             )
         logger.warning("Kernels: transformers' own %s, as of Liger's %s.", operator, problem)
     taken = [patch for patch in patches if patch.operator not in problems]
-    operators = [operator for operator in OPERATORS if any(patch.operator == operator for patch in taken)]
+    operators: list[Operator] = [one for one in OPERATORS if any(patch.operator == one for patch in taken)]
     logger.info(
         "Kernels: Liger's %s in %d modules (%s %s%s).",
         ", ".join(operators) or "none",
