@@ -30,7 +30,9 @@ from marked_table import with_table
 from measured_on import measured_on
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.clock_rates import ClockRates
 from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
@@ -108,14 +110,20 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
     with out.open("a") as file:
         if not header:
             asked = {name: getattr(arguments, name) for name in ("model", "budgets", "host", "seed")}
-            print(
-                json.dumps({**measured_on(torch.device("cpu")), **asked, "cards": arguments.gpus}), file=file
-            )
+            rates = {gpu: dataclasses.asdict(find_gpu(gpu).rates) for gpu in arguments.gpus}
+            asked |= {"cards": arguments.gpus, "rates": rates}
+            print(json.dumps({**measured_on(torch.device("cpu")), **asked}), file=file)
         for number, (gib, settings) in enumerate(drawn):
             print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
             answer = estimated(recipe, settings, arguments.gpus, kept)
             print(json.dumps({"drawn_for_gib": gib, "settings": settings, **answer}), file=file, flush=True)
     print(f"\r{len(drawn)} of {len(drawn)} estimated", file=sys.stderr)
+
+
+def gpus_of(header: Row) -> dict[str, Gpu]:
+    """Return the GPUs of a sample with the rates that its clock had."""
+    rates = {gpu: ClockRates(**numbers) for gpu, numbers in header["rates"].items()}
+    return {gpu: dataclasses.replace(find_gpu(gpu), rates=rates[gpu]) for gpu in header["cards"]}
 
 
 def _is_near(row: Row, answer: Row) -> bool:

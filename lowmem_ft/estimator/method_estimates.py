@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.catalog.gpu_spec import Gpu
@@ -18,7 +17,6 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.loading import load_model_config, max_positions
-from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with
@@ -152,10 +150,7 @@ class _Size:
         if not optimizer.in_backward and recipe.training.gradient_accumulation_steps > 1:
             each += itemsize
         if not key_with(recipe, "state on host") and optimizer.row.takes_formats:
-            masters = master_format(
-                optimizer.master, torch.float32 if itemsize == 4 else torch.bfloat16
-            ).tensors.values()
-            each += optimizer.state_bytes + sum(dtype.itemsize for dtype in masters)
+            each += optimizer.bytes_with(itemsize)
         return each * self.parameters
 
 

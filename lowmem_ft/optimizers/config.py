@@ -15,8 +15,10 @@ from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, go
 from lowmem_ft.optimizers.key_help import freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
+    MASTER_BYTES,
     OPTIMIZERS,
     Capability,
+    MasterName,
     OptimizerName,
     OptimizerRow,
     StateName,
@@ -79,7 +81,7 @@ class OptimizerConfig:
         tries=("fp32", "bf16", "8bit"),
         leaves={"state": as_it_is},
     )
-    master: Literal["fp32", "split16", "split24", "stochastic_rounding", "none"] = knob(
+    master: MasterName = knob(
         "fp32",
         "What is kept in addition to bfloat16 weights, so that small updates are not lost; split16 and fp32 are "
         "exact.",
@@ -119,6 +121,11 @@ class OptimizerConfig:
     def state_bytes(self) -> float:
         """Bytes of running averages for each element of a weight."""
         return self.row.state_bytes(self.state) if self.stateless_by is None else 0
+
+    def bytes_with(self, weight_itemsize: int) -> float:
+        """Return the bytes of running averages and master tensors for each element of a weight of this item size."""
+        has_master = self.row.takes_formats and weight_itemsize < 4
+        return self.state_bytes + (MASTER_BYTES[self.master] if has_master else 0)
 
     @property
     def stateless_by(self) -> str | None:

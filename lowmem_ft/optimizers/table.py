@@ -39,6 +39,17 @@ DEFAULT_OPTIMIZER: OptimizerName = "adamw"
 AVERAGE_BYTES: Mapping[StateName, float] = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
 """Bytes per element of a running average; 8 bits have a float32 scale for each block of 256."""
 
+MasterName = Literal["fp32", "split16", "split24", "stochastic_rounding", "none"]
+
+MASTER_BYTES: Mapping[MasterName, int] = {
+    "fp32": 4,
+    "split16": 2,
+    "split24": 1,
+    "stochastic_rounding": 0,
+    "none": 0,
+}
+"""Bytes per element of what is kept next to a 16-bit weight; a float32 weight is its own master."""
+
 Capability = Literal[
     "takes_formats", "takes_state_formats", "steps_in_backward", "moves_state_by_chunks", "updates_by_slices"
 ]

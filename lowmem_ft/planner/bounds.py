@@ -33,7 +33,6 @@ from lowmem_ft.memory.least_memory import (
 )
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
-from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
@@ -190,8 +189,7 @@ def held_of(
 
 def _plain(part: Part, recipe: Recipe, shape: ModelShape) -> Held:
     """Return a part of a step without techniques, at the recipe's sizes and types."""
-    itemsize, optimizer = shape.dtype_of(recipe).itemsize, recipe.optimizer
-    tokens = micro_batch_tokens(recipe, shape)
+    itemsize, tokens = shape.dtype_of(recipe).itemsize, micro_batch_tokens(recipe, shape)
     if part in ("layers", "gathered"):
         return Held(itemsize * shape.layer_parameters)
     if part == "outer":
@@ -199,9 +197,7 @@ def _plain(part: Part, recipe: Recipe, shape: ModelShape) -> Held:
     if part == "rest":
         return Held(itemsize * (shape.parameters - shape.layer_parameters - shape.outer_parameters))
     if part == "state":
-        masters = master_format(optimizer.master, shape.dtype_of(recipe)).tensors.values()
-        in_addition = sum(dtype.itemsize for dtype in masters) if optimizer.row.takes_formats else 0
-        return Held((optimizer.state_bytes + in_addition) * shape.parameters)
+        return Held(recipe.optimizer.bytes_with(itemsize) * shape.parameters)
     if part == "gradients":
         return Held(itemsize * shape.parameters)
     if part == "sums":

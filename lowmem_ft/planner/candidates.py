@@ -45,7 +45,7 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     seconds_N = device_bytes_N = host_bytes_N = nothing_N
     if gpu is not None:
         unknown = [key.path for key in bounds.unknown_knobs()]
-        parts: StepParts = {part: _held(space, choices_ND, part, shape) for part in PARTS}
+        parts = _parts(space, choices_ND, shape)
         (products_N,) = _by_what_is_read(
             space,
             choices_ND,
@@ -67,6 +67,11 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     )
 
 
+def _parts(space: Space, choices_ND: Ints, shape: bounds.ModelShape) -> StepParts:
+    """Return :func:`bounds.parts_of` all combinations, as arrays."""
+    return {part: _held(space, choices_ND, part, shape) for part in PARTS}
+
+
 def _held(space: Space, choices_ND: Ints, part: Part, shape: bounds.ModelShape) -> Held:
     """Return what each combination leaves of a part, as arrays."""
     statements = bounds.statements_of(part)
@@ -85,12 +90,14 @@ def prior_of(
     """Return the expected needs of each combination that may fit; a processor has no timing model: bytes alone."""
     nothing_N = np.zeros(len(candidates))
     device_N, host_N, seconds_N, effort_N = (nothing_N.copy() for _ in range(4))
+    parts_N = _parts(space, candidates.choices_ND, shape)
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
         recipe = space.recipe_of(space.combinations[place])
-        device_N[place], host_N[place] = expected_bytes(recipe, shape, gpu)
+        parts = {part: Held(*(of_N[place] for of_N in held)) for part, held in parts_N.items()}
+        device_N[place], host_N[place] = _expected_bytes(recipe, shape, parts, gpu)
         effort_N[place] = expectations.effort(recipe)
         if gpu is not None:
-            seconds_N[place] = expectations.seconds(recipe, shape, bounds.parts_of(recipe, shape), gpu)
+            seconds_N[place] = expectations.seconds(recipe, shape, parts, gpu)
     expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
         "device_bytes": (device_N, candidates.device_bytes_N),
         "effort": (effort_N, nothing_N),
@@ -102,10 +109,16 @@ def prior_of(
 
 
 def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) -> Bytes:
-    """Return the expected bytes with headroom; the host's are 0 on a processor, where host and device are the same."""
+    """Return the expected bytes with headroom: on the host the bound, which leaves out little.
+
+    On a processor, where host and device are the same, the host's are 0.
+    """
+    return _expected_bytes(recipe, shape, bounds.parts_of(recipe, shape), gpu)
+
+
+def _expected_bytes(recipe: Recipe, shape: bounds.ModelShape, parts: StepParts, gpu: Gpu | None) -> Bytes:
     context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
-    parts = bounds.parts_of(recipe, shape)
-    host = 0.0 if gpu is None else expectations.host_bytes(parts)
+    host = 0.0 if gpu is None else float(bounds.host_bytes(parts))
     return with_headroom(context_bytes + expectations.device_bytes(recipe, shape, parts)), with_headroom(host)
 
 

@@ -1,18 +1,16 @@
 """Rules of thumb for the bytes and seconds of a step and the effort of its estimate: they only start a search.
 
 Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
-makes (``planner/ranking.py``), so a wrong one costs estimates, never the plan. The shares were set by hand against
-estimates of Llama-3.1-8B in budgets of 12 to 80 GiB. Against the kept samples of 300 combinations each, the median of
-the logarithm of expected over estimated seconds is -0.04 for that model on an H100, -0.02 on an RTX 4090 and -0.11
-for Llama-3.2-1B on an RTX 4060; of device bytes it is -0.03, -0.03 and -0.14. With the level taken out, the median
-error is at most 0.05 of seconds and 0.09 of bytes.
+makes (``planner/ranking.py``), so a wrong one costs estimates, never the plan.
 
-Two replacements were tried. Bounds times a learned factor found the same plan for an 8B in 24 GiB in 192 CPU seconds
-instead of 109. Products, 40 passes of activations, sums, update and exposed copies, with a learned level and without
-the shares of tiles, took 8.2 estimates instead of 8.0 on the kept samples, with a regret of 2.3 % instead of 2.0 %.
+The shares are fitted to estimates by ``scripts/fit_expectations.py``; what rates a clock has is no part of them.
 """
 
 from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from importlib import resources
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.memory.least_memory import StepParts
@@ -22,91 +20,111 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 
-_KEPT_SHARE = 2.2
-"""Share of its matrices' outputs that a layer keeps for its backward pass."""
 
-_MLP_SHARE = 0.7
-"""Share of those kept activations that is within the MLP."""
+@dataclass(frozen=True, kw_only=True)
+class Shares:
+    """What the expectations of a step do not know by counting.
 
-_HOST_SHARE = 1.01
-"""Host memory as a share of its bound: the rest is buffers for copies."""
+    Args:
+        kept: bytes that a layer keeps for its backward pass, as a share of its matrices' outputs.
+        mlp: share of a layer, of what it keeps and of its weights, that is within the MLP.
+        logit_bytes: bytes per logit at the peak, if all logits exist at once.
+        chunked_logit_bytes: bytes per logit of a chunk at the peak.
+        at_work: weights of a layer and of the head that exist while they are at work, with gradients and copies.
+        times_moved: times that the matrices' outputs pass through device memory, forward and backward.
+        cast_bytes: bytes that pass through device memory where autocast rounds a float32 weight for a forward pass.
+        summed_bytes: bytes per parameter that pass through device memory to add a micro-batch's gradients to a sum.
+        tiled_mlp: share of the products without checkpointing that tiles of the MLP take longer.
+        tiled_head: share of them that tiles of the head take longer.
+    """
 
-_TIMES_MOVED, _TIMES_MOVED_AGAIN = 42.0, 8.0
-"""Times that the matrices' outputs pass through memory: forward and backward, and one more forward."""
-
-_CASTS = 1.5
-"""Factor on that traffic where some of it is float32: autocast's of float32 weights, adapters' without autocast."""
-
-_SUMMED_BYTES = 20.0
-"""Bytes per parameter that pass through memory to add a micro-batch's gradients to the earlier ones."""
-
-_TIMES_UPDATED = 4.0
-"""Times that weights, gradients and state pass through memory in an update."""
-
-_TILED_MLP, _TILED_HEAD = 0.16, 0.03
-"""Share of the products without checkpointing that tiles of the MLP and of the head recompute."""
-
-_LOGIT_BYTES = {True: 12.0, False: 8.0}
-"""Bytes per logit at the peak, by whether all logits exist at once."""
+    kept: float
+    mlp: float
+    logit_bytes: float
+    chunked_logit_bytes: float
+    at_work: float
+    times_moved: float
+    cast_bytes: float
+    summed_bytes: float
+    tiled_mlp: float
+    tiled_head: float
 
 
-def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
+def _shares() -> Shares:
+    file = resources.files("lowmem_ft.planner") / "expected_shares.json"
+    return Shares(**json.loads(file.read_text(encoding="utf-8"))["shares"])
+
+
+SHARES = _shares()
+"""The shares of ``expected_shares.json``."""
+
+
+def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts, shares: Shares = SHARES) -> float:
     """Return the expected bytes of the process at its peak, without its context."""
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
-    token_bytes = _kept_of_a_token(recipe, shape)
-    at_once = _kept_tokens(recipe, shape) if chunk is None else min(tokens, chunk)
-    logits = _LOGIT_BYTES[chunk is None] * shape.vocab_size * at_once
-    working = max(tokens * token_bytes, logits) + _layers_at_work(recipe, shape)
+    token_bytes = _kept_of_a_token(recipe, shape, shares)
+    kept_tokens = _kept_tokens(recipe, shape)
+    if chunk is None:
+        logits = shares.logit_bytes * shape.vocab_size * kept_tokens
+    else:
+        logits = shares.chunked_logit_bytes * shape.vocab_size * min(tokens, chunk)
+    working = tokens * token_bytes + logits + _layers_at_work(recipe, shape, shares)
     again = recipe.checkpointing.share_of(shape.num_layers)
-    offloads_all = recipe.offload.activations == "all"
-    kept = _kept_tokens(recipe, shape) * shape.num_layers * token_bytes * (0.1 if offloads_all else 1.0)
+    kept_layers = min(2, shape.num_layers) if recipe.offload.activations == "all" else shape.num_layers
     attended = _attended_bytes(recipe, shape) if recipe.checkpointing.mode == "selective" else 0.0
-    waiting = parts["inputs"].device + again * attended + (1 - again) * kept
+    waiting = parts["inputs"].device + again * attended + (1 - again) * kept_tokens * kept_layers * token_bytes
     before = parts["gathered"].device + parts["sums"].device
     return (
-        working + bounds.weight_and_state_bytes(parts) + max(bounds.gradient_bytes(parts), before + waiting)
+        working
+        + bounds.weight_and_state_bytes(parts)
+        + max(_gradient_bytes(recipe, shape, parts), before + waiting)
     )
 
 
-def host_bytes(parts: StepParts) -> float:
-    """Return the expected host bytes at the peak: about the bound, which leaves out little."""
-    return _HOST_SHARE * bounds.host_bytes(parts)
+def seconds(
+    recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, shares: Shares = SHARES
+) -> float:
+    """Return the expected seconds of a step: products, other traffic of device memory, and exposed copies.
 
-
-def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu) -> float:
-    """Return the expected seconds of a step: products, other traffic of device memory, and exposed copies."""
-    again = recipe.checkpointing.share_of(shape.num_layers)
+    All layers together recompute a third of what they compute without checkpointing.
+    """
+    third_again = 1 + recipe.checkpointing.share_of(shape.num_layers) / 3
     products = bounds.product_seconds(recipe, shape, gpu)
-    pieces = (_TILED_MLP if recipe.tiling.mlp > 1 else 0.0) + (_TILED_HEAD if recipe.tiling.head > 1 else 0.0)
-    computed = (
-        products * (1.0 + pieces / (1.0 + again / 3.0)) + _moved_bytes(recipe, shape, parts) / gpu.bandwidth
+    tiles = (shares.tiled_mlp if recipe.tiling.mlp > 1 else 0.0) + (
+        shares.tiled_head if recipe.tiling.head > 1 else 0.0
     )
+    products *= 1 + tiles / third_again
+    moved = _moved_bytes(recipe, shape, parts, third_again, shares)
+    computed = products + moved / (gpu.bandwidth * gpu.rates.bandwidth)
     state, weights = parts["state"].link, parts["layers"].link + parts["outer"].link + parts["rest"].link
-    passes = recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
-    copied = (state + 2 * passes * weights) / host_link_rate(gpu)
-    waited = (0.0 if recipe.optimizer.in_backward else state) + 0.5 * passes * weights
+    weights *= recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
+    waited = (0.0 if recipe.optimizer.in_backward else state) + weights
     return max(
         computed + waited / host_link_rate(gpu),
-        copied,
+        (state + 2 * weights) / host_link_rate(gpu),
         _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu),
     )
 
 
-def _moved_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
-    """Return the bytes moved by all kernels other than products: activations, summed gradients, and updates."""
+def _moved_bytes(
+    recipe: Recipe, shape: ModelShape, parts: StepParts, third_again: float, shares: Shares
+) -> float:
+    """Return the bytes moved by all kernels other than products: activations, casts, summed gradients, an update."""
     training, itemsize = recipe.training, shape.dtype_of(recipe).itemsize
     num_micro_batches = training.gradient_accumulation_steps
     tokens = bounds.micro_batch_tokens(recipe, shape) * num_micro_batches
-    times = _TIMES_MOVED + _TIMES_MOVED_AGAIN * recipe.checkpointing.share_of(shape.num_layers)
-    mixes_types = (training.mixed_precision == "no") == (itemsize < 4)
-    has_float32 = itemsize == 4 or recipe.adapter.name != "none"
-    casts = _CASTS if mixes_types and has_float32 else 1.0
-    activations = casts * times * tokens * bounds.activation_itemsize(recipe, shape) * shape.outputs
+    activation_bytes: float = tokens * bounds.activation_itemsize(recipe, shape) * shape.outputs
+    moved = shares.times_moved * third_again * activation_bytes
+    if itemsize == 4 and training.mixed_precision != "no":
+        forward = 1 + recipe.checkpointing.share_of(shape.num_layers)
+        pieces = 1 - shares.mlp + shares.mlp * recipe.tiling.mlp
+        moved += shares.cast_bytes * num_micro_batches * forward * pieces * shape.parameters
     if recipe.adapter.name != "none":
-        return activations
-    summed = (num_micro_batches - 1) * _SUMMED_BYTES * shape.parameters
-    updated = _TIMES_UPDATED * (sum(parts["state"][:3]) + 2 * itemsize * shape.parameters)
-    return activations + summed + updated
+        # Without autocast half of what an adapted 16-bit matrix gives is the adapter's, in float32.
+        return 1.5 * moved if itemsize < 4 and training.mixed_precision == "no" else moved
+    if not recipe.accumulation.fusion:
+        moved += (num_micro_batches - 1) * shares.summed_bytes * shape.parameters
+    return moved + 2 * (sum(parts["state"][:3]) + 2 * itemsize * shape.parameters)
 
 
 def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
@@ -148,18 +166,26 @@ def _attended_bytes(recipe: Recipe, shape: ModelShape) -> float:
     return float(_kept_tokens(recipe, shape) * shape.num_layers * width)
 
 
-def _kept_of_a_token(recipe: Recipe, shape: ModelShape) -> float:
+def _kept_of_a_token(recipe: Recipe, shape: ModelShape, shares: Shares) -> float:
     """Return the bytes per token that a layer keeps for its backward pass."""
     itemsize = bounds.activation_itemsize(recipe, shape)
-    tiled = 1 - _MLP_SHARE + _MLP_SHARE / recipe.tiling.mlp
-    return _KEPT_SHARE * itemsize * tiled * shape.outputs / max(1, shape.num_layers)
+    tiled = 1 - shares.mlp + shares.mlp / recipe.tiling.mlp
+    return shares.kept * itemsize * tiled * shape.outputs / max(1, shape.num_layers)
 
 
-def _layers_at_work(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the bytes of weights and gradients of the layers at work, with the largest gradient."""
+def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
+    """Return the device bytes of gradients at the end of backward: of several micro-batches they are float32 sums."""
+    itemsize = 4 if recipe.accumulation.dtype == "float32" else shape.dtype_of(recipe).itemsize
+    is_sum = recipe.training.gradient_accumulation_steps > 1 and not recipe.optimizer.in_backward
+    own = parts["gradients"].device * (itemsize / shape.dtype_of(recipe).itemsize if is_sum else 1.0)
+    return max(own, parts["sums"].device)
+
+
+def _layers_at_work(recipe: Recipe, shape: ModelShape, shares: Shares) -> float:
+    """Return the bytes of weights and gradients of the layers at work; of streamed ones another is fetched."""
     itemsize = shape.dtype_of(recipe).itemsize
     layer = shape.layer_parameters * itemsize / max(1, shape.num_layers)
     head = shape.head_products * itemsize / recipe.tiling.head
     if recipe.adapter.name != "none":
         return layer
-    return 2 * head + (4 if recipe.offload.parameters == "stream" else 2) * layer
+    return shares.at_work * (head + (2 if recipe.offload.parameters == "stream" else 1) * layer)

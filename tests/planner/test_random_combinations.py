@@ -2,66 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
-import statistics
-
 import bench_plans
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.clock_rates import ClockRates
-from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.planner import bounds, expectations, plan
+from lowmem_ft.planner import bounds, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.recipe.space.search_space import with_settings
-
-SAMPLES = sorted(bench_plans.DATA.glob("*.jsonl"))
-
-AS_SAMPLED = ClockRates(
-    products=0.7,
-    attention=0.7,
-    bandwidth=0.8,
-    host_link=0.8,
-    operator_seconds=8e-6,
-    launch_seconds=5e-6,
-    seconds_share=0.5,
-)
-"""Rates of the clock with which the samples were estimated: bounds and expectations are compared at the same ones."""
-
-
-def gpu_as_sampled(card):
-    return dataclasses.replace(find_gpu(card), rates=AS_SAMPLED)
-
-
-@pytest.mark.parametrize("file", SAMPLES, ids=lambda file: file.stem)
-def test_what_is_expected_of_a_step_is_near_its_estimate(file):
-    """Else a search begins far from the best, and takes more estimates."""
-    header, rows = bench_plans.read(file)
-    recipe = bench_plans.plain_recipe(header["model"])
-    errors: dict[str, list[float]] = {"seconds": [], "device": []}
-    for card in header["cards"]:
-        shape, gpu = Target.of(recipe, card).shape, gpu_as_sampled(card)
-        for row in rows:
-            changed, found = with_settings(recipe, row["settings"]), row["on"][card]
-            parts = bounds.parts_of(changed, shape)
-            device_bytes = gpu.context_bytes + expectations.device_bytes(changed, shape, parts)
-            errors["device"].append(math.log(device_bytes / (0.94 * found["device_bytes"])))
-            errors["seconds"].append(
-                math.log(expectations.seconds(changed, shape, parts, gpu) / found["step_seconds"])
-            )
-    assert len(errors["seconds"]) > 50
-    assert statistics.median(map(abs, errors["seconds"])) < 0.15
-    assert statistics.median(map(abs, errors["device"])) < 0.15
-
 
 def test_bounds_hold_at_full_size_and_could_not_be_a_seventh_higher():
     """Held against some hundred estimates of an 8B: what a bound rules out is called proven."""
     header, rows = bench_plans.read(bench_plans.DATA / "llama-3.1-8b.jsonl")
     recipe, card = bench_plans.plain_recipe(header["model"]), "h100-80gb"
-    shape, gpu = Target.of(recipe, card).shape, gpu_as_sampled(card)
+    shape, gpu = Target.of(recipe, card).shape, bench_plans.gpus_of(header)[card]
     shares: dict[str, list[float]] = {"device": [], "host": [], "seconds": []}
     for row in rows:
         changed, found = with_settings(recipe, row["settings"]), row["on"][card]
@@ -81,7 +36,7 @@ def test_a_bound_of_one_part_that_is_a_seventh_too_high_is_seen(part):
     """Of an 8B on one GPU; activations and logits are counted exactly in ``test_bounds.py``."""
     header, rows = bench_plans.read(bench_plans.DATA / "llama-3.1-8b.jsonl")
     recipe, card = bench_plans.plain_recipe(header["model"]), "h100-80gb"
-    shape, gpu = Target.of(recipe, card).shape, gpu_as_sampled(card)
+    shape, gpu = Target.of(recipe, card).shape, bench_plans.gpus_of(header)[card]
     shares = []
     for row in rows:
         parts = bounds.parts_of(with_settings(recipe, row["settings"]), shape)

@@ -19,7 +19,13 @@ from lowmem_ft.optimizers.table import OPTIMIZERS
 from lowmem_ft.recipe.plan_config import INCLUDED, Consent
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
-from lowmem_ft.recipe.space.search_space import ROWS, Rule, recipe_rules, with_settings
+from lowmem_ft.recipe.space.search_space import (
+    ROWS,
+    Rule,
+    recipe_rules,
+    rule_of_one_micro_batch,
+    with_settings,
+)
 from lowmem_ft.recipe.tree import Recipe
 
 OFFERED: tuple[Consent, ...] = ("lora", "qlora", "shorter_rows")
@@ -45,8 +51,13 @@ _OF_TRAINED_WEIGHTS = ("optimizer.", "offload.optimizer")
 _FORMATS = ("model.dtype", "optimizer.master", "optimizer.state")
 """Keys that decide the bytes of a parameter at rest."""
 
-_TAKEN_BACK = {"model.dtype": "bfloat16", "optimizer.master": "fp32", "training.mixed_precision": "no"}
-"""Types that a change may go back to, where another type asks for them: no technique is given up for it."""
+_TAKEN_BACK = {
+    "model.dtype": "bfloat16",
+    "optimizer.master": "fp32",
+    "training.mixed_precision": "no",
+    "accumulation.fusion": False,
+}
+"""What a change may go back to, where another type asks for it: types, and what is for weights of one type alone."""
 
 Settings = dict[str, Any]
 """New values by dotted key."""
@@ -119,14 +130,14 @@ def remediations_for(
     """
     half: Half = "bf16" if has_bfloat16 and recipe.training.mixed_precision != "fp16" else "fp16"
     engine = engine_of(recipe, num_processes)
-    rules = [*recipe_rules(), *_advice(half)]
+    rules = [*recipe_rules(), rule_of_one_micro_batch(recipe), *_advice(half)]
     if engine is not None:
         rules.append(Rule(keys=(), problems=lambda changed: list(problems_with_engine(changed, engine))))
     alone = _Completion(recipe, rules, half)
     ways = []
     for key, settings in _moves(recipe, half):
         completed = alone.completed(settings)
-        if completed is not None and _is_leaner(key, recipe, with_settings(recipe, completed)):
+        if completed is not None and _is_leaner(key, completed, recipe):
             ways.append(Remediation(settings=completed, why=_why(key, settings[key.path])))
     for _ in range(2):  # what a change needs after others makes it dearer, and so decides its place
         ways.sort(key=lambda way: (way.price(recipe), len(way.settings)))
@@ -195,18 +206,17 @@ def _may_be(value: Any, half: Half) -> bool:
     return value not in (("fp16", "float16") if half == "bf16" else ("bf16", "bfloat16"))
 
 
-def _is_leaner(key: RecipeKey, recipe: Recipe, changed: Recipe) -> bool:
-    return key.path not in _FORMATS or _bytes_at_rest(changed) < _bytes_at_rest(recipe)
+def _is_leaner(key: RecipeKey, settings: Settings, recipe: Recipe) -> bool:
+    """Return whether formats of weights and state that a change sets need fewer bytes a parameter than before."""
+    if key.path not in _FORMATS and "model.dtype" not in settings:
+        return True
+    return _bytes_of_a_parameter(with_settings(recipe, settings)) < _bytes_of_a_parameter(recipe)
 
 
-def _bytes_at_rest(recipe: Recipe) -> float:
-    """Return the bytes of a parameter and its state; float32 counts as 16 bits and a full copy."""
-    dtype, optimizer = recipe.model.dtype, recipe.optimizer
-    if recipe.adapter.name != "none":
-        return 4 if dtype == "float32" else 2
-    beside = {"fp32": 4, "split16": 2, "split24": 1}.get(optimizer.master, 0)
-    has_master = optimizer.row.takes_formats or dtype != "bfloat16"
-    return 2 + (beside if has_master else 0) + optimizer.state_bytes
+def _bytes_of_a_parameter(recipe: Recipe) -> float:
+    """Return the bytes of a trained parameter with its gradient, state and master, or of a frozen one."""
+    itemsize = 4 if recipe.model.dtype == "float32" else 2
+    return itemsize if recipe.adapter.name != "none" else 2 * itemsize + recipe.optimizer.bytes_with(itemsize)
 
 
 def _why(key: RecipeKey, value: Any) -> str:

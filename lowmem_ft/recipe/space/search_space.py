@@ -19,7 +19,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import COSTS, FIDELITIES, NO_EFFECT
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.plan_config import INCLUDED, PlanConfig
-from lowmem_ft.recipe.reading.keys import RecipeKey, key_with, keys_with, recipe_groups, recipe_keys
+from lowmem_ft.recipe.reading.keys import RecipeKey, keys_with, memory_knobs, recipe_groups, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import CONFLICTS
 from lowmem_ft.recipe.rules.engine_rules import problems_of_key, settings_work_with_the_strategy
 from lowmem_ft.recipe.rules.rule import Rule, reads
@@ -304,13 +304,6 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
         if is_alike and value != own and {value, own} == {"no", "bf16"}:
             yield "training.mixed_precision=bf16 gains nothing if all weights are bfloat16."
 
-    @reads(*keys_with("whole window at once"), ROWS[1])
-    def order(changed: Recipe) -> Iterator[str]:
-        key = key_with(changed, "whole window at once")
-        is_new = not key_with(recipe, "whole window at once")
-        if key and is_new and changed.training.gradient_accumulation_steps == 1:
-            yield f"{key.setting_in(changed)} gains nothing with a single micro-batch."
-
     @reads("distributed.reshard_after_forward", "distributed.cpu_offload")
     def gathered(changed: Recipe) -> Iterator[str]:
         config, is_open = changed.distributed, recipe.distributed.reshard_after_forward is None
@@ -320,7 +313,21 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
                 "off it."
             )
 
-    return gathered, autocast, order
+    return gathered, autocast, rule_of_one_micro_batch(recipe)
+
+
+def rule_of_one_micro_batch(recipe: Recipe) -> Rule:
+    """Return the rule that no value is new which does nothing where a step has a single micro-batch."""
+
+    @reads(*keys_with("idle with one micro-batch"), ROWS[1])
+    def rule(changed: Recipe) -> Iterator[str]:
+        if changed.training.gradient_accumulation_steps > 1:
+            return
+        for key, value, effect in memory_knobs(changed):
+            if "idle with one micro-batch" in effect.traits and value != key.value_in(recipe):
+                yield f"{key.setting(value)} gains nothing with a single micro-batch."
+
+    return rule
 
 
 def asks_consent(key: RecipeKey) -> bool:

@@ -30,7 +30,9 @@ class AccumulationConfig:
         costs="vertical: the layers' inputs of all micro-batches live at once",
         effects={
             "vertical": Effect(
-                needs_checkpointed="every layer", saves=False, traits=("whole window at once",)
+                needs_checkpointed="every layer",
+                saves=False,
+                traits=("whole window at once", "idle with one micro-batch"),
             )
         },
         tries=("horizontal", "vertical"),
@@ -41,7 +43,11 @@ class AccumulationConfig:
         "Type in which the gradients of several micro-batches are summed; weights: the weights' own.",
         frees="weights: 2 bytes a parameter with bfloat16 weights and horizontal order",
         costs="weights: each micro-batch's share is rounded to the sum's 8 bits",
-        effects={"weights": Effect(fidelity="other mathematics", consent="bf16_sums")},
+        effects={
+            "weights": Effect(
+                fidelity="other mathematics", consent="bf16_sums", traits=("idle with one micro-batch",)
+            )
+        },
         tries=("float32", "weights"),
         leaves={"sums": _summed_in_weights_type},
     )
@@ -50,7 +56,8 @@ class AccumulationConfig:
         "Add the product that computes a 16-bit weight's gradient to the float32 sum at once.",
         frees="6 bytes a weight of one linear layer at a time, and of the head",
         costs="nothing: a product, a cast and a sum become one kernel; a micro-batch's share is not rounded any more",
-        effects={True: Effect(engines=())},
+        effects={True: Effect(engines=(), traits=("idle with one micro-batch",))},
+        tries=(False, True),
         leaves={"sums": as_it_is},
         is_kernel=True,
     )
