@@ -2,15 +2,15 @@
 
     python scripts/fit_expectations.py [--write]
 
-The estimates are the samples in ``tests/data/random_combinations``, which ``scripts/bench_plans.py`` made; each file says
-with which rates of the clock, and seconds are expected at the same ones. A share is found by least squares of the
+The estimates are the samples in ``tests/data/random_combinations``, which ``scripts/bench_plans.py`` made; each file
+says with which rates of the clock, and seconds are expected at the same ones. A share is found by least squares of the
 logarithms of expected over estimated numbers (Gauss-Newton with damping). Then each model is left out in turn, the
 shares are fitted to the others, and its errors are those of a model that a search has not seen. ``--write`` keeps
 shares and errors in ``lowmem_ft/planner/expected_shares.json``, where the planner reads them;
 ``tests/scripts/test_fit_expectations.py`` fits them again.
 
-Device bytes are fitted to steps that compute in 16 bits: in float32 attention over grouped heads keeps all its scores, so
-that such a step takes up to seven times the expected bytes, and no plan of the samples has one.
+Device bytes are fitted to steps that compute in 16 bits. The samples were made before float32 attention repeated
+grouped heads: such a step kept all attention scores, up to seven times the bytes that are expected of it now.
 """
 
 from __future__ import annotations

@@ -53,7 +53,8 @@ weights on host: weights are stored in host memory, and on the device only while
 optimizer's state and masters are; activations on host: what backward needs of a layer is; layers fetched ahead: data of
 a layer is sent to the device while the layer before is computed, so that the first layer differs; whole window at once:
 forward takes all micro-batches of a step together; idle with one micro-batch: a step of one micro-batch is the same
-without the value; updates in backward: weights are updated before backward has ended; no loss scale: gradients of trained weights are used before backward has brought a loss scale.
+without the value; updates in backward: weights are updated before backward has ended; no loss scale: gradients of
+trained weights are used before backward has brought a loss scale.
 """
 
 

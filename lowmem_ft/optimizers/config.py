@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.foundation.packages import require_package

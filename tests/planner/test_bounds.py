@@ -6,7 +6,7 @@ import dataclasses
 import random
 
 import pytest
-from transformers import LlamaConfig
+from transformers import GPT2Config, LlamaConfig
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
@@ -228,3 +228,22 @@ def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):
         assert candidates.device_bytes_N[place] == with_headroom(bounds.device_bytes(parts, gpu))
         assert candidates.host_bytes_N[place] == with_headroom(bounds.host_bytes(parts))
         assert candidates.seconds_N[place] == bounds.seconds(one, parts, shape, gpu)
+
+
+def test_a_bound_of_other_weights_that_is_a_seventh_too_high_is_seen(tmp_path):
+    """Of a table of positions, which belongs neither to the layers nor to embedding and head; it is frozen."""
+    config = GPT2Config(n_embd=512, n_layer=2, n_head=8, n_positions=2**23, vocab_size=512)
+    config.save_pretrained(tmp_path)
+    recipe = load_recipe(
+        None,
+        [
+            *(f"model={tmp_path}", "model.weights=random", "model.dtype=bfloat16", "adapter.name=lora"),
+            *("data.max_length=64", "training.mixed_precision=bf16", "loss.chunk_tokens=64"),
+            "training.gradient_accumulation_steps=1",
+        ],
+    )
+    shape = shape_in(recipe)
+    estimate = assert_bounded(recipe, shape)
+    parts = bounds.parts_of(recipe, shape)
+    too_high = {**parts, "rest": parts["rest"].scaled(1.15)}
+    assert bounds.device_bytes(too_high, find_gpu(GPU)) > estimate.process_peak_bytes

@@ -89,6 +89,22 @@ def test_a_process_holds_its_part_of_a_large_model(space_on_two):
     assert held["fsdp2", True] == held["fsdp2", False] == pytest.approx(held["ddp", True] / 2, rel=1e-3)
 
 
+def test_weights_that_stay_gathered_are_those_of_all_layers(space_on_two):
+    """A bound of them that is too high would call proven what fits: an estimate of them has copies that no bound counts."""
+    space = space_on_two(STILL, "model.dtype=bfloat16", "optimizer.master=split16")
+    shape = shape_in(space.recipe)
+    gathered = {}
+    for combination in space.combinations:
+        recipe = space.recipe_of(combination)
+        config = recipe.distributed
+        gathered[config.strategy, config.reshards] = bounds.parts_of(recipe, shape)["gathered"].device
+    assert gathered == {
+        ("ddp", True): 0,
+        ("fsdp2", True): 0,
+        ("fsdp2", False): 2 * shape.layer_parameters,
+    }
+
+
 @pytest.mark.parametrize(
     "settings",
     [[], ["model.dtype=bfloat16", "optimizer.master=split16"], ["distributed.cpu_offload=true"]],

@@ -57,7 +57,7 @@ _TAKEN_BACK = {
     "training.mixed_precision": "no",
     "accumulation.fusion": False,
 }
-"""What a change may go back to, where another type asks for it: types, and what is for weights of one type alone."""
+"""Values that a change may go back to, where another type asks for it: types, and what goes with one type alone."""
 
 Settings = dict[str, Any]
 """New values by dotted key."""
@@ -207,10 +207,11 @@ def _may_be(value: Any, half: Half) -> bool:
 
 
 def _is_leaner(key: RecipeKey, settings: Settings, recipe: Recipe) -> bool:
-    """Return whether formats of weights and state that a change sets need fewer bytes a parameter than before."""
-    if key.path not in _FORMATS and "model.dtype" not in settings:
-        return True
-    return _bytes_of_a_parameter(with_settings(recipe, settings)) < _bytes_of_a_parameter(recipe)
+    """Return whether a change of format needs fewer bytes a parameter; no other may change trained weights' type."""
+    changed = with_settings(recipe, settings)
+    if key.path in _FORMATS:
+        return _bytes_of_a_parameter(changed) < _bytes_of_a_parameter(recipe)
+    return "model.dtype" not in settings or changed.adapter.name != "none"
 
 
 def _bytes_of_a_parameter(recipe: Recipe) -> float:

@@ -20,7 +20,11 @@ def _summed_in_weights_type(held: Held, dtype: str, step: StepFacts) -> Held:
 
 @dataclass(frozen=True, kw_only=True)
 class AccumulationConfig:
-    """The order in which the micro-batches of one optimizer step pass through the model."""
+    """The order in which the micro-batches of one optimizer step pass through the model, and how gradients are summed.
+
+    A plan tries ``fusion`` without consent, since it gives up nothing: a product is not rounded to 16 bits before it is
+    added to the float32 sum, and a recipe without it rounds more. It is off by default, as it changes a recipe's numbers.
+    """
 
     order: Literal["horizontal", "vertical"] = knob(
         "horizontal",
