@@ -34,7 +34,7 @@ def test_bounds_hold_at_full_size_and_could_not_be_a_seventh_higher():
 
 @pytest.mark.parametrize("part", ["layers", "outer", "state", "gradients", "sums", "saved", "inputs"])
 def test_a_bound_of_one_part_that_is_a_seventh_too_high_is_seen(part):
-    """Of an 8B on one GPU; other tests count activations, logits and gathered weights, or take a model of other weights."""
+    """Of an 8B on one GPU; ``test_bounds.py`` and ``test_several_cards.py`` have the other parts."""
     header, rows = bench_plans.read(bench_plans.DATA / "llama-3.1-8b.jsonl")
     recipe, card = bench_plans.plain_recipe(header["model"]), "h100-80gb"
     shape, gpu = Target.of(recipe, card).shape, bench_plans.gpus_of(header)[card]

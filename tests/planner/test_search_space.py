@@ -75,6 +75,18 @@ def test_vertical_order_is_not_tried_with_a_single_micro_batch(make_recipe):
     assert "gains nothing with a single micro-batch" in space.refusal(tuple(idle))
 
 
+def test_sums_inside_products_are_tried_where_16_bit_gradients_are_summed(make_recipe):
+    space = space_of(
+        make_recipe("plan.keep=[optimizer,tiling,loss,offload,checkpointing]"),
+        num_layers=2,
+        has_bfloat16=True,
+    )
+    chosen = [space.settings(combination) for combination in space.combinations]
+    where = {(one["model.dtype"], one[ROWS[1]]) for one in chosen if one["accumulation.fusion"]}
+    assert where == {("bfloat16", 2), ("bfloat16", 4)}
+    assert where < {(one["model.dtype"], one[ROWS[1]]) for one in chosen if not one["accumulation.fusion"]}
+
+
 def test_the_rows_of_a_step_stay(make_recipe):
     space = space_of(make_recipe("training.per_device_train_batch_size=3"), num_layers=2, has_bfloat16=True)
     (rows,) = [dimension for dimension in space.dimensions if dimension.keys == ROWS]

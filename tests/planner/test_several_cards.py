@@ -90,7 +90,7 @@ def test_a_process_holds_its_part_of_a_large_model(space_on_two):
 
 
 def test_weights_that_stay_gathered_are_those_of_all_layers(space_on_two):
-    """A bound of them that is too high would call proven what fits: an estimate of them has copies that no bound counts."""
+    """They are counted, not compared with an estimate, which has copies of them that no bound counts."""
     space = space_on_two(STILL, "model.dtype=bfloat16", "optimizer.master=split16")
     shape = shape_in(space.recipe)
     gathered = {}

@@ -23,7 +23,8 @@ class AccumulationConfig:
     """The order in which the micro-batches of one optimizer step pass through the model, and how gradients are summed.
 
     A plan tries ``fusion`` without consent, since it gives up nothing: a product is not rounded to 16 bits before it is
-    added to the float32 sum, and a recipe without it rounds more. It is off by default, as it changes a recipe's numbers.
+    added to the float32 sum, and a recipe without it rounds more. It is off by default, as it changes what a recipe
+    trains by that rounding.
     """
 
     order: Literal["horizontal", "vertical"] = knob(

@@ -188,6 +188,14 @@ def test_float32_masters_of_bfloat16_weights_lose_the_half_that_is_there_twice()
     assert "optimizer.master=split16" in overrides("model=any", "model.dtype=bfloat16")
 
 
+def test_gradients_of_several_micro_batches_are_summed_inside_products():
+    trained = ("model=any", "model.dtype=bfloat16", "optimizer.master=split16")
+    several = overrides(*trained, "training.gradient_accumulation_steps=4")
+    assert "accumulation.fusion=true" in several
+    for texts in (overrides(*trained), overrides("model=any", "training.gradient_accumulation_steps=4")):
+        assert not any("fusion=true" in text for text in texts)
+
+
 def test_frozen_weights_lose_their_lower_bits_and_the_optimizer_is_left_alone():
     texts = overrides("model=any", "adapter.name=lora", "training.mixed_precision=bf16")
     assert "model.dtype=bfloat16" in texts
