@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-import types
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import torch
 from accelerate.utils import AutocastKwargs
-from transformers import Trainer
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.devices import of_tensors
@@ -25,6 +23,7 @@ from lowmem_ft.hf.trainers.liger_flag import liger_flag_off
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
 from lowmem_ft.hf.trainers.prepared_model import finer_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
+from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
 from lowmem_ft.hf.trainers.supported_models import problems_with_model
 from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
@@ -179,7 +178,6 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
     model, device = trainer.model, of_tensors(trainer.accelerator.device)
     runtime = AccelerateRuntime(trainer.accelerator, "no", device)
     runtime.scaler = trainer.accelerator.scaler  # autocast is left to the accelerator
-    stock_forward = base_model(model).forward
     attached = Attached(recipe, tuple(_applied(recipe, kind)), tuple(agreement.differences))
     attached.undo_first(flags.remove)  # undone last of all
     try:
@@ -190,6 +188,10 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             num_processes=runtime.num_processes,
         )
         attached.undo_first(functools.partial(lift_cap, recipe.budget))
+        if kind == "SFTTrainer" and recipe.loss.chunk_tokens is not None:
+            for undo in leave_loss_to_model(trainer):
+                attached.undo_first(undo)
+        stock_forward = base_model(model).forward
         on = switch_on(
             model,
             recipe,
@@ -315,7 +317,7 @@ def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], obj
 def _changes_of_loss(
     trainer: Any, kind: Kind, stock_forward: Callable[..., Any]
 ) -> Iterator[Callable[[], object]]:
-    """Give an evaluation logits if it wants them, and let SFTTrainer's loss be the model's own."""
+    """Give an evaluation logits if it wants them."""
     wants_logits, asks_itself = False, "prediction_step" in overridden(trainer, kind)
 
     def logits_if_wanted(chunked_forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -338,8 +340,6 @@ def _changes_of_loss(
 
     yield call_around(base_model(trainer.model), "forward", logits_if_wanted)
     yield call_around(trainer, "prediction_step", wanting)
-    if kind == "SFTTrainer":
-        yield set_attribute(trainer, "compute_loss", types.MethodType(Trainer.compute_loss, trainer))
 
 
 def _add_callback(recipe: Recipe, add: Callable[..., Any], callback: Any) -> Any:

@@ -233,7 +233,7 @@ def _loss(trainer: Any, recipe: Recipe) -> Iterator[str]:
 
 def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
     args, chunks = trainer.args, recipe.loss.chunk_tokens
-    if chunks is not None and args.loss_type != "nll":
+    if chunks is not None and args.loss_type not in ("nll", "chunked_nll"):  # two names of one loss
         yield (
             f"loss.chunk_tokens={chunks} is the mean negative log-likelihood, got "
             f"SFTConfig.loss_type={args.loss_type}. "
