@@ -12,6 +12,7 @@ from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.trainers.shared_settings import SHARED_SETTINGS
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.upstream.tested import is_before
 
 
 @pytest.fixture
@@ -43,7 +44,8 @@ def test_fields_of_the_table_are_fields_upstream(tiny):
     known = {field.name for one in classes for field in dataclasses.fields(one)}
     said = {name for row in SHARED_SETTINGS for name in row.fields(recipe)}
     assert len(said) > 30
-    assert said - known == set()
+    later = {"activation_checkpointing"} if is_before("transformers", (5, 23)) else set()
+    assert said - known == later
 
 
 def test_what_a_recipe_says_is_said_by_hfs_names(tiny):
