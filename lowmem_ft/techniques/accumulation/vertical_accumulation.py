@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -89,10 +89,7 @@ def enable_vertical_accumulation(
     for layer in layers:
         by_rows = functools.partial(_by_rows, accumulation=accumulation, are_alike=keeps_inputs_alone)
         if _checkpoints_all_of(layer):
-            accumulation.undo_first(
-                set_attribute(layer, "gradient_checkpointing", False),
-                wrap_method(layer, "forward", functools.partial(_checkpointed, layer)),
-            )
+            accumulation.undo_first(*_checkpoint_inside(layer))
         accumulation.undo_first(wrap_method(layer, "forward", by_rows))
     for norm in norms:
         recomputed = functools.partial(checkpoint, norm.forward, use_reentrant=False)
@@ -181,14 +178,26 @@ def _checkpoints_all_of(layer: nn.Module) -> bool:
     return getattr(layer, "gradient_checkpointing", False) and "__call__" in vars(GradientCheckpointingLayer)
 
 
-def _checkpointed(layer: Any, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the layer's forward in its own checkpoint."""
+def _checkpoint_inside(layer: Any) -> Iterator[Callable[[], None]]:
+    """Move the checkpoint around a layer's call into its forward, for as long as the layer is checkpointed at all."""
+    checkpoints: list[Callable[..., Any]] = []
 
+    def only_calls(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
+        checkpoints.append(checkpoint)
+        return lambda function, *args: function(*args)
+
+    yield wrap_method(layer, "_gradient_checkpointing_func", only_calls)
+    yield wrap_method(layer, "forward", functools.partial(_checkpointed, layer, *checkpoints))
+
+
+def _checkpointed(
+    layer: Any, checkpoint: Callable[..., Any], forward: Callable[..., Any]
+) -> Callable[..., Any]:
     @functools.wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
-        if not layer.training:
+        if not (layer.training and layer.gradient_checkpointing):
             return forward(*args, **kwargs)
-        return layer._gradient_checkpointing_func(functools.partial(forward, **kwargs), *args)
+        return checkpoint(functools.partial(forward, **kwargs), *args)
 
     return checkpointed
 
