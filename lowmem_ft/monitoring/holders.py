@@ -121,6 +121,7 @@ def _held_by(owner: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f" `{name}`", value) for name, value in _variables_of(owner))
     elif kind is types.GeneratorType and owner.gi_frame is not None:
         yield from ((f" `{name}`", value) for name, value in _variables_of(owner.gi_frame))
+        yield "", owner.gi_frame  # which alone holds the variables before Python 3.11
     elif kind is types.MethodType:
         yield ".__self__", owner.__self__
     yield from _attributes(owner)
@@ -172,12 +173,21 @@ def _named(link: _Link, running: dict[int, tuple[str, str]]) -> str:
     if isinstance(thing, types.FunctionType):
         return f"{thing.__qualname__}{_way(link)} ({_file(thing.__code__)}:{thing.__code__.co_firstlineno})"
     if isinstance(thing, types.FrameType):
+        if _is_of_a_generator(thing):
+            return ""
         return (
             f"local variable{_way(link)} of {_place(thing.f_code)}, whose frame is kept, as a traceback does"
         )
     if isinstance(thing, types.GeneratorType):
         return f"local variable{_way(link)} of the generator {_place(thing.gi_code)}"
     return ""
+
+
+def _is_of_a_generator(frame: types.FrameType) -> bool:
+    """Return whether a frame is kept by its generator, so that it can run on."""
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR) and any(
+        type(owner) is types.GeneratorType and owner.gi_frame is frame for owner in gc.get_referrers(frame)
+    )
 
 
 def _way(link: _Link) -> str:
