@@ -187,7 +187,7 @@ def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> floa
     itemsize = 4 if recipe.accumulation.dtype == "float32" else shape.dtype_of(recipe).itemsize
     is_sum = recipe.training.gradient_accumulation_steps > 1 and not recipe.optimizer.in_backward
     own = parts["gradients"].device * (itemsize / shape.dtype_of(recipe).itemsize if is_sum else 1.0)
-    return max(own, parts["sums"].device)
+    return max(own, float(bounds.gradient_bytes(parts)))
 
 
 def _layers_at_work(recipe: Recipe, shape: ModelShape, shares: Shares) -> float:
