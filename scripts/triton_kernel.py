@@ -13,7 +13,7 @@ import itertools
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -28,7 +28,15 @@ from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 
 AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
 MASTERS = ("weight", "fp32", "split16", "split24", "stochastic_rounding", "none")
-STATES = ("fp32", "bf16", "8bit")
+STATES = (
+    ("fp32", "fp32"),
+    ("bf16", "bf16"),
+    ("8bit", "8bit"),
+    ("bf16", "fp32"),
+    ("8bit", "bf16"),
+    ("fp32", "8bit"),
+)
+"""Formats of the first and of the second average."""
 _POINTERS = {
     ("master", "weight"): "*fp32",
     ("master", "fp32"): "*fp32",
@@ -58,14 +66,14 @@ class Compiled:
     least_bytes: float
 
 
-def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
+def compiled(arch: int, rule: str, master: str, states: Sequence[str]) -> Compiled:
     """Compile the kernel with bfloat16 gradients and clipping, for aligned tensors.
 
     Args:
         arch: compute capability without its point, such as 89.
         rule: ``adamw``, ``lion`` or ``sgd``.
         master: a format, or ``weight`` for float32 weights.
-        state: format of the averages.
+        states: formats of two averages, of which the rule may have one.
     """
     import triton  # pyright: ignore[reportMissingImports]
     from triton.backends.compiler import GPUTarget  # pyright: ignore[reportMissingImports]
@@ -76,8 +84,8 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
     constants = {
         "RULE": rule,
         "MASTER": master,
-        "STATE": state,
-        "AVERAGES": AVERAGES[rule],
+        "STATE_0": states[0],
+        "STATE_1": states[1] if AVERAGES[rule] > 1 else "none",
         "IS_HALF_GRADIENT": True,
         "HAS_CLIP": True,
         "FROM_END_0": rule == "lion",
@@ -93,9 +101,9 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
         "beside": _POINTERS.get(("master", master), "*i16"),
         "gradient": "*i16",
         "clip": "*fp32",
-        "values_0": _POINTERS.get(("state", state), "*i8"),
+        "values_0": _POINTERS.get(("state", states[0]), "*i8"),
         "scales_0": "*fp32",
-        "values_1": _POINTERS.get(("state", state), "*u8"),
+        "values_1": _POINTERS.get(("state", states[1]), "*u8"),
         "scales_1": "*fp32",
         "num_elements": "i32",
         **dict.fromkeys(("element", "key_of_weight", "key_0", "key_1"), "i64"),
@@ -121,11 +129,11 @@ def compiled(arch: int, rule: str, master: str, state: str) -> Compiled:
         spilled_bytes=int(_found(r"(\d+) bytes spill stores", usage)),
         fused=len(re.findall(r"\bfma\.", ptx)),
         moved_bytes=_moved_bytes(ptx, ROWS, 32 * OPTIONS["num_warps"]),
-        least_bytes=_counted_bytes(rule, master, state),
+        least_bytes=_counted_bytes(rule, master, states),
     )
 
 
-def _counted_bytes(rule: str, master: str, state: str) -> float:
+def _counted_bytes(rule: str, master: str, states: Sequence[str]) -> float:
     """Return the bytes that a trace counts per element, with bfloat16 gradients."""
     num_elements = 2**16
     dtype = torch.float32 if master == "weight" else torch.bfloat16
@@ -140,7 +148,7 @@ def _counted_bytes(rule: str, master: str, state: str) -> float:
     )
     averages = [
         made(state_format(state, signed=number == 0).tensors("average", num_elements).values())
-        for number in range(AVERAGES[rule])
+        for number, state in enumerate(states[: AVERAGES[rule]])
     ]
     cost = registered_cost(torch.ops.lowmem_ft.update_in_triton.default)
     assert cost is not None
@@ -202,12 +210,12 @@ def main() -> None:
     parser.add_argument("--archs", nargs="+", type=int, default=[75, 80, 89, 90, 100, 120])
     parser.add_argument("--rules", nargs="+", default=list(AVERAGES), choices=list(AVERAGES))
     given = parser.parse_args()
-    print("arch rule  master              state registers spills fma   bytes  least")
-    for arch, rule, master, state in itertools.product(given.archs, given.rules, MASTERS, STATES):
-        found = compiled(arch, rule, master, state)
+    print("arch rule  master              state     registers spills fma   bytes  least")
+    for arch, rule, master, states in itertools.product(given.archs, given.rules, MASTERS, STATES):
+        found = compiled(arch, rule, master, states)
         print(
-            f"{arch:4} {rule:5} {master:19} {state:5} {found.registers:9} {found.spilled_bytes:6} {found.fused:3} "
-            f"{found.moved_bytes:7.2f} {found.least_bytes:6.2f}"
+            f"{arch:4} {rule:5} {master:19} {'/'.join(states):9} {found.registers:9} {found.spilled_bytes:6} "
+            f"{found.fused:3} {found.moved_bytes:7.2f} {found.least_bytes:6.2f}"
         )
 
 

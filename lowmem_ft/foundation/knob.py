@@ -141,3 +141,12 @@ def knob(
     if isinstance(default, (list, dict)):
         return dataclasses.field(default_factory=default.copy, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def as_typed(value: Any) -> str:
+    """Return a value as a user types it in a setting."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {as_typed(inner)}' for key, inner in value.items())}}}"
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -26,6 +26,7 @@ from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.formats.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
+from lowmem_ft.optimizers.table import StateFormats, format_of
 from lowmem_ft.optimizers.triton.triton_availability import Kernel
 from lowmem_ft.optimizers.triton.triton_trial import in_kernel
 from lowmem_ft.optimizers.triton.triton_update import launch
@@ -62,7 +63,8 @@ class ChunkedOptimizer(Optimizer):
         params: parameters or groups of them.
         rule: the update.
         defaults: hyperparameters that the rule reads, including ``lr``.
-        state: format of the running averages: ``fp32``, ``bf16`` or ``8bit``.
+        state: format of the running averages: ``fp32``, ``bf16`` or ``8bit``, or one for each by its name; those that
+            are not named are in ``fp32``.
         master: format of the master of 16-bit weights (see ``master_formats``); float32 weights need none.
         seed: seed of the random rounding.
 
@@ -79,7 +81,7 @@ class ChunkedOptimizer(Optimizer):
         rule: UpdateRule | WholeParameterRule,
         defaults: dict[str, Any],
         *,
-        state: str = "fp32",
+        state: StateFormats = "fp32",
         master: str = "fp32",
         seed: int = 0,
     ) -> None:
@@ -104,6 +106,7 @@ class ChunkedOptimizer(Optimizer):
                     f"{type(self.rule).__name__} measures whole parameters, got one of shape {tuple(parameter.shape)} "
                     "that is sharded. Use AdamW, Lion or SGD, or do not shard."
                 )
+            self._check_names(parameter, self.param_groups[-1])
             self._places[parameter] = (len(self.param_groups) - 1, len(self._places))
             self._first_elements[parameter] = first_element(parameter)
 
@@ -257,7 +260,8 @@ class ChunkedOptimizer(Optimizer):
         """Unit of slices: they begin and end at multiples of it or with their parameter; None: whole parameters."""
         if isinstance(self.rule, WholeParameterRule):
             return None
-        return BLOCK if self.state_format == "8bit" else 1
+        state = self.state_format
+        return BLOCK if "8bit" in ([state] if isinstance(state, str) else state.values()) else 1
 
     def master_of(self, parameter: nn.Parameter) -> MasterFormat:
         """Return the format of a parameter's float32 value."""
@@ -267,7 +271,10 @@ class ChunkedOptimizer(Optimizer):
         """Return the running averages of a parameter, and each one's format."""
         group = self.param_groups[self._places[parameter][0]]
         averages = self.rule.averages(parameter.shape, group)
-        return {name: state_format(self.state_format, signed=signed) for name, signed in averages.items()}
+        return {
+            name: state_format(format_of(self.state_format, name), signed=signed)
+            for name, signed in averages.items()
+        }
 
     def kept_sizes(
         self, parameter: nn.Parameter, num_elements: int | None = None
@@ -330,6 +337,16 @@ class ChunkedOptimizer(Optimizer):
             update.step = self.rule.step(update.number, update.hyperparameters)
             update.in_kernel = in_kernel(self, update)
         return update
+
+    def _check_names(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
+        """Reject formats of averages that the rule does not have."""
+        own = self.rule.averages(parameter.shape, group)
+        named = () if isinstance(self.state_format, str) else self.state_format
+        if unknown := [name for name in named if name not in own]:
+            raise ValueError(
+                f"{type(self.rule).__name__} keeps {' and '.join(own) or 'no average'} of a parameter of shape "
+                f"{tuple(parameter.shape)}, got a format of {', '.join(unknown)}. Leave it out."
+            )
 
     def _check(self, finished: GradientSlice) -> None:
         num_elements = local_part(finished.parameter).numel()
@@ -408,8 +425,7 @@ class ChunkedOptimizer(Optimizer):
             launch(
                 update.in_kernel,
                 master=self.master_format,
-                state=self.state_format,
-                averages=list(self.averages_of(parameter)),
+                averages={name: format_of(self.state_format, name) for name in self.averages_of(parameter)},
                 weight=weight,
                 gradient=chunk.gradient_as_it_is(),
                 clip=update.scale,

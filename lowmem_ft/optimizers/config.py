@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.knob import Effect, as_typed, knob
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless
-from lowmem_ft.optimizers.key_help import freed_state, values_of
+from lowmem_ft.optimizers.key_help import averages_by_optimizer, freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
     MASTER_BYTES,
@@ -21,12 +21,14 @@ from lowmem_ft.optimizers.table import (
     MasterName,
     OptimizerName,
     OptimizerRow,
+    StateFormats,
     StateName,
     listed,
     optimizers_that,
 )
 
 _ROUNDED = Effect(cost="time", fidelity="unbiased rounding")
+_EFFECTS_OF_STATE = {"bf16": _ROUNDED, "8bit": _ROUNDED}
 
 
 class _EffectsOfRows(Mapping[OptimizerName, Effect]):
@@ -40,6 +42,23 @@ class _EffectsOfRows(Mapping[OptimizerName, Effect]):
 
     def __len__(self) -> int:
         return len(OPTIMIZERS)
+
+
+class _EffectsOfState(Mapping[Any, Effect]):
+    """Effects of the state's formats; several together have the effect of those that round."""
+
+    def __getitem__(self, state: StateFormats) -> Effect:
+        names = [state] if isinstance(state, str) else state.values()
+        found = [_EFFECTS_OF_STATE[name] for name in names if name in _EFFECTS_OF_STATE]
+        if not found:
+            raise KeyError(state)
+        return found[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_EFFECTS_OF_STATE)
+
+    def __len__(self) -> int:
+        return len(_EFFECTS_OF_STATE)
 
 
 def _state_on_device(held: Held, name: OptimizerName, step: StepFacts) -> Held:
@@ -72,12 +91,14 @@ class OptimizerConfig:
     betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {values_of('betas')}.")
     eps: float | None = knob(None, f"Term that prevents division by zero; {values_of('eps')}.")
     momentum: float | None = knob(None, f"Decay of the momentum; {values_of('momentum')}.")
-    state: StateName = knob(
+    state: StateName | dict[str, StateName] = knob(
         "fp32",
-        f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages.",
-        frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4",
+        f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages; a mapping such as "
+        "{exp_avg: bf16, exp_avg_sq: fp32} says it of each by its name, and one that it does not name is in fp32 "
+        f"({averages_by_optimizer()}).",
+        frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4; of one of its two averages alone, half of that",
         costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
-        effects={"bf16": _ROUNDED, "8bit": _ROUNDED},
+        effects=_EffectsOfState(),
         tries=("fp32", "bf16", "8bit"),
         leaves={"state": as_it_is},
     )
@@ -145,6 +166,7 @@ class OptimizerConfig:
         yield from _unused(self)
         yield from _beyond_its_capabilities(self)
         yield from _format_of_nothing(self)
+        yield from _format_of_unknown(self)
         yield from _out_of_range(self)
 
     def problems_on(self, device_type: str, kernels: str) -> Iterator[str]:
@@ -197,7 +219,7 @@ def _unused(config: OptimizerConfig) -> Iterator[str]:
 
 def _beyond_its_capabilities(config: OptimizerConfig) -> Iterator[str]:
     asked: tuple[tuple[str, str, str, Capability], ...] = (
-        ("state", config.state, "fp32", "takes_state_formats"),
+        ("state", as_typed(config.state), "fp32", "takes_state_formats"),
         ("master", config.master, "fp32", "takes_formats"),
         ("in_backward", str(config.in_backward).lower(), "false", "steps_in_backward"),
     )
@@ -214,8 +236,18 @@ def _format_of_nothing(config: OptimizerConfig) -> Iterator[str]:
     name = config.stateless_by
     if config.state != "fp32" and config.row.takes_state_formats and name is not None:
         yield (
-            f"optimizer.state={config.state} is a format of running averages, and optimizer.{name}=0 keeps none. "
-            f"Set optimizer.state=fp32 or optimizer.{name}={config.row.hyperparameters[name]}."
+            f"optimizer.state={as_typed(config.state)} is a format of running averages, and optimizer.{name}=0 keeps "
+            f"none. Set optimizer.state=fp32 or optimizer.{name}={config.row.hyperparameters[name]}."
+        )
+
+
+def _format_of_unknown(config: OptimizerConfig) -> Iterator[str]:
+    own = config.row.averages
+    unknown = [] if isinstance(config.state, str) else [name for name in config.state if name not in own]
+    if unknown and config.row.takes_state_formats:
+        yield (
+            f"optimizer.state names running averages of optimizer.name={config.name}, which has {listed(own, 'and')}; "
+            f"got {', '.join(unknown)}. Set optimizer.state.{own[0]}, or one format for all."
         )
 
 

@@ -29,6 +29,12 @@ def values_of(hyperparameter: str) -> str:
     return "; ".join(clauses)
 
 
+def averages_by_optimizer() -> str:
+    """Return the names of the running averages that each optimizer keeps in a format of choice."""
+    rows = {name: row for name, row in OPTIMIZERS.items() if row.takes_state_formats}
+    return "; ".join(f"{name}: {listed(row.averages, 'and')}" for name, row in rows.items())
+
+
 def _takers(hyperparameter: str) -> dict[str, OptimizerRow]:
     rows = OPTIMIZERS.items()
     return {name: row for name, row in rows if row.rule is not None and hyperparameter in row.hyperparameters}

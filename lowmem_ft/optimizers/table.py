@@ -50,6 +50,9 @@ MASTER_BYTES: Mapping[MasterName, int] = {
 }
 """Bytes per element of what is kept next to a 16-bit weight; a float32 weight is its own master."""
 
+StateFormats = StateName | Mapping[str, StateName]
+"""The format of all running averages, or formats by the names of averages; one that is not named is in fp32."""
+
 Capability = Literal[
     "takes_formats", "takes_state_formats", "steps_in_backward", "moves_state_by_chunks", "updates_by_slices"
 ]
@@ -74,7 +77,7 @@ class OptimizerRow:
     Args:
         summary: one line for users.
         hyperparameters: those in addition to learning rate and weight decay, and their defaults.
-        num_averages: number of running averages of each element.
+        averages: names of the running averages of each element; those of torch's optimizers where it has them.
         stateless_at_zero: the hyperparameter whose value 0 leaves it without running averages; None for most
             optimizers.
         effect: its cost, and whether it is AdamW's mathematics.
@@ -93,7 +96,7 @@ class OptimizerRow:
 
     summary: str
     hyperparameters: Mapping[str, Any]
-    num_averages: int
+    averages: tuple[str, ...]
     stateless_at_zero: str | None = None
     effect: Effect = NO_EFFECT
     rule: str | None = None
@@ -109,7 +112,7 @@ class OptimizerRow:
     @property
     def takes_state_formats(self) -> bool:
         """True if there are running averages of each element that can be kept in every format."""
-        return self.takes_formats and self.num_averages > 0
+        return self.takes_formats and bool(self.averages)
 
     def update_rule(self) -> UpdateRule | WholeParameterRule:
         """Return the update of an optimizer of ours; imports torch."""
@@ -117,11 +120,16 @@ class OptimizerRow:
         module, _, name = self.rule.partition(":")
         return getattr(importlib.import_module(module), name)()
 
-    def state_bytes(self, state: StateName = "fp32") -> float:
-        """Return the bytes of state for each element, with its averages in this format if it takes any."""
+    def state_bytes(self, state: StateFormats = "fp32") -> float:
+        """Return the bytes of state for each element, with its averages in these formats if it takes any."""
         if self.bitsandbytes is not None:
             state = "8bit" if self.bitsandbytes.bits == 8 else "fp32"
-        return self.num_averages * AVERAGE_BYTES[state]
+        return sum(AVERAGE_BYTES[format_of(state, average)] for average in self.averages)
+
+
+def format_of(state: StateFormats, average: str) -> StateName:
+    """Return the format of one running average."""
+    return state if isinstance(state, str) else state.get(average, "fp32")
 
 
 def optimizers_that(capability: Capability) -> tuple[str, ...]:
@@ -148,7 +156,7 @@ def _row_of_bitsandbytes(
     return OptimizerRow(
         summary=summary,
         hyperparameters=_HYPERPARAMETERS[form.algorithm],
-        num_averages=2 if form.algorithm == "AdamW" else 1,
+        averages=("exp_avg", "exp_avg_sq") if form.algorithm == "AdamW" else ("momentum",),
         effect=Effect(
             cost="host link" if form.paged else "nothing",
             fidelity="exact" if is_exact else "other mathematics",
@@ -176,13 +184,13 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         rule="lowmem_ft.optimizers.updates.adamw:AdamW",
         summary="two running averages",
         hyperparameters=_HYPERPARAMETERS["AdamW"],
-        num_averages=2,
+        averages=("exp_avg", "exp_avg_sq"),
     ),
     "sgd": OptimizerRow(
         rule="lowmem_ft.optimizers.updates.sgd:SGD",
         summary="momentum alone",
         hyperparameters={"momentum": 0.9},
-        num_averages=1,
+        averages=("momentum_buffer",),
         stateless_at_zero="momentum",
         effect=Effect(fidelity="other mathematics"),
     ),
@@ -190,7 +198,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         rule="lowmem_ft.optimizers.updates.adafactor:Adafactor",
         summary="one row and one column a matrix for the second moment, no first moment",
         hyperparameters={},
-        num_averages=0,
+        averages=(),
         effect=Effect(fidelity="other mathematics", engines=("ddp",)),  # it measures whole parameters
         updates_by_slices=False,  # it reads the whole gradient of a parameter first
     ),
@@ -198,7 +206,7 @@ OPTIMIZERS: dict[OptimizerName, OptimizerRow] = {
         rule="lowmem_ft.optimizers.updates.lion:Lion",
         summary="sign of an interpolated momentum; learning rate 3 to 10 times below AdamW's",
         hyperparameters=_HYPERPARAMETERS["Lion"],
-        num_averages=1,
+        averages=("momentum",),
         effect=Effect(fidelity="other mathematics"),
     ),
     "adamw_bnb_8bit": _row_of_bitsandbytes(

@@ -41,8 +41,11 @@ def recipes_folder(request):
     return request.config.rootpath / "recipes"
 
 
-def test_a_cpu_takes_what_was_estimated(recipe_of):
-    recipe = recipe_of(HOST)
+@pytest.mark.parametrize(
+    "settings", [(HOST,), ("optimizer.state={exp_avg: bf16, exp_avg_sq: fp32}",)], ids=["host", "mixed state"]
+)
+def test_a_cpu_takes_what_was_estimated(recipe_of, settings):
+    recipe = recipe_of(*settings)
     measured = dataclasses.asdict(run_for_real(recipe))
     comparisons = compare("host", measured, estimated_peaks(estimate_memory(recipe, "cpu")))
     assert comparisons

@@ -91,6 +91,46 @@ def test_updating_slice_by_slice_is_a_step(state, master):
     assert_equal(sliced, stepped)
 
 
+def test_each_average_is_kept_as_if_all_were_in_its_format():
+    """Here an average depends on its gradients alone: it has the same bits whatever the other one is kept in."""
+    alone = {state: build(state=state, master="split24") for state in STATES}
+    for optimizer in alone.values():
+        take_steps(optimizer)
+    for formats in itertools.permutations(STATES, 2):
+        mixed = build(state=dict(zip(("exp_avg", "exp_avg_sq"), formats, strict=True)), master="split24")
+        take_steps(mixed)
+        for place, parameter in enumerate(parameters_of(mixed)):
+            for name, state in zip(("exp_avg", "exp_avg_sq"), formats, strict=True):
+                twin = alone[state]
+                form, expected = mixed.averages_of(parameter)[name], twin.state[parameters_of(twin)[place]]
+                assert form == twin.averages_of(parameters_of(twin)[place])[name]
+                for key in form.tensors(name, parameter.numel()):
+                    assert torch.equal(mixed.state[parameter][key], expected[key]), (formats, key)
+
+
+@pytest.mark.parametrize("state", [{"exp_avg": "8bit"}, {"exp_avg": "bf16", "exp_avg_sq": "8bit"}])
+def test_chunks_and_slices_of_a_mixed_state_change_no_bit(state):
+    whole, sliced = build(state=state), build(state=state)
+    take_steps(whole)
+    sliced.chunk_elements = 256
+    assert sliced.slice_unit == 256
+    for step in range(4):
+        for parameter, gradient in zip(parameters_of(sliced), gradients(sliced, step), strict=True):
+            flat, middle = gradient.view(-1), gradient.numel() // 2 // 256 * 256
+            for start, stop in ((0, middle), (middle, gradient.numel())):
+                sliced.update([GradientSlice(parameter, flat[start:stop], start)] if stop > start else [])
+    assert_equal(sliced, whole)
+
+
+def test_formats_of_averages_that_a_rule_does_not_have_are_refused():
+    with pytest.raises(
+        ValueError, match=r"AdamW keeps exp_avg and exp_avg_sq of a .* got a format of momentum"
+    ):
+        build(state={"momentum": "bf16"})
+    with pytest.raises(ValueError, match="Adafactor keeps no average of a parameter of shape"):
+        build("adafactor", state={"exp_avg_sq": "bf16"})
+
+
 def test_the_step_number_goes_up_with_the_last_element():
     optimizer = build()
     parameter = parameters_of(optimizer)[0]
@@ -167,6 +207,14 @@ def test_allocating_state_takes_the_bytes_that_the_formats_say_and_a_step_keeps_
         take_steps(optimizer, 1)
     held = [value for s in optimizer.state.values() for value in s.values() if isinstance(value, Tensor)]
     assert sum(tensor.nbytes for tensor in held) == (STATE_BYTES[state] + MASTER_BYTES[master]) * 65 * 256
+
+
+def test_a_mixed_state_takes_the_bytes_of_each_format():
+    row, state = OPTIMIZERS["adamw"], {"exp_avg": "8bit", "exp_avg_sq": "bf16"}
+    optimizer = build(state=state, shapes=((64, 256),), master="none")
+    with StorageTracker() as tracker:
+        optimizer.allocate_state()
+        assert tracker.live_bytes == row.state_bytes(state) * 64 * 256 == (1 + 4 / 256 + 2) * 64 * 256
 
 
 class FarHome:

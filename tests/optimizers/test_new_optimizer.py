@@ -38,7 +38,7 @@ ROW = table.OptimizerRow(
     rule=f"{__name__}:SignedGradient",
     summary="sign of the momentum",
     hyperparameters={"momentum": 0.9},
-    num_averages=1,
+    averages=("average",),
     effect=Effect(fidelity="other mathematics"),
 )
 

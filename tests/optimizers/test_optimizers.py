@@ -271,6 +271,33 @@ def test_everything_wrong_is_named_at_once(monkeypatch):
         assert named in text
 
 
+def test_the_rows_name_the_averages_that_their_updates_keep():
+    for row in OPTIMIZERS.values():
+        if row.rule is not None and row.takes_state_formats:
+            assert (*row.update_rule().averages(torch.Size([2, 3]), row.hyperparameters),) == row.averages
+
+
+def test_formats_by_average_are_checked_against_the_optimizers_own():
+    def problems(**fields):
+        return " ".join(OptimizerConfig(**fields).problems())
+
+    mixed = {"exp_avg": "bf16", "exp_avg_sq": "fp32"}
+    assert problems(state=mixed) == ""
+    assert (
+        OptimizerConfig(state=mixed).state_bytes
+        == OptimizerConfig(state={"exp_avg": "bf16"}).state_bytes
+        == 6
+    )
+    assert "lion, which has momentum; got exp_avg, exp_avg_sq." in problems(name="lion", state=mixed)
+    assert "optimizer.state={exp_avg: bf16, exp_avg_sq: fp32} needs" in problems(
+        name="lion_8bit", state=mixed
+    )
+    assert "needs optimizer.name=adamw|sgd|lion, got adafactor" in problems(name="adafactor", state=mixed)
+    assert "optimizer.momentum=0 keeps none" in problems(
+        name="sgd", momentum=0.0, state={"momentum_buffer": "bf16"}
+    )
+
+
 @pytest.mark.parametrize("name", [name for name in OPTIMIZERS if name not in CPU_NAMES])
 def test_paged_forms_refuse_the_cpu_and_name_one_that_runs_there(name):
     with pytest.raises(UserError, match=f"optimizer.name={name} runs on cuda, got device cpu") as caught:

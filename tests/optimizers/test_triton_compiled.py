@@ -42,8 +42,12 @@ def check(jobs, folder):
         assert found["least_bytes"] <= found["moved_bytes"] <= 1.2 * found["least_bytes"], job
 
 
+def test_adamw_with_averages_in_two_formats(tmp_path):
+    check([(90, "adamw", "split24", ("bf16", "fp32")), (80, "adamw", "split16", ("fp32", "8bit"))], tmp_path)
+
+
 def test_adamw_with_the_compact_formats(tmp_path):
-    check([(arch, "adamw", "split24", "8bit") for arch in ARCHS], tmp_path)
+    check([(arch, "adamw", "split24", ("8bit", "8bit")) for arch in ARCHS], tmp_path)
 
 
 @pytest.mark.slow

@@ -43,6 +43,12 @@ def test_an_effect_holds_for_its_value_or_for_all_but_the_one_that_is_off():
     assert keys["training.lr_scheduler_kwargs"].effect_of({"min_lr_rate": 0.1}) == NO_EFFECT
 
 
+def test_state_in_several_formats_has_the_effect_of_the_one_that_rounds():
+    state = recipe_keys()["optimizer.state"]
+    assert state.effect_of({"exp_avg": "bf16", "exp_avg_sq": "fp32"}) == state.effect_of("bf16") != NO_EFFECT
+    assert state.effect_of({"exp_avg": "fp32"}) == state.effect_of({}) == NO_EFFECT
+
+
 def test_a_change_gives_up_only_what_was_not_given_up_before():
     name, length = (recipe_keys()[path] for path in ("optimizer.name", "data.max_length"))
     exact = load_recipe(None, ["model=any", "optimizer.name=adamw", "data.max_length=1024"])

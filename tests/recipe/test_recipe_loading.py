@@ -98,6 +98,13 @@ def test_no_extreme_number_gets_through_or_breaks_a_rule(value):
         ("training.report_to=[wandb, tensorboard]", "training.report_to", ("wandb", "tensorboard")),
         ("training.lr_scheduler_kwargs={num_cycles: 2}", "training.lr_scheduler_kwargs", {"num_cycles": 2}),
         ("optimizer.betas=[0.9, 0.95]", "optimizer.betas", (0.9, 0.95)),
+        ("optimizer.state=8bit", "optimizer.state", "8bit"),
+        (
+            "optimizer.state={exp_avg: bf16, exp_avg_sq: fp32}",
+            "optimizer.state",
+            {"exp_avg": "bf16", "exp_avg_sq": "fp32"},
+        ),
+        ("optimizer.state.exp_avg=8bit", "optimizer.state", {"exp_avg": "8bit"}),
         ("data.data_files=[a.jsonl, b.jsonl]", "data.data_files", ["a.jsonl", "b.jsonl"]),
         # Text stays as typed, whatever YAML would make of it.
         ("model.revision=1e5", "model.revision", "1e5"),
@@ -123,6 +130,12 @@ def test_a_key_inside_a_mapping_can_be_set(write):
         ["training.lr_scheduler_type=cosine_with_min_lr", "training.lr_scheduler_kwargs.min_lr_rate=0.1"],
     )
     assert recipe.training.lr_scheduler_kwargs == {"min_lr_rate": 0.1}
+
+
+def test_formats_by_average_survive_being_written_and_read_again(write, tmp_path):
+    recipe = load_recipe(write(MINIMAL + "optimizer: {state: {exp_avg: bf16, exp_avg_sq: 8bit}}\n"))
+    (tmp_path / "again.yaml").write_text(recipe_to_yaml(recipe))
+    assert load_recipe(tmp_path / "again.yaml").optimizer.state == {"exp_avg": "bf16", "exp_avg_sq": "8bit"}
 
 
 def test_a_bare_no_in_yaml_is_the_choice_of_that_name(write):
@@ -183,6 +196,15 @@ def test_names_of_other_toolkits_lead_to_keys_that_exist_and_shadow_none_of_ours
         (
             "optimizer.betas=[0.9]",
             "optimizer.betas must be a list of 2, such as [0.9, 0.9], or null; got [0.9].",
+        ),
+        (
+            "optimizer.state.exp_avg=fp8",
+            "optimizer.state must be one of fp32, bf16, 8bit or a mapping such as {key: fp32}; got {'exp_avg': 'fp8'}.",
+        ),
+        (
+            "optimizer.state.exp_av=bf16",
+            "optimizer.state names running averages of optimizer.name=adamw, which has exp_avg and exp_avg_sq; got "
+            "exp_av. Set optimizer.state.exp_avg, or one format for all.",
         ),
         ("data.data_files=[a", "data.data_files must be a list such as [a], each text, or null; got [a."),
         ("training.learning_rate.x=1", "training.learning_rate must be a number; got {'x': 1}."),

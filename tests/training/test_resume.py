@@ -78,6 +78,14 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
         ),
         (
             "model.dtype=bfloat16",
+            "optimizer.state={exp_avg: bf16, exp_avg_sq: fp32}",
+            "optimizer.master=split24",
+            "optimizer.in_backward=true",
+            "accumulation.order=vertical",
+            "offload.optimizer=host",
+        ),
+        (
+            "model.dtype=bfloat16",
             "optimizer.master=split16",
             "training.gradient_accumulation_steps=2",
             "accumulation.fusion=true",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowmem_ft.optimizers.chunks import flat_weight, spans
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.optimizers.formats.state_formats import state_format
+from lowmem_ft.optimizers.table import StateFormats, format_of
 from lowmem_ft.optimizers.updates.update_rule import WholeParameterRule
 from lowmem_ft.tensors.local_shards import local_part
 
@@ -30,14 +31,14 @@ class SavedState:
 
     Args:
         values: by the keys of ``optimizer.state``; for a sharded parameter, this process's part.
-        state: format of the running averages.
+        state: format of the running averages, or formats by their names.
         master: format of 16-bit weights.
         dtype: type of the weight.
         weight: the weight as it was saved, if available; flat or not.
     """
 
     values: Mapping[str, Any]
-    state: str
+    state: StateFormats
     master: str
     dtype: torch.dtype
     weight: Tensor | None = None
@@ -76,7 +77,7 @@ def take_state(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: Save
 def _take_averages(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:
     own, num_elements = optimizer.state[parameter], local_part(parameter).numel()
     for stream, (name, form) in enumerate(optimizer.averages_of(parameter).items(), start=1):
-        saved_as = state_format(saved.state, signed=form.signed)
+        saved_as = state_format(format_of(saved.state, name), signed=form.signed)
         if saved_as == form:
             for key in form.tensors(name, num_elements):
                 own[key].copy_(saved.values[key])

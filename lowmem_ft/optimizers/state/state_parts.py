@@ -17,6 +17,7 @@ from torch import Tensor
 
 from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.formats.state_formats import BlockwiseState, StateFormat, state_format
+from lowmem_ft.optimizers.table import StateFormats, format_of
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,22 @@ class StateParts:
 def state_here(
     values: Mapping[str, Tensor | StateParts],
     averages: Mapping[str, StateFormat],
-    saved_as: str,
+    saved_as: StateFormats,
     start: int,
     stop: int,
-) -> tuple[dict[str, Tensor | StateParts], str]:
+) -> tuple[dict[str, Tensor | StateParts], StateFormats]:
     """Return the saved state of a parameter's elements from ``start`` to before ``stop``.
 
     Args:
         values: by the keys of ``optimizer.state``; a tensor holds all of it.
         averages: the parameter's running averages, in whatever format they are kept here.
-        saved_as: the format that they were saved in.
+        saved_as: the format that they were saved in, or formats by their names.
         start: first element, of the flattened whole.
         stop: the one after the last.
 
     Returns:
-        By the same keys, flat tensors; and the format that the averages are in: ``saved_as``, or ``fp32`` if blocks
-        begin at other places.
+        By the same keys, flat tensors; and the formats that the averages are in: ``saved_as``, or ``fp32`` in place of
+        8 bits if blocks begin at other places.
 
     Raises:
         KeyError: if a tensor of that format is missing.
@@ -82,7 +83,7 @@ def state_here(
     scales = {
         f"{name}_scale": name
         for name, form in averages.items()
-        if isinstance(state_format(saved_as, signed=form.signed), BlockwiseState)
+        if isinstance(state_format(format_of(saved_as, name), signed=form.signed), BlockwiseState)
     }
     codes = set(scales.values())
     here: dict[str, Tensor | StateParts] = {
@@ -94,9 +95,11 @@ def state_here(
             here[name] = parts[name].between(start, stop)
             here[scale] = _scales_between(parts[name], parts[scale], start, stop)
         else:
-            form = state_format(saved_as, signed=averages[name].signed)
+            form = state_format("8bit", signed=averages[name].signed)
             here[name] = _read_between(form, name, parts[name], parts[scale], start, stop)
-    return here, saved_as if goes_on else "fp32"
+    if goes_on:
+        return here, saved_as
+    return here, {name: "fp32" if name in codes else format_of(saved_as, name) for name in averages}
 
 
 def _in_parts(value: Tensor | StateParts) -> StateParts:

@@ -121,8 +121,8 @@ def update_chunk(
     c7: tl.float32,
     RULE: tl.constexpr,
     MASTER: tl.constexpr,
-    STATE: tl.constexpr,
-    AVERAGES: tl.constexpr,
+    STATE_0: tl.constexpr,
+    STATE_1: tl.constexpr,
     IS_HALF_GRADIENT: tl.constexpr,
     HAS_CLIP: tl.constexpr,
     FROM_END_0: tl.constexpr,
@@ -171,18 +171,18 @@ def update_chunk(
     if HAS_CLIP:
         g = g * tl.load(clip)
     a = g
-    if AVERAGES >= 1:
-        a = _read_average(values_0, scales_0, lane, inside, row, is_row, STATE, SIGNED_OCTAVES, True)
+    if STATE_0 != "none":
+        a = _read_average(values_0, scales_0, lane, inside, row, is_row, STATE_0, SIGNED_OCTAVES, True)
 
     if RULE == "adamw":
         # decay, 1 - beta1, beta1, beta2, 1 - beta2, root of the second correction, eps, minus the step's length
-        b = _read_average(values_1, scales_1, lane, inside, row, is_row, STATE, UNSIGNED_OCTAVES, False)
+        b = _read_average(values_1, scales_1, lane, inside, row, is_row, STATE_1, UNSIGNED_OCTAVES, False)
         a = lerp(a, g, c1, c2, FROM_END_0)
         b = b * c3 + (c4 * g) * g
         divisor = tl.full(b.shape, 1.0, tl.float32) * c5
         w = w * c0 + tl.math.div_rn(c7 * a, tl.math.div_rn(tl.math.sqrt_rn(b), divisor) + c6)
         _write_average(
-            b, values_1, scales_1, lane, inside, row, is_row, first, key_1, STATE, UNSIGNED_OCTAVES, False
+            b, values_1, scales_1, lane, inside, row, is_row, first, key_1, STATE_1, UNSIGNED_OCTAVES, False
         )
     elif RULE == "lion":
         # decay, beta of the step, 1 - that, beta of the momentum, 1 - that, learning rate
@@ -193,14 +193,14 @@ def update_chunk(
     else:
         # weight decay, momentum, minus the learning rate
         direction = g + c0 * w
-        if AVERAGES >= 1:
+        if STATE_0 != "none":
             direction = a * c1 + direction
             a = direction
         w = w + c2 * direction
 
-    if AVERAGES >= 1:
+    if STATE_0 != "none":
         _write_average(
-            a, values_0, scales_0, lane, inside, row, is_row, first, key_0, STATE, SIGNED_OCTAVES, True
+            a, values_0, scales_0, lane, inside, row, is_row, first, key_0, STATE_0, SIGNED_OCTAVES, True
         )
 
     bits = as_bits(w)

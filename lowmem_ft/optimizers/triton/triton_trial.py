@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.table import format_of
 from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
 from lowmem_ft.optimizers.updates.slice_update import SliceUpdate
@@ -32,8 +33,10 @@ def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel 
     if rule is None:
         return None
     weight, gradient = update.weight, update.gradient
-    num_averages = len(optimizer.averages_of(update.parameter))
-    formats = (rule.name, rule.from_end, optimizer.master_format, optimizer.state_format, num_averages)
+    states = tuple(
+        format_of(optimizer.state_format, name) for name in optimizer.averages_of(update.parameter)
+    )
+    formats = (rule.name, rule.from_end, optimizer.master_format, states)
     # Nonzero if the last chunk does not end with a vector, which is a separate variant.
     tail, has_clip = gradient.numel() % VECTOR, update.scale is not None
     trial = partial(

@@ -70,8 +70,7 @@ def launch(
     rule: RuleInKernel,
     *,
     master: str,
-    state: str,
-    averages: Sequence[str],
+    averages: Mapping[str, str],
     weight: Tensor,
     gradient: Tensor,
     clip: Tensor | None,
@@ -83,8 +82,7 @@ def launch(
     Args:
         rule: the rule's step.
         master: format of the weight's float32 value; ``fp32`` of a float32 weight is the weight.
-        state: format of the averages.
-        averages: their names, at most two; the second has no sign.
+        averages: formats of the averages by their names, at most two; the second has no sign.
         weight: flat, float32 or bfloat16.
         gradient: flat, float32, bfloat16 or float16.
         clip: factor on the gradient, 0-d float32 on the device; None means 1.
@@ -108,7 +106,7 @@ def launch(
         gradient,
         clip,
         "weight" if is_float32 else master,
-        state,
+        list(averages.values()),
         rule.name,
         list(rule.constants),
         list(rule.from_end),
@@ -125,7 +123,7 @@ def update_in_triton(
     gradient: Tensor,
     clip: Tensor | None,
     master: str,
-    state: str,
+    states: list[str],
     rule: str,
     constants: list[float],
     from_end: list[bool],
@@ -135,7 +133,9 @@ def update_in_triton(
     """Launch the kernel, as an operator: a trace, without Triton and values, sees what it reads and writes."""
     # A dummy tensor fills each pointer that the compiled kernel does not use.
     values = [*averages, *[weight] * (2 - len(averages))]
-    scales = [*scales, *[weight] * (2 - len(scales))]
+    of_blocks = iter(scales)
+    scales = [next(of_blocks) if state == "8bit" else weight for state in states]
+    scales += [weight] * (2 - len(scales))
     num_elements = weight.numel()
     kernel: Any = with_kernel.update_chunk
     on_device = torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext()
@@ -152,8 +152,8 @@ def update_in_triton(
             *(*constants, *[0.0] * (8 - len(constants))),
             RULE=rule,
             MASTER=master,
-            STATE=state,
-            AVERAGES=len(averages),
+            STATE_0=states[0] if states else "none",
+            STATE_1=states[1] if len(states) > 1 else "none",
             IS_HALF_GRADIENT=gradient.dtype == torch.bfloat16,
             HAS_CLIP=clip is not None,
             FROM_END_0=from_end[0],
@@ -183,7 +183,7 @@ def _moved_bytes(
 _update_in_triton = register_operator(
     update_in_triton,
     "(Tensor(a!) weight, Tensor(b!)? beside, Tensor(c!)[] averages, Tensor(d!)[] scales, Tensor gradient, "
-    "Tensor? clip, str master, str state, str rule, float[] constants, bool[] from_end, int[] keys, int element) "
+    "Tensor? clip, str master, str[] states, str rule, float[] constants, bool[] from_end, int[] keys, int element) "
     "-> ()",
     lambda *arguments: None,
     moved_bytes=_moved_bytes,

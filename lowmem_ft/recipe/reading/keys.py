@@ -11,7 +11,16 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from lowmem_ft.foundation.knob import FIDELITIES, NO_EFFECT, CountedLayers, Effect, Effects, Leaves, Trait
+from lowmem_ft.foundation.knob import (
+    FIDELITIES,
+    NO_EFFECT,
+    CountedLayers,
+    Effect,
+    Effects,
+    Leaves,
+    Trait,
+    as_typed,
+)
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {
@@ -104,9 +113,18 @@ class RecipeKey:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a ``Literal`` key; empty for any other type."""
+        """The values of a ``Literal``, which is the key's type or one of its types; empty without one."""
+        return get_args(self._type_that_is(Literal)) or ()
+
+    @property
+    def takes_choices_by_name(self) -> bool:
+        """True if the key takes one of its choices, or a mapping of names to them."""
+        return bool(self.choices) and self._type_that_is(dict) is not None
+
+    def _type_that_is(self, origin: Any) -> Any:
         hint = without_none(self.type_hint)
-        return get_args(hint) if get_origin(hint) is Literal else ()
+        members = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        return next((member for member in members if get_origin(member) is origin), None)
 
     def value_in(self, recipe: Recipe) -> Any:
         """Return the key's value in a recipe."""
@@ -146,13 +164,6 @@ class RecipeKey:
     def setting_in(self, recipe: Recipe) -> str:
         """Return the key's value in a recipe as a user types it."""
         return self.setting(self.value_in(recipe))
-
-
-def as_typed(value: Any) -> str:
-    """Return a value as a user types it in a setting."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    return str(list(value) if isinstance(value, tuple) else value)
 
 
 @functools.cache
@@ -281,7 +292,8 @@ def describe_type(type_hint: Any) -> str:
     if origin is tuple:
         return f"a list of {len(arguments)}, such as [{', '.join(map(_example, arguments))}]"
     if origin is dict:
-        return "a mapping such as {key: value}"
+        is_choice = get_origin(arguments[1]) is Literal
+        return f"a mapping such as {{key: {_example(arguments[1]) if is_choice else 'value'}}}"
     return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[type_hint]
 
 

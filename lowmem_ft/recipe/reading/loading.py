@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -156,6 +156,10 @@ def _typed_value(key: RecipeKey, value: Any) -> Any:
     if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
         # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
         raise OmegaConfBaseException(f"{key.path} is text")
+    if key.takes_choices_by_name and isinstance(value, dict):
+        if all(isinstance(name, str) and chosen in key.choices for name, chosen in value.items()):
+            return value
+        raise OmegaConfBaseException(f"{key.path} maps names to {', '.join(key.choices)}")
     config = OmegaConf.merge(_schema(key), {key.name: escape_references(value)})
     assert isinstance(config, DictConfig)
     converted = config[key.name]
@@ -171,7 +175,9 @@ def _schema(key: RecipeKey) -> DictConfig:
     """Return a schema of the key's field alone: OmegaConf takes milliseconds per field, and a file sets many keys."""
     (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
     default = dataclasses.field(default=field.default, default_factory=field.default_factory)
-    return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, key.type_hint, default)]))
+    # OmegaConf has no unions with a mapping, which is read without it.
+    hint = Literal[key.choices] if key.takes_choices_by_name else key.type_hint
+    return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, hint, default)]))
 
 
 def _wrong_type(key: RecipeKey, value: Any) -> str:

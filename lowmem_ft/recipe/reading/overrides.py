@@ -85,7 +85,9 @@ def _unreadable(path: str, text: str) -> str:
 def _parse(path: str, text: str) -> Any:
     """Return the value as the key's type reads it: text stays as typed, the rest is YAML; ``${...}`` is the shell's."""
     key = recipe_keys().get(path)
-    if key is not None and text != "null" and (key.choices or without_none(key.type_hint) is str):
+    is_mapping = key is not None and key.takes_choices_by_name and text.lstrip().startswith("{")
+    takes_text = key is not None and bool(key.choices or without_none(key.type_hint) is str)
+    if takes_text and text != "null" and not is_mapping:
         return text
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)

@@ -191,7 +191,12 @@ def _leaner_values(key: RecipeKey, recipe: Recipe, half: Half) -> Iterator[Any]:
 
 
 def _after(tries: Sequence[Any], own: Any) -> Sequence[Any]:
-    """Return the values that need less than a recipe's own; a number that is not among them is compared with them."""
+    """Return the values that need less than a recipe's own; a number that is not among them is compared with them.
+
+    Of a mapping, which is not among them either, every value may need less: the bytes at rest decide.
+    """
+    if isinstance(own, Mapping):
+        return tries
     if own in tries:
         return tries[tries.index(own) + 1 :]
     numbers = [value for value in tries if isinstance(value, int)]

@@ -114,6 +114,30 @@ def test_any_state_is_taken_as_well_as_the_formats_hold_it(first, second):
             torch.testing.assert_close(taken, value, rtol=tolerance, atol=floor)
 
 
+MIXED = {"exp_avg": "bf16", "exp_avg_sq": "8bit"}
+
+
+@pytest.mark.parametrize(
+    "first,second",
+    [("fp32", MIXED), (MIXED, "fp32"), (MIXED, {"exp_avg": "8bit", "exp_avg_sq": "8bit"}), (MIXED, {})],
+    ids=["to mixed", "from mixed", "one stays", "to none named"],
+)
+def test_each_average_of_a_mixed_state_is_taken_as_well_as_its_formats_hold_it(first, second):
+    source, target = build(state=first), build(state=second)
+    train(*source, range(4))
+    hand_over(source, target)
+    for parameter, twin in zip(source[0].parameters(), target[0].parameters(), strict=True):
+        before, after = source[1].averages_of(parameter), target[1].averages_of(twin)
+        for name, form in before.items():
+            value = form.read(source[1].state[parameter], name, parameter.numel())
+            taken = after[name].read(target[1].state[twin], name, twin.numel())
+            kept_as = second if isinstance(second, str) else second.get(name, "fp32")
+            is_exact = kept_as == "fp32" or form == after[name]
+            rtol = 0.0 if is_exact else {"bf16": 2.0**-7, "8bit": 1 / 8}[kept_as]
+            floor = 2.0**-15 / 8 * value.abs().max().item() if rtol == 1 / 8 else 0.0
+            torch.testing.assert_close(taken, value, rtol=rtol, atol=floor)
+
+
 @pytest.mark.parametrize("first,second", itertools.product(EXACT, EXACT))
 def test_torchs_own_state_dict_converts_too(first, second):
     source, target = build("adamw", *first), build("adamw", *second)

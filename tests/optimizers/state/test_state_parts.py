@@ -50,6 +50,7 @@ FORMATS = [
     ("bfloat16", "bf16", "split24"),
     ("bfloat16", "bf16", "stochastic_rounding"),
     ("bfloat16", "fp32", "fp32"),
+    ("bfloat16", {"exp_avg": "bf16", "exp_avg_sq": "fp32"}, "split24"),
 ]
 
 
@@ -107,7 +108,7 @@ def test_blocks_that_go_on_are_taken_as_they_are_and_others_to_float32(signed):
     form = BlockwiseState(signed=signed)
     values = torch.randn(NUM_ELEMENTS) ** 3
     values = values if signed else values.abs()
-    for unit, expected in ((BLOCK, "8bit"), (1, "fp32")):
+    for unit, expected in ((BLOCK, "8bit"), (1, {"v": "fp32"})):
         bounds = [0, 2 * unit + (unit == 1), NUM_ELEMENTS]
         kept = blocks_of(values, bounds, form)
         apart = torch.cat(
@@ -118,7 +119,7 @@ def test_blocks_that_go_on_are_taken_as_they_are_and_others_to_float32(signed):
         )
         here, kind = state_here(kept, {"v": form}, "8bit", 0, NUM_ELEMENTS)
         assert kind == expected
-        assert torch.equal(here["v"] if kind == "fp32" else read(form, here), apart)
+        assert torch.equal(here["v"] if kind != "8bit" else read(form, here), apart)
         start = bounds[1] + BLOCK  # a block of the second part begins there
         here, kind = state_here(kept, {"v": form}, "8bit", start, NUM_ELEMENTS)
         assert kind == "8bit"
@@ -149,6 +150,19 @@ def test_8_bit_state_of_other_blocks_moves_by_an_eighth_at_most(name):
         scale = takes.state[model.weight][f"{average}_scale"].repeat_interleave(BLOCK)[:NUM_ELEMENTS]
         assert ((after - before).abs() <= (before.abs() + form.floor * scale) / 8 * 1.0001).all()
         assert not torch.equal(after, before)
+
+
+def test_of_a_mixed_state_only_the_8_bit_average_is_read_where_blocks_begin_elsewhere():
+    state = {"exp_avg": "8bit", "exp_avg_sq": "bf16"}
+    _, optimizer = trained(OptimizerConfig(state=state), torch.float32)
+    ((parameter, kept),) = optimizer.state.items()
+    averages = optimizer.averages_of(parameter)
+    tensors = {key: value for key, value in kept.items() if isinstance(value, torch.Tensor)}
+    assert state_here(tensors, averages, state, BLOCK, NUM_ELEMENTS)[1] == state
+    here, kinds = state_here(tensors, averages, state, 1, NUM_ELEMENTS)
+    assert kinds == {"exp_avg": "fp32", "exp_avg_sq": "bf16"}
+    assert torch.equal(here["exp_avg"], averages["exp_avg"].read(kept, "exp_avg", NUM_ELEMENTS)[1:])
+    assert torch.equal(here["exp_avg_sq"], kept["exp_avg_sq"][1:])
 
 
 def test_a_tensor_of_the_format_that_is_missing_is_named():

@@ -138,6 +138,13 @@ def test_every_rule_and_format_gives_the_bits_of_the_operations(name, state, mas
         assert_equal(train(found, steps=2), train(expected, steps=2))
 
 
+@pytest.mark.parametrize("first,second", [("bf16", "fp32"), ("fp32", "8bit"), ("8bit", "bf16")])
+def test_averages_in_formats_of_their_own_give_the_bits_of_the_operations(first, second):
+    state = {"exp_avg": first, "exp_avg_sq": second}
+    found, expected = (build("adamw", state, "split24", 700, kernel) for kernel in ("untried", "eager"))
+    assert_equal(train(found, steps=2), train(expected, steps=2))
+
+
 @pytest.mark.parametrize("master", ["fp32", "split16", "split24"])
 def test_weights_that_somebody_writes_give_the_bits_of_the_operations(master):
     found, expected = (build("adamw", "fp32", master, 700, kernel) for kernel in ("untried", "eager"))

@@ -118,6 +118,12 @@ def test_what_has_been_done_is_not_suggested_again(recipe):
     assert again & done <= {"data.max_length"}
 
 
+def test_state_in_several_formats_is_offered_what_needs_less_than_it():
+    mixed = loaded("1b-bf16", "optimizer.state={exp_avg: bf16, exp_avg_sq: 8bit}")
+    offered = {change.settings.get("optimizer.state") for change in remediations_for(mixed)}
+    assert offered & {"fp32", "bf16", "8bit"} == {"8bit"}
+
+
 @each_recipe
 def test_16_bits_of_a_trained_weight_never_come_without_the_others(recipe):
     plain = loaded(recipe)
