@@ -1,0 +1,229 @@
+"""``docs/learning_curves.md`` and its picture, from the results that are kept."""
+
+from __future__ import annotations
+
+import statistics
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from curves.runs import NUM_SEEDS, REFERENCE, ROOT, RUNGS
+from curves.tasks import TASKS
+
+PAGE = ROOT / "docs" / "learning_curves.md"
+PICTURE = PAGE.with_suffix(".svg")
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class TaskResults:
+    """The results of one task: what a rung's runs have in addition to, and apart from, float32's of the same seed.
+
+    Args:
+        results: runs of one task with one number of steps.
+    """
+
+    results: Sequence[Result]
+
+    def of(self, rung: str) -> dict[int, Result]:
+        """Return a rung's runs by seed."""
+        return {row["seed"]: row for row in self.results if row["rung"] == rung}
+
+    @property
+    def spread(self) -> float | None:
+        """The range of float32's final losses over the seeds; None with fewer than two."""
+        losses = [final_loss(row) for row in self.of(REFERENCE).values()]
+        return max(losses) - min(losses) if len(losses) > 1 else None
+
+    def differences(self, rung: str, point: int = -1) -> list[float]:
+        """Return a rung's loss less float32's with the same seed, at one of the evaluations, by seed."""
+        reference = self.of(REFERENCE)
+        return [
+            row["held_out"][point][1] - reference[seed]["held_out"][point][1]
+            for seed, row in sorted(self.of(rung).items())
+            if seed in reference
+        ]
+
+    def differs(self, rung: str) -> bool | None:
+        """Return whether the mean difference is more than the seeds' spread; None without a spread or a difference."""
+        differences, spread = self.differences(rung), self.spread
+        return abs(statistics.mean(differences)) > spread if differences and spread is not None else None
+
+
+def final_loss(result: Result) -> float:
+    """Return the held-out loss after the last step."""
+    return result["held_out"][-1][1]
+
+
+def write_page(results: Sequence[Result], steps: int) -> None:
+    """Write page and picture of the runs with a number of steps."""
+    PAGE.write_text(page_of(results, steps), "utf-8")
+    _draw({task: of_task for task, of_task in _by_task(results, steps).items() if of_task.results}, PICTURE)
+
+
+def page_of(results: Sequence[Result], steps: int) -> str:
+    """Return the page of the runs with a number of steps."""
+    return "\n\n".join(_parts(_by_task(results, steps), steps)) + "\n"
+
+
+def _by_task(results: Sequence[Result], steps: int) -> dict[str, TaskResults]:
+    return {
+        task: TaskResults([row for row in results if row["task"] == task and row["steps"] == steps])
+        for task in TASKS
+    }
+
+
+def _parts(by_task: dict[str, TaskResults], steps: int) -> Iterator[str]:
+    rows = [row for of_task in by_task.values() for row in of_task.results]
+    planned = len(TASKS) * NUM_SEEDS * len(RUNGS)
+    yield "<!-- written by scripts/learning_curves.py -->\n# Learning curves"
+    yield _wrapped(
+        "Does a rung of the [memory ladder](memory_ladder.md) learn as well as float32? SmolLM2-135M-Instruct is "
+        f"fine-tuned in full for {steps} steps, with float32 AdamW and with each number format; all runs of a seed see "
+        "the same data in the same order. Weights of other rungs than float32 are bfloat16, and so is what a layer "
+        "computes: the row `split16`, whose optimizer is exact, has this rounding alone. A processor took the steps; "
+        "products of bfloat16 are computed in float32 and rounded once, as tensor cores do."
+    )
+    yield _wrapped(
+        f"Runs made so far: **{len(rows)} of {planned}** ({len(TASKS)} tasks, {NUM_SEEDS} seeds, {len(RUNGS)} rungs). "
+        "This makes those that are missing, and writes this page again after each:"
+    )
+    yield f"```\npython scripts/learning_curves.py --steps {steps}\n```"
+    if not rows:
+        return
+    yield "![Held-out losses and their differences from float32](learning_curves.svg)"
+    yield from filter(None, [_summary(by_task)])
+    for task, of_task in by_task.items():
+        if of_task.results:
+            yield f"## {task.capitalize()}"
+            yield _wrapped(f"{TASKS[task].what[:1].upper()}{TASKS[task].what[1:]}.")
+            yield _final_table(of_task)
+            yield _wrapped(_spread_words(of_task))
+            yield _table_of_points(of_task)
+    yield "## What the columns say"
+    yield _wrapped(
+        "Losses are nats per label token, over the held-out examples. A difference is a rung's loss less float32's "
+        "with the same seed: the mean over the seeds, and the least and the largest. The spread of the seeds is the "
+        "largest less the smallest final loss of float32. Distances are between final weights, with what a master "
+        "holds, over all parameters (Euclidean), as a share of the way that float32's weights went from the start. "
+        "For float32 it is the distance between a seed and seed 0: another order of the same data."
+    )
+    yield _wrapped(_provenance(rows))
+
+
+def _summary(by_task: dict[str, TaskResults]) -> str:
+    lines = []
+    for task, of_task in by_task.items():
+        verdicts = {rung: of_task.differs(rung) for rung in RUNGS if rung != REFERENCE and of_task.of(rung)}
+        for words, verdict in (
+            ("differ from float32 by more than the seeds' spread", True),
+            ("differ by less than the seeds' spread", False),
+            ("cannot be judged yet, for want of a second seed", None),
+        ):
+            names = [f"`{rung}`" for rung, found in verdicts.items() if found is verdict]
+            if names:
+                lines.append(_wrapped(f"- {task}: {', '.join(names)} {words}.", "  "))
+    return "\n".join(lines)
+
+
+def _final_table(of_task: TaskResults) -> str:
+    lines = [
+        "| rung | seeds | final loss | difference from float32 | distance of the weights |",
+        "|---|---|---|---|---|",
+    ]
+    for rung in RUNGS:
+        rows = list(of_task.of(rung).values())
+        if rows:
+            loss = statistics.mean(map(final_loss, rows))
+            distances = [row["distance"] for row in rows if row["distance"] is not None]
+            apart = "" if rung == REFERENCE else _range_words(of_task.differences(rung))
+            far = f"{statistics.mean(distances):.3f}" if distances else ""
+            lines.append(f"| `{rung}` | {len(rows)} | {loss:.4f} | {apart} | {far} |")
+    return "\n".join(lines)
+
+
+def _range_words(differences: Sequence[float]) -> str:
+    if not differences:
+        return ""
+    mean = f"{statistics.mean(differences):+.4f}"
+    return f"{mean} ({min(differences):+.4f} to {max(differences):+.4f})" if len(differences) > 1 else mean
+
+
+def _spread_words(of_task: TaskResults) -> str:
+    if of_task.spread is None:
+        return "The spread of the seeds is not known: float32 has been run with one seed."
+    return f"The spread of the seeds is {of_task.spread:.4f}."
+
+
+def _table_of_points(of_task: TaskResults) -> str:
+    steps = sorted({step for row in of_task.results for step, _ in row["held_out"]})
+    lines = [
+        f"| held-out loss after step | {' | '.join(map(str, steps))} |",
+        f"|---|{'---|' * len(steps)}",
+    ]
+    for rung in RUNGS:
+        losses = [dict(row["held_out"]) for row in of_task.of(rung).values()]
+        if losses:
+            means = [[loss[step] for loss in losses if step in loss] for step in steps]
+            cells = [f"{statistics.mean(values):.4f}" if values else "" for values in means]
+            lines.append(f"| `{rung}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _provenance(rows: Sequence[Result]) -> str:
+    dates = sorted({row["date"] for row in rows})
+    hardware = " and ".join(sorted({row["hardware"] for row in rows}))
+    libraries = " and ".join(
+        sorted({", ".join(f"{name} {number}" for name, number in row["versions"].items()) for row in rows})
+    )
+    when = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}"
+    return (
+        f"Measured {when} on {hardware}; {libraries}. The runs, with their settings, are in "
+        "`tests/data/measured/learning-curves.json`. Another processor rounds sums in another order: its numbers "
+        "differ in late digits, all the more in later steps."
+    )
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _draw(by_task: dict[str, TaskResults], path: Path) -> None:
+    if not by_task:
+        return
+    # Without pyplot, which would look for a display.
+    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
+    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning curves"}):
+        figure = Figure(figsize=(10, 3.6 * len(by_task)), layout="constrained")
+        grid = figure.subplots(len(by_task), 2, squeeze=False)
+        for (task, of_task), (losses, differences) in zip(by_task.items(), grid, strict=True):
+            _draw_task(task, of_task, losses, differences)
+        grid[0][0].legend(frameon=False)
+        figure.savefig(path, format="svg", metadata={"Date": None})
+
+
+def _draw_task(task: str, of_task: TaskResults, losses: Any, differences: Any) -> None:
+    """Draw the mean losses in one frame, and in another each seed's difference from float32 and their mean."""
+    for place, rung in enumerate(RUNGS):
+        rows = list(of_task.of(rung).values())
+        if not rows:
+            continue
+        colour, steps = f"C{place}", [step for step, _ in rows[-1]["held_out"]]
+        count = len(steps)
+        means = [statistics.mean(row["held_out"][k - count][1] for row in rows) for k in range(count)]
+        losses.plot(steps, means, "o-", color=colour, label=rung, markersize=3)
+        if rung != REFERENCE and of_task.differences(rung):
+            points = [of_task.differences(rung, k - count) for k in range(count)]
+            differences.plot(steps, [statistics.mean(point) for point in points], "-", color=colour)
+            for step, point in zip(steps, points, strict=True):
+                differences.plot([step] * len(point), point, "o", color=colour, markersize=3)
+    if of_task.spread is not None:
+        differences.axhspan(-of_task.spread, of_task.spread, color="black", alpha=0.06, linewidth=0)
+    differences.axhline(0, color="black", linewidth=0.8)
+    losses.set(title=f"{task}: held-out loss", xlabel="step", ylabel="nats per token")
+    differences.set(title=f"{task}: less float32's (grey: the seeds' spread)", xlabel="step")
