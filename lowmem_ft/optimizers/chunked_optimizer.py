@@ -86,7 +86,7 @@ class ChunkedOptimizer(Optimizer):
         seed: int = 0,
     ) -> None:
         self.rule = rule
-        self.state_format = state
+        self.state_format: StateFormats = state
         self.master_format = master
         self.seed = seed
         self.home: StateStorage = DeviceStorage()
