@@ -24,7 +24,6 @@ KEYS["optimizer.in_backward"] = recipe_keys()["optimizer.in_backward"]
 # Values that a key's type does not tell; checkpointing.mode=auto has become another before anything is built.
 VALUES = {
     "checkpointing.mode": ["full", "selective"],
-    "model.kernels": ["auto"],  # test_fused_kernels.py has liger, which needs a GPU
     "offload.folder": ["{folder}"],
     "adapter.target_modules": ["[q_proj]"],
 }
