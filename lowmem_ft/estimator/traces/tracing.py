@@ -175,6 +175,8 @@ class _ShortTracing:
         for stand_in in stand_ins:
             key = keys[stand_in]
             found = None if key is None else self._kept.find(key)
+            if found and found.repetition and found.repetition.layers != stand_in.layers:
+                found = None  # as many layers, which repeat in two stretches there and in one here
             try:
                 short = found or self._shown(stand_in, proofs)
                 assert short.repetition is not None, "anything that does not repeat is kept unchanged"

@@ -203,6 +203,21 @@ def test_other_numbers_of_resident_layers_share_the_trace(model: Path, depths: l
     assert depths == []
 
 
+def test_a_stand_in_is_not_taken_for_one_of_as_many_layers_that_repeat_otherwise(model: Path) -> None:
+    """Four checkpointed layers and four that are not: both kinds repeat for 8 of 20, only the second for 16."""
+    config = transformers.AutoConfig.from_pretrained(model)
+    config.num_hidden_layers = 20
+    config.save_pretrained(model / "twenty")
+    some, most = (
+        recipe_of(model / "twenty", "checkpointing.mode=full", f"checkpointing.skip_last_layers={number}")
+        for number in (8, 16)
+    )
+    kept = KeptTraces()
+    estimated(some, kept)
+    assert_same(estimated(most, kept), estimated(most))
+    assert_same(estimated(some, kept), estimated(some))
+
+
 def test_gpus_that_run_the_same_program_share_what_was_shown(model: Path, depths: list[int]) -> None:
     kept = KeptTraces()
     recipe = recipe_of(model, "model.dtype=bfloat16")
