@@ -30,24 +30,10 @@ ARGUMENTS = frozenset(("rope", "rms_norm", "swiglu", "geglu"))
 """Arguments of Liger's functions that stay on where they are: losses, other norms and heads are not taken."""
 
 ARCHITECTURES = frozenset(
-    [
-        "exaone4",
-        "gemma",
-        "gemma2",
-        "gemma3_text",
-        "glm4",
-        "granite",
-        "llama",
-        "mistral",
-        "mixtral",
-        "olmo2",
-        "olmo3",
-        "phi3",
-        "qwen2",
-        "qwen3",
-        "qwen3_moe",
-        "smollm3",
-    ]
+    (
+        *("exaone4", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral"),
+        *("olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3"),
+    )
 )
 """Values of ``model_type`` whose gradients a test compares with transformers' own, for a whole model.
 
