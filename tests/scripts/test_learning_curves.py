@@ -43,7 +43,7 @@ def test_a_run_keeps_its_losses_and_its_distance_from_float32(model, tmp_path):
         for change in ({"rung": "split24, 8bit state"}, {"seed": 1})
     )
     assert [step for step, _ in coarse["held_out"]] == [1, 2, 3, 4]
-    assert coarse["tokens"] == whole["tokens"] != other["tokens"]
+    assert coarse["tokens"] == whole["tokens"]
     assert 0 < coarse["distance"] < other["distance"]
 
 
