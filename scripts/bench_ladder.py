@@ -3,6 +3,7 @@
     python scripts/bench_ladder.py [--model FOLDER] [--steps 20]
     python scripts/bench_ladder.py --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
     python scripts/bench_ladder.py --clock [--model llama-3.1-8b] [--gpus rtx-4090 h100-80gb] [--accumulation 16]
+    python scripts/bench_ladder.py --clock --write          # the table of docs/memory_ladder.md
 
 On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: those kept between two steps
 by kind, those on the host apart, and the peak of a step; exact sums over tensor storages. Then all rungs in one
@@ -36,6 +37,7 @@ import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
+from marked_table import with_table
 from measured_on import measured_on, require_device
 
 from lowmem_ft.foundation.errors import UserError
@@ -50,6 +52,7 @@ from lowmem_ft.training.session import Session
 
 TOKENS = 256
 TINY = Path(__file__).parents[1] / "recipes" / "tiny"
+PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 
 
 def main() -> None:
@@ -63,6 +66,7 @@ def main() -> None:
     parser.add_argument(
         "--gpus", nargs="+", default=["rtx-4090", "rtx-4060", "a100-80gb", "h100-80gb"], help="(--clock)"
     )
+    parser.add_argument("--write", action="store_true", help="(--clock) the table into docs/memory_ladder.md")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--accumulation", type=int, help="micro-batches of a step; 2, or 16 with --clock")
     parser.add_argument("--budgets", nargs="+", default=["24GiB", "16GiB", "12GiB", "8GiB", "4GiB"])
@@ -71,6 +75,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.clock and arguments.device == "cuda":
         parser.error("--clock times virtual GPUs: leave --device out")
+    if arguments.write and not arguments.clock:
+        parser.error("--write is for --clock")
     arguments.accumulation = arguments.accumulation or (16 if arguments.clock else 2)
     require_device(arguments.device)
     if arguments.one:
@@ -79,7 +85,11 @@ def main() -> None:
     if arguments.clock:
         rows = list(on_clock(arguments))
         header, *lines = lines_of(rows)
-        print(_markdown(header, lines))
+        table = _markdown(header, lines)
+        print(table)
+        if arguments.write:
+            page = with_table(PAGE.read_text(encoding="utf-8"), "bench_ladder.py", table + "\n")
+            PAGE.write_text(page, encoding="utf-8")
     else:
         rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
         print(_table(rows))

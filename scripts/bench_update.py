@@ -1,6 +1,6 @@
 """A step with our compact optimizer next to the stock Trainer's with bitsandbytes, by a virtual GPU's timing model.
 
-    python scripts/bench_update.py
+    python scripts/bench_update.py [--write]            # --write: the table of docs/memory_ladder.md
 
 Llama 3.1 8B, rows of 2048 tokens, two per step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
 bitsandbytes' 8-bit AdamW, and our step with split24 masters and 8-bit state, each without checkpointing and with it.
@@ -16,12 +16,14 @@ import dataclasses
 import json
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from lowmem_ft import VirtualGPU  # isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
+from marked_table import with_table
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
@@ -32,6 +34,7 @@ from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.recipe import load_recipe
 
 ROWS, TOKENS = 2, 2048
+PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 COMMON = (
     "data=any",
     f"data.max_length={TOKENS}",
@@ -53,20 +56,39 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="llama-3.1-8b", help="of the catalogue")
-    model = parser.parse_args().model
+    parser.add_argument("--write", action="store_true", help="the table into docs/memory_ladder.md")
+    arguments = parser.parse_args()
+    model, rows = arguments.model, list(rows_of(arguments.model))
+    if arguments.write:
+        page = with_table(PAGE.read_text(encoding="utf-8"), "bench_update.py", table_of(rows))
+        PAGE.write_text(page, encoding="utf-8")
     found = {**measured_on(torch.device("cpu")), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
-    print(json.dumps({**found, "rows": list(rows_of(model))}, indent=2))
+    print(json.dumps({**found, "rows": rows}, indent=2))
 
 
 def rows_of(model: str) -> Iterator[dict[str, Any]]:
     """Yield rows one after the other, as each is estimated."""
     for name, settings in {"no checkpointing": KEEPS_ALL, "checkpointing": CHECKPOINTED}.items():
         stock = _stock(model, "h200", is_checkpointed=settings is CHECKPOINTED)
-        yield _row("h200", f"stock, {name}", stock)
+        yield _row("h200", name, "stock", stock)
         for update, estimate in _ours(model, "h200", settings):
-            yield _row("h200", f"ours, {name}, {update}", estimate) | {"of_stock": _ratio(estimate, stock)}
+            yield _row("h200", name, update, estimate) | {"of_stock": _ratio(estimate, stock)}
     for update, estimate in _ours(model, "rtx-4090", (*CHECKPOINTED, *ON_THE_HOST)):
-        yield _row("rtx-4090", f"ours, state on the host, {update}", estimate)
+        yield _row("rtx-4090", "in backward, state on the host", update, estimate)
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a Markdown table of :func:`rows_of`, with a line for each kind of step."""
+    lines = ["| GPU | step | stock | ours, Triton | of stock | ours, operations |", f"|{'---|' * 6}"]
+    for gpu, step in dict.fromkeys((row["gpu"], row["step"]) for row in rows):
+        of = {row["update"]: row for row in rows if (row["gpu"], row["step"]) == (gpu, step)}
+        stock, triton, operations = (
+            f"{of[update]['step_seconds']:.3f} s" if update in of else "not timed"
+            for update in ("stock", "Triton", "operations")
+        )
+        share = of["Triton"].get("of_stock")
+        lines.append(f"| {gpu} | {step} | {stock} | {triton} | {share or ''} | {operations} |")
+    return "\n".join(lines) + "\n"
 
 
 def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
@@ -107,10 +129,11 @@ def _recipe(model: str, settings: tuple[str, ...]) -> Any:
     return load_recipe(None, [f"model={model}", *COMMON, *settings])
 
 
-def _row(gpu: str, run: str, estimate: MemoryEstimate) -> dict[str, Any]:
+def _row(gpu: str, step: str, update: str, estimate: MemoryEstimate) -> dict[str, Any]:
     return {
         "gpu": gpu,
-        "run": run,
+        "step": step,
+        "update": update,
         "step_seconds": round(_seconds(estimate), 3),
         "bound_by": None if estimate.step is None else estimate.step.bound_by,
         "process_peak_gib": round(estimate.process_peak_bytes / 2**30, 1),
