@@ -23,9 +23,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
+from lowmem_ft.reports.estimate_table import format_dollars
 
 ROOT = Path(__file__).resolve().parents[1]
 COMMANDS = ("estimate", "plan", "gpus", "recipes", "models")
@@ -188,20 +189,28 @@ def with_block(text: str, block: Block, lines: Sequence[str]) -> str:
 
 
 def with_needs(text: str) -> str:
-    """Return a page whose recipe table has the needs of ``recipes/needs.json`` in its last two columns."""
+    """Return a page whose recipe table has what ``recipes/needs.json`` and the prices say in its last four columns."""
     needs = needs_of_shipped_recipes()
 
     def row(found: re.Match[str]) -> str:
         name = found["name"]
-        if name not in needs:
-            return found[0]
-        device = format_bytes(needs[name].process_peak_bytes)
-        return f"{found['before']}| {device} | {format_bytes(needs[name].host_peak_bytes)} |"
+        return " | ".join((found["before"], *cells_of(needs[name]))) + " |" if name in needs else found[0]
 
-    size = r"[\d.]+ [KMGT]iB"
-    return re.sub(
-        rf"^(?P<before>\|[^|]*\| `(?P<name>[^`]+)` \|[^|]*)\| {size} \| {size} \|$", row, text, flags=re.M
-    )
+    cells = r" \| ".join([r"[\d.]+ [KMGT]iB"] * 2 + [r"[\d,]+", r"(?:[\d.]+|-)"])
+    return re.sub(rf"^(?P<before>\|[^|]*\| `(?P<name>[^`]+)` \|[^|]*) \| {cells} \|$", row, text, flags=re.M)
+
+
+def cells_of(needs: RecipeNeeds) -> tuple[str, str, str, str]:
+    """Return device and host memory, tokens per second of all GPUs, and dollars per million tokens."""
+    tokens_per_second = needs.tokens_per_second or 0.0
+    number, name = split_count(needs.gpu)
+    price = find_gpu(name).cheapest_price
+    dollars = "-"
+    if price is not None and tokens_per_second:
+        cost = (number or 1) * price.usd_per_hour * 1e6 / 3600 / tokens_per_second
+        dollars = format_dollars(cost).removeprefix("$")
+    memory = format_bytes(needs.process_peak_bytes), format_bytes(needs.host_peak_bytes)
+    return *memory, f"{tokens_per_second:,.0f}", dollars
 
 
 def counts() -> dict[str, Callable[[], str]]:

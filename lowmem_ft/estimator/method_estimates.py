@@ -164,11 +164,13 @@ class _Route:
 
 def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
     """Return the routes in the order in which they are tried."""
+    first, *others = (f"recipe={rung}" for rung in method.rungs)
     if has_bfloat16:
-        return [_Route((f"recipe={rung}",)) for rung in method.rungs]
-    last = (f"recipe={method.rungs[-1]}", *method.without_bfloat16)
+        return [_Route((first,)), _Route((first, *method.leaner)), *(_Route((other,)) for other in others)]
     if method.resident_without_bfloat16 is None:
-        return [_Route(last)]
+        in_float16 = (first, *method.without_bfloat16)
+        return [_Route(in_float16), _Route((*in_float16, *method.leaner))]
+    last = (others[-1], *method.without_bfloat16)
     return [
         _Route((f"recipe={method.resident_without_bfloat16}",), float32="on the device"),
         _Route(last, float32="on the host"),
@@ -252,7 +254,7 @@ class _Asked:
         name, *settings = route.settings
         typed, limit = values_of(self.own), self.size.max_positions
         of_route = untyped(settings, self.own)
-        shipped = recipe_of((name,))
+        shipped = recipe_of(route.settings)
         length = shipped.data.max_length
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")

@@ -19,7 +19,11 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, methods_with
 
 FULL = ["adapter.name=none"]
-SHORT = ["data.max_length=64", "training.gradient_accumulation_steps=2"]
+SHORT = [
+    "data.max_length=64",
+    "training.per_device_train_batch_size=1",
+    "training.gradient_accumulation_steps=2",
+]
 GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]
 
 
@@ -130,7 +134,7 @@ def test_the_lowest_rung_streams_everything(rungs):
     assert (recipe.offload.parameters, recipe.offload.optimizer) == ("stream", "host")
     assert (recipe.optimizer.master, recipe.optimizer.state) == ("split24", "8bit")
     assert recipe.optimizer.in_backward
-    assert recipe.tiling.mlp > 1 < recipe.tiling.head
+    assert recipe.tiling.head > 1
     assert recipe.training.gradient_accumulation_steps > 1  # weights cross PCIe once for all of them
 
 
@@ -232,7 +236,6 @@ def test_settings_choose_the_methods_and_go_into_each(folder):
         recipe = as_recipe(each.command)
         assert each.row_tokens == recipe.data.max_length == 32
         assert recipe.model.dtype == "bfloat16"
-        assert recipe.checkpointing.mode == "full"
         assert each.estimate.step.tokens == 4 * 32
 
 

@@ -49,7 +49,7 @@ def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
     if shipped.is_own_model and shipped.needs.gpu == gpu.name:
         return (
             f" An estimate shows whether that fits; {shipped.settings[0]} is made for {gpu.name}{trains}, and does: "
-            f"{shipped.needs.header_words}."
+            f"{shipped.needs.memory_words}."
         )
     estimate = shlex.join(["lowmem-ft", "estimate", *shipped.settings, "--gpu", gpu.name])
     return f" A recipe is made for such GPUs{trains}: `{estimate}`."

@@ -19,6 +19,8 @@ class Method:
         name: ``full``, ``lora`` or ``qlora``.
         title: the name for people.
         rungs: shipped recipes for it, the fastest first. Each takes less of a GPU than the one before.
+        leaner: settings with which the first of them takes less, and computes the same more slowly: it fills the GPU
+            that it names, and other GPUs are smaller and other models larger.
         without_bfloat16: settings for the last of them on a GPU that does not compute with bfloat16.
         resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
             much faster than with streamed ones, and a small model fits.
@@ -28,25 +30,43 @@ class Method:
     name: str
     title: str
     rungs: tuple[str, ...]
+    leaner: tuple[str, ...]
     without_bfloat16: tuple[str, ...]
     resident_without_bfloat16: str | None = None
     is_traced_in_pieces: bool = False
 
 
 _FLOAT16 = ("model.dtype=float16", "training.mixed_precision=fp16")
+_CHECKPOINTED = ("checkpointing.mode=full", "checkpointing.skip_last_layers=0")
+_ROW_BY_ROW = (
+    "training.per_device_train_batch_size=1",
+    "training.gradient_accumulation_steps=16",
+    "accumulation.order=vertical",
+)
 
 FULL = Method(
     name="full",
     title="full",
     rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
+    leaner=_ROW_BY_ROW,
     without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
     resident_without_bfloat16="1b-fp16-t4",
 )
 LORA = Method(
-    name="lora", title="LoRA", rungs=("7b-lora",), without_bfloat16=_FLOAT16, is_traced_in_pieces=True
+    name="lora",
+    title="LoRA",
+    rungs=("7b-lora",),
+    leaner=_CHECKPOINTED,
+    without_bfloat16=_FLOAT16,
+    is_traced_in_pieces=True,
 )
 QLORA = Method(
-    name="qlora", title="QLoRA", rungs=("7b-qlora",), without_bfloat16=_FLOAT16, is_traced_in_pieces=True
+    name="qlora",
+    title="QLoRA",
+    rungs=("7b-qlora",),
+    leaner=_CHECKPOINTED,
+    without_bfloat16=_FLOAT16,
+    is_traced_in_pieces=True,
 )
 METHODS = (FULL, LORA, QLORA)
 

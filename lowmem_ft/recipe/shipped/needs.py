@@ -21,7 +21,7 @@ CPU = "cpu"
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeNeeds:
-    """The memory that a recipe needs on one device.
+    """The memory that a recipe needs on one device, and its speed there.
 
     Args:
         gpu: the GPU's name in the catalogue, such as ``8xrtx-4090`` where several share the model; :data:`CPU` for a
@@ -30,6 +30,8 @@ class RecipeNeeds:
         process_peak_bytes: peak of the process on the GPU; for a processor, in host memory.
         host_peak_bytes: host memory of each process; for a processor, with a build of torch for CPUs.
         host_pinned_bytes: the part of it that is pinned.
+        step_seconds: seconds of an optimizer step; None for a processor, which has no clock.
+        step_tokens: tokens of a step, of all GPUs together; None for a processor.
     """
 
     gpu: str
@@ -37,6 +39,13 @@ class RecipeNeeds:
     process_peak_bytes: int
     host_peak_bytes: int
     host_pinned_bytes: int
+    step_seconds: float | None
+    step_tokens: int | None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Training tokens per second of all GPUs together; None for a processor."""
+        return self.step_tokens / self.step_seconds if self.step_tokens and self.step_seconds else None
 
     @property
     def spare_share(self) -> float:
@@ -52,10 +61,19 @@ class RecipeNeeds:
         return f"{self.gpu}: {self.process_peak_bytes / GIB:.1f} of {self.memory_bytes / GIB:.1f} GiB, and {host}"
 
     @property
-    def header_words(self) -> str:
-        """The needs as in a recipe's header, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
+    def memory_words(self) -> str:
+        """The memory in words, such as ``4.2 GiB of 7.7; 65.7 GiB of host memory``."""
         device = f"{self.process_peak_bytes / GIB:.1f} GiB of {self.memory_bytes / GIB:.1f}"
         return f"{device}; {format_bytes(self.host_peak_bytes)} of host memory"
+
+    @property
+    def header_words(self) -> str:
+        """The needs as in a recipe's header: the memory, and ``3.5 s a step, 9,373 tokens/s``."""
+        if self.tokens_per_second is None:
+            return self.memory_words
+        return (
+            f"{self.memory_words}; {self.step_seconds:.3g} s a step, {self.tokens_per_second:,.0f} tokens/s"
+        )
 
 
 def needs_of_shipped_recipes() -> dict[str, RecipeNeeds]:
