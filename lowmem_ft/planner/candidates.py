@@ -5,7 +5,7 @@ Axes: N combinations, D dimensions, U distinct choices of the dimensions that ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -90,10 +90,10 @@ def prior_of(
     """Return the expected needs of each combination that may fit; a processor has no timing model: bytes alone."""
     nothing_N = np.zeros(len(candidates))
     device_N, host_N, seconds_N, effort_N = (nothing_N.copy() for _ in range(4))
-    parts_N = _parts(space, candidates.choices_ND, shape)
+    parts_N: Mapping[Part, Any] = _parts(space, candidates.choices_ND, shape)
     for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
         recipe = space.recipe_of(space.combinations[place])
-        parts = {part: Held(*(of_N[place] for of_N in held)) for part, held in parts_N.items()}
+        parts: StepParts = {part: Held(*(of_N[place] for of_N in held)) for part, held in parts_N.items()}
         device_N[place], host_N[place] = _expected_bytes(recipe, shape, parts, gpu)
         effort_N[place] = expectations.effort(recipe)
         if gpu is not None:
