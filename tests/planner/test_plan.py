@@ -121,7 +121,7 @@ def test_it_says_why(make_recipe, at_once):
         len(dimension.choices)
         for dimension in space_of(make_recipe(KEEP), num_layers=2, has_bfloat16=True).dimensions
     ]
-    assert total == sizes[0] * sizes[1] * sizes[2]
+    assert total == math.prod(sizes)
 
 
 def test_what_fits_tightly_is_no_plan(make_recipe, at_once):
