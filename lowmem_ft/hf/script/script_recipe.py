@@ -197,7 +197,7 @@ def _read(
     args: Any = script.args
     _note_unlike(script, reading)
     if args.use_liger_kernel:
-        model = dataclasses.replace(model, kernels="liger")
+        model = dataclasses.replace(model, kernels="auto")  # what Liger lacks here is no error of the script
     is_checkpointed = args.gradient_checkpointing or _is_checkpointed(script.model)
     is_offloaded = getattr(args, "activation_offloading", False)
     recipe = Recipe(

@@ -115,7 +115,7 @@ ROWS: tuple[Row, ...] = (
         in_place=False,
     ),
     Row(key="accumulation.dtype", under=_EVERYWHERE),
-    Row(key="accumulation.fusion", under=(Refused(_UNSCALED),) * 4),
+    Row(key="accumulation.fusion", under=(Refused(_UNSCALED),) * 4, in_place=False),
     Row(key="optimizer.name", under=_EVERYWHERE),
     Row(key="optimizer.state", under=_EVERYWHERE),
     Row(key="optimizer.master", under=_EVERYWHERE),

@@ -131,7 +131,8 @@ class _Draft:
     def finish(self) -> Recipe:
         """Return the recipe; where a value could not be read, its default is used to check the rest."""
         groups = {name: group(**self._values_of(name, group)) for name, group in recipe_groups().items()}
-        recipe = Recipe(**self._values_of(None, Recipe), **groups, written=frozenset(self.values))
+        written = frozenset(path for path, value in self.values.items() if value is not None)
+        recipe = Recipe(**self._values_of(None, Recipe), **groups, written=written)
         unreliable = {*self.wrong, *map(recipe_key_of, self.unresolved)}
         problems = [*self.problems, *self.unresolved.values(), *recipe_problems(recipe, unreliable)]
         raise_problems(problems, RecipeError)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 Kernels = Literal["auto", "liger", "none"]
 
 _KEY, _PACKAGE = "model.kernels", "liger-kernel"
+
+_OLDEST_PACKAGE = (0, 8, 5)
+"""Releases before it rotate all of a head where the model rotates a part, and have other functions."""
 
 _OLDEST = (8, 0)
 """Oldest compute capability: that of the GPUs for which the tests compile the kernels."""
@@ -143,6 +147,9 @@ def _obstacle(causal_lm: Any, device: torch.device) -> tuple[type[UserError], st
     """Return what all of the operators need that is not there, as a clause, and the kind of error that it is."""
     if not is_installed(_PACKAGE):
         return UserError, f"the package {_PACKAGE}, which is not installed"
+    version = installed_version(_PACKAGE) or ""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_PACKAGE:
+        return UserError, f"{_PACKAGE} {'.'.join(map(str, _OLDEST_PACKAGE))} or newer, got {version}"
     if (lacks := _lacks(device)) is not None:
         return UserError, lacks
     if not has_operators(causal_lm.config.model_type):

@@ -175,7 +175,8 @@ def _rotary_run(
 
     inputs = [drawn(2, _TOKENS, num, size) for num in (heads, key_heads)]
     d_outputs = [drawn(2, _TOKENS, num, size).transpose(1, 2) for num in (heads, key_heads)]
-    angles_1TD = torch.randn(1, _TOKENS, size // 2, generator=generator).repeat(1, 1, 2)
+    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor", 1.0)
+    angles_1TD = torch.randn(1, _TOKENS, int(size * share) // 2, generator=generator).repeat(1, 1, 2)
     cos, sin = (turn(angles_1TD).to(device, dtype) for turn in (torch.cos, torch.sin))
 
     def values(is_ligers: bool) -> Values:

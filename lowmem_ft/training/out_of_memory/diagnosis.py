@@ -50,7 +50,8 @@ def report_of(
         sentences.append(_with_allocator_state(folder / allocator_file(process_index), device))
     if checkpoint is not None:
         sentences.append(
-            f"Resume the run from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less."
+            f"Resume the run from {checkpoint} with training.resume_from_checkpoint=auto and settings that need less; "
+            "those that round otherwise, as accumulation.fusion does, need training.resume_with_other_kernels=true."
         )
     return sentences
 

@@ -15,6 +15,8 @@ from transformers import Trainer
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.hf.trainers.agreement import agree
+from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, ROWS, Refused
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 
 CPU = ("training.use_cpu=true", "training.report_to=[]")
@@ -128,6 +130,19 @@ def test_a_default_that_a_file_or_an_override_writes_is_the_recipes_word(source,
         f"{key}: {words}" for key, (_, _, words) in DEFAULTS_WRITTEN.items()
     }
     assert recipe == dataclasses.replace(recipe, written=frozenset())  # what trains is the same recipe
+
+
+def test_null_leaves_a_setting_to_the_trainer(tmp_path):
+    (tmp_path / "mine.yaml").write_text("{model: {name_or_path: any}, optimizer: {betas: null, eps: 1.0e-7}}")
+    assert {"optimizer.eps"} == {
+        key for key in load_recipe(tmp_path / "mine.yaml").written if "optimizer" in key
+    }
+
+
+def test_a_plan_for_a_trainer_tries_nothing_that_every_trainer_refuses():
+    refused = {row.key for row in ROWS if all(isinstance(verdict, Refused) for verdict in row.under)}
+    tried = {key.path for key in recipe_keys().values() if key.tries}
+    assert "accumulation.fusion" in refused & tried <= set(DECIDED_BY_A_TRAINER)
 
 
 def test_arguments_made_from_the_recipe_agree_with_it(tmp_path, caplog):

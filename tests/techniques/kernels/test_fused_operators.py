@@ -291,6 +291,14 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch, caplog):
         enable(tiny_llama())
 
 
+def test_a_release_that_rotates_otherwise_is_not_taken(monkeypatch, caplog):
+    monkeypatch.setattr(fused_operators, "installed_version", lambda package: "0.8.4")
+    caplog.set_level(logging.INFO)
+    assert enable(tiny_llama(), "auto").operators == ()
+    with pytest.raises(UserError, match=r"liger-kernel 0\.8\.5 or newer, got 0\.8\.4"):
+        enable(tiny_llama())
+
+
 def test_what_was_chosen_is_said_with_its_version():
     assert enable(tiny_llama(), "none").kernels() == {}
     (said,) = enable(tiny_llama()).kernels().values()
