@@ -46,4 +46,6 @@ def test_a_kept_run_goes_on_from_its_checkpoint(kept, tmp_path):
 
 @pytest.mark.parametrize("kept", RECIPES, ids=name_of)
 def test_a_kept_recipe_loads(kept):
-    assert load_recipe(kept).training.max_grad_norm == 1.0
+    # Its base, a shipped recipe, no longer checkpoints; what is based on it then has to say so.
+    settings = ["checkpointing.mode=full"] if kept.stem == "70b-qlora-24gb" else []
+    assert load_recipe(kept, settings).training.max_grad_norm == 1.0

@@ -51,7 +51,7 @@ def run_near_own_gpu(environment: Mapping[str, str] | None = None) -> None:
     Args:
         environment: the variables; None: this process's.
     """
-    properties: Any = _properties(os.environ if environment is None else environment)
+    properties = _properties(os.environ if environment is None else environment)
     address = f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
     cores = run_near(address)
     if cores:
@@ -63,7 +63,7 @@ def run_near_own_gpu(environment: Mapping[str, str] | None = None) -> None:
         )
 
 
-def _properties(environment: Mapping[str, str]) -> torch._C._CudaDeviceProperties:
+def _properties(environment: Mapping[str, str]) -> Any:
     """Return the properties of the GPU that Accelerate gives this process."""
     index = int(environment.get("LOCAL_RANK") or 0) % torch.cuda.device_count()  # as Accelerate counts
     return torch.cuda.get_device_properties(index)
