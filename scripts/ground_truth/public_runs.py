@@ -166,7 +166,7 @@ def _batch(run: PublicRun, vocabulary: int, device: torch.device) -> dict[str, A
 
 
 def _build(run: PublicRun, gpu: VirtualGPU) -> Any:
-    model = _on_meta(run)
+    model = model_on_meta(run)
     if run.quantization != "none":
         gpu.warm_up_allocator(_bytes_of_checkpoint(model))
     model = gpu.place(model)
@@ -191,7 +191,8 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")[:2]))
 
 
-def _on_meta(run: PublicRun) -> PreTrainedModel:
+def model_on_meta(run: PublicRun) -> PreTrainedModel:
+    """Return a run's model without values, its linear layers replaced if they are quantised."""
     dtype: torch.dtype = getattr(torch, run.dtype)
     config: Any = catalogue_config(ModelConfig(name_or_path=run.model))
     if run.num_layers is not None:

@@ -1,0 +1,394 @@
+"""Seconds and memory of our recipes next to the trainers that people would pick, on the same rows and virtual clock.
+
+    python scripts/bench_speed.py [--works 8b-full 7b-lora ...] [--write]
+
+Each work is one model on one GPU with 16 rows of 2048 tokens a step. The peer's program is its own code, as installed,
+on a virtual GPU: ``transformers.Trainer`` or TRL's ``SFTTrainer`` with Liger's kernels, PEFT and bitsandbytes. Each of
+several sizes of micro-batches runs with checkpointing and without; the fastest one that fits the GPU counts. A step of
+one and a step of two micro-batches run; seconds of more follow from the difference, and two hold as much memory as
+more. torchtune is not installed: a loop does what its single-device recipe does (bitsandbytes' paged 8-bit AdamW in the
+backward pass, every layer checkpointed, whole logits). Ours is a shipped recipe with the settings that the table names.
+Each run is a process of its own, as Liger replaces functions of transformers for good.
+
+The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``; nothing
+was measured on a GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import marked_table
+
+from lowmem_ft.virtual_gpu.gpu import (
+    VirtualGPU,
+)  # first: what bitsandbytes says to no purpose is then left out
+
+# isort: split
+import bitsandbytes  # pyright: ignore[reportMissingImports]  # an optional package
+import torch
+from datasets import Dataset
+from ground_truth.public_runs import PublicRun, model_on_meta
+from peft import LoraConfig  # pyright: ignore[reportMissingImports]  # an optional package
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
+from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]  # an optional package
+
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.estimate import estimate_of_trace
+from lowmem_ft.estimator.traces.tracing import trace_recipe
+from lowmem_ft.foundation.units import GIB
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.recording.work import STEP_END
+from lowmem_ft.virtual_gpu.recording.work import Work as LoggedWork
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+ROWS, TOKENS, STEPS = 16, 2048, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """A run by the clock.
+
+    Args:
+        seconds: seconds of a step.
+        outside_products: those that no product of matrices or attention takes.
+        process_bytes: what the process needs of the GPU's memory.
+        fits: whether the GPU has as much.
+    """
+
+    seconds: float
+    outside_products: float
+    process_bytes: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class MicroBatches:
+    """The work of a step.
+
+    Args:
+        rows: rows of a micro-batch.
+        number: micro-batches of a step.
+        checkpoints: whether layers are checkpointed.
+    """
+
+    rows: int
+    number: int
+    checkpoints: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peer:
+    """Another tool's program for a work.
+
+    Args:
+        title: the tool and its settings that do not change.
+        model: name in the catalogue.
+        run: runs two steps on a virtual GPU, of micro-batches with these rows, this many of them, and with layers
+            checkpointed or not.
+        settings: rows of a micro-batch and whether layers are checkpointed.
+    """
+
+    title: str
+    model: str
+    run: Callable[[VirtualGPU, str, MicroBatches], None]
+    settings: tuple[tuple[int, bool], ...] = (
+        (1, False),
+        (2, False),
+        (4, False),
+        (1, True),
+        (2, True),
+        (4, True),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A row of the table.
+
+    Args:
+        gpu: name in the catalogue.
+        recipe: our recipe.
+        overrides: its settings that differ.
+        peer: what it is compared with.
+        goal: least ratio of tokens a second, and largest of memory, that the project wants.
+    """
+
+    gpu: str
+    recipe: str
+    overrides: tuple[str, ...]
+    peer: Peer
+    goal: tuple[float, float]
+
+
+def train_in_full(gpu: VirtualGPU, model: str, step: MicroBatches) -> None:
+    """Fine-tune all weights with the stock Trainer, Liger's kernels and bitsandbytes' 8-bit AdamW."""
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(folder, optim="adamw_bnb_8bit", **_common(step))
+        Trainer(
+            model=gpu.place(model_on_meta(_run(gpu, model))),
+            args=arguments,
+            train_dataset=_dataset(),
+            data_collator=default_data_collator,
+        ).train()
+
+
+def train_adapters(gpu: VirtualGPU, model: str, step: MicroBatches, *, quantization: str) -> None:
+    """Train LoRA of rank 16 on all linear layers with TRL, PEFT, Liger's kernels and bitsandbytes."""
+    run = _run(gpu, model, quantization=quantization)
+    with tempfile.TemporaryDirectory() as folder:
+        SFTTrainer(
+            model=gpu.place(model_on_meta(run)),
+            args=SFTConfig(folder, optim="adamw_torch_fused", max_length=TOKENS, **_common(step)),
+            train_dataset=_dataset(),
+            processing_class=_tokenizer(),
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        ).train()
+
+
+def train_with_paged_state(gpu: VirtualGPU, model: str, step: MicroBatches) -> None:
+    """Update each weight in the backward pass by a paged 8-bit AdamW of its own, as torchtune's recipe does."""
+    net: Any = gpu.place(model_on_meta(_run(gpu, model)))
+    if step.checkpoints:
+        net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for parameter in net.parameters():
+        optimizer = bitsandbytes.optim.PagedAdamW8bit([parameter], lr=2e-5)
+        parameter.register_post_accumulate_grad_hook(functools.partial(_update, optimizer=optimizer))
+    ids_BT = torch.zeros(step.rows, TOKENS, dtype=torch.long, device=gpu.device)
+    for _ in range(STEPS):
+        for _ in range(step.number):
+            net(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
+        gpu.work.mark(STEP_END)
+
+
+def _update(parameter: torch.Tensor, *, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+TRAINER = Peer(
+    title="`Trainer`, Liger, bitsandbytes 8-bit AdamW; bfloat16 weights without a master",
+    model="qwen3-8b",
+    run=train_in_full,
+)
+SFT = Peer(
+    title="TRL `SFTTrainer`, PEFT, Liger, fused AdamW",
+    model="qwen2.5-7b",
+    run=functools.partial(train_adapters, quantization="none"),
+)
+QLORA = dataclasses.replace(
+    SFT,
+    title="TRL `SFTTrainer`, PEFT, bitsandbytes NF4, Liger, fused AdamW",
+    run=functools.partial(train_adapters, quantization="nf4"),
+)
+PAGED = Peer(
+    title="torchtune's single-device recipe as a loop: paged 8-bit AdamW in backward, no master, one micro-batch",
+    model="qwen3-8b",
+    run=train_with_paged_state,
+    settings=((1, True), (2, True), (4, True)),
+)
+
+WORKS = {
+    "8b-full": Work(
+        gpu="h100-80gb", recipe="8b-bf16", overrides=("model.kernels=liger",), peer=TRAINER, goal=(1.05, 1.0)
+    ),
+    "7b-lora": Work(
+        gpu="rtx-4090", recipe="7b-lora", overrides=("model.kernels=liger",), peer=SFT, goal=(1.1, 0.9)
+    ),
+    "7b-qlora": Work(
+        gpu="rtx-4090", recipe="7b-qlora", overrides=("model.kernels=liger",), peer=QLORA, goal=(1.1, 0.9)
+    ),
+    "8b-offload": Work(
+        gpu="rtx-4090", recipe="8b-24gb", overrides=("model.kernels=liger",), peer=PAGED, goal=(1.0, 1.0)
+    ),
+}
+
+
+def main() -> None:
+    """Run every work, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument("--write", action="store_true", help=f"write the table into docs/{PAGE.name}")
+    parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.in_this_process:
+        name, rows, checkpoints = arguments.in_this_process
+        print(json.dumps(dataclasses.asdict(of_peer(WORKS[name], int(rows), checkpoints == "True"))))
+        return
+    lines = [
+        "| work | run | s a step | tokens/s | outside products, s | process, GiB | ratio of tokens/s | of memory |",
+        "|---|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in arguments.works:
+        for line in compared(name):
+            print(line, flush=True)
+            lines.append(line)
+    if arguments.write:
+        table = "\n".join([*lines, "", _versions(), ""])
+        PAGE.write_text(marked_table.with_table(PAGE.read_text(), Path(__file__).name, table))
+
+
+def compared(name: str) -> list[str]:
+    """Return a work's lines: the peer's fastest run that fits its GPU, and ours."""
+    work = WORKS[name]
+    fitting: dict[tuple[int, bool], Result] = {}
+    too_large: set[bool] = set()
+    for rows, checkpoints in work.peer.settings:  # fewer rows first
+        result = None if checkpoints in too_large else _in_new_process(name, (rows, checkpoints))
+        if result is not None and result.fits:
+            fitting[rows, checkpoints] = result
+        else:
+            too_large.add(checkpoints)
+    mine = ours(work)
+    own = f"ours, `{' '.join((work.recipe, *work.overrides))}`"
+    if not fitting:
+        return [
+            _line(f"{work.recipe}, {work.gpu}", f"{work.peer.title}: no setting fits", None),
+            _line("", own, mine),
+        ]
+    (rows, checkpoints), best = min(fitting.items(), key=lambda pair: pair[1].seconds)
+    its = f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
+    return [_line(f"{work.recipe}, {work.gpu}", its, best), _line("", own, mine, than=best, goal=work.goal)]
+
+
+def of_peer(work: Work, rows: int, checkpoints: bool) -> Result:
+    """Run a peer's program in this process, with one micro-batch a step and with two."""
+    one, two = (
+        _steps_of_peer(work, MicroBatches(rows=rows, number=n, checkpoints=checkpoints)) for n in (1, 2)
+    )
+    further = ROWS // rows - 1
+    if not further:
+        return one
+    return dataclasses.replace(
+        two,
+        seconds=one.seconds + further * (two.seconds - one.seconds),
+        outside_products=one.outside_products + further * (two.outside_products - one.outside_products),
+    )
+
+
+def _steps_of_peer(work: Work, step: MicroBatches) -> Result:
+    with VirtualGPU(work.gpu) as gpu:
+        work.peer.run(gpu, work.peer.model, step)
+    return _result(gpu.report(), gpu.trace().work, find_gpu(work.gpu))
+
+
+def ours(work: Work) -> Result:
+    """Estimate our recipe."""
+    gpu, recipe = find_gpu(work.gpu), load_recipe(work.recipe, work.overrides)
+    traced = trace_recipe(recipe, functools.partial(VirtualGPU, gpu))
+    return _result(estimate_of_trace(recipe, traced, gpu, recipe.budget, 0.0, ""), traced.trace.work, gpu)
+
+
+def _result(estimate: MemoryEstimate, log: Sequence[LoggedWork], gpu: Gpu) -> Result:
+    """Read a step; where an estimate counts micro-batches that it has not traced, by the traced ones' share."""
+    ends = [index for index, entry in enumerate(log) if entry.kind == "mark" and entry.name == STEP_END]
+    span = Clock(log).times_on(gpu).between(*ends[-2:])
+    seconds = span.seconds if estimate.step is None else estimate.step.seconds
+    return Result(
+        seconds=seconds,
+        outside_products=seconds * (1 - span.shares["compute"]),
+        process_bytes=estimate.process_peak_bytes,
+        fits=estimate.fits,
+    )
+
+
+def _in_new_process(name: str, setting: tuple[int, bool]) -> Result | None:
+    """Run a peer's program in a process of its own; None: it fails, which is printed."""
+    command = [sys.executable, __file__, "--in-this-process", name, *map(str, setting)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        print(f"{name} {setting}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return None
+    result = Result(**json.loads(done.stdout.splitlines()[-1]))
+    print(f"{name} {setting}: {result}", file=sys.stderr, flush=True)
+    return result
+
+
+def _line(
+    work: str,
+    run: str,
+    result: Result | None,
+    than: Result | None = None,
+    goal: tuple[float, float] | None = None,
+) -> str:
+    if result is None:
+        return f"| {work} | {run} | | | | | | |"
+    ratios = ["", ""]
+    if than is not None and goal is not None:
+        ratios = [
+            f"{than.seconds / result.seconds:.2f} (goal {goal[0]})",
+            f"{result.process_bytes / than.process_bytes:.2f} (goal {goal[1]})",
+        ]
+    numbers = (
+        f"{result.seconds:.2f}",
+        f"{ROWS * TOKENS / result.seconds:,.0f}",
+        f"{result.outside_products:.2f}",
+        f"{result.process_bytes / GIB:.1f}",
+    )
+    return "| " + " | ".join((work, run, *numbers, *ratios)) + " |"
+
+
+def _run(gpu: VirtualGPU, model: str, *, quantization: str = "none") -> PublicRun:
+    return PublicRun(
+        gpu=gpu.spec.name,
+        model=model,
+        dtype="bfloat16",
+        quantization=quantization,
+        batch_size=1,
+        length=TOKENS,
+    )
+
+
+def _common(step: MicroBatches) -> dict[str, Any]:
+    return {
+        "bf16": True,
+        "per_device_train_batch_size": step.rows,
+        "gradient_accumulation_steps": step.number,
+        "gradient_checkpointing": step.checkpoints,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "use_liger_kernel": True,
+        "max_steps": STEPS,
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+    }
+
+
+def _dataset() -> Dataset:
+    tokens = list(range(2, 2 + TOKENS))
+    row = {"input_ids": tokens, "labels": tokens}
+    return Dataset.from_list([row] * (ROWS * STEPS))
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer that nothing asks: the rows are tokens already."""
+    words = Tokenizer(WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>")
+
+
+def _versions() -> str:
+    packages = ("torch", "transformers", "trl", "peft", "bitsandbytes", "liger-kernel", "triton")
+    return "By " + ", ".join(f"{name} {version(name)}" for name in packages) + "."
+
+
+if __name__ == "__main__":
+    main()
