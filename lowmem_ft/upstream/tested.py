@@ -22,7 +22,7 @@ TESTED: dict[str, tuple[str, str]] = {
     "bitsandbytes": ("0.50", "0.50"),
     "datasets": ("4.0", "5.2"),
     "trl": ("1.0", "1.16"),
-    "liger_kernel": ("0.8", "0.8"),
+    "liger_kernel": ("0.8.5", "0.8.5"),
 }
 """First and last version, by library; patch releases of the last are included. The first is the lower bound in
 pyproject.toml. The last is no upper bound there: a newer library often works, and its users get a warning.
