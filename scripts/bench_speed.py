@@ -1,6 +1,6 @@
-"""Seconds and memory of our recipes next to the trainers that people would pick, on the same rows and virtual clock.
+"""Seconds and memory of our recipes next to the trainers that people would pick, on the same rows and the same clock.
 
-    python scripts/bench_speed.py [--works 8b-full 7b-lora ...] [--write]
+    python scripts/bench_speed.py [--works 8b-full 7b-lora ...] [--device cuda] [--write]
 
 Each work is one model on one GPU with 16 rows of 2048 tokens a step. The peer's program is its own code, as installed,
 on a virtual GPU: ``transformers.Trainer`` or TRL's ``SFTTrainer`` with Liger's kernels, PEFT and bitsandbytes. Each of
@@ -10,8 +10,10 @@ more. torchtune is not installed: a loop does what its single-device recipe does
 backward pass, every layer checkpointed, whole logits). Ours is a shipped recipe with the settings that the table names.
 Each run is a process of its own, as Liger replaces functions of transformers for good.
 
-The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``; nothing
-was measured on a GPU.
+The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``, or, with
+``--device cuda``, measured on this machine's GPU: random weights, the median of three steps with all their
+micro-batches after a first one that does not count, and what the driver reports for the process. Then the table is
+printed, and its rows are written to ``--out``.
 """
 
 from __future__ import annotations
@@ -19,10 +21,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import itertools
 import json
+import math
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -40,10 +46,18 @@ import bitsandbytes  # pyright: ignore[reportMissingImports]  # an optional pack
 import torch
 from datasets import Dataset
 from ground_truth.public_runs import PublicRun, model_on_meta
+from ground_truth.real_run import run_for_real
+from measured_on import measured_on, require_device
 from peft import LoraConfig  # pyright: ignore[reportMissingImports]  # an optional package
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments, default_data_collator
+from transformers import (
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    default_data_collator,
+)
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportMissingImports]  # an optional package
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -52,22 +66,26 @@ from lowmem_ft.estimator.estimate import estimate_of_trace
 from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.recording.work import STEP_END
 from lowmem_ft.virtual_gpu.recording.work import Work as LoggedWork
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
-ROWS, TOKENS, STEPS = 16, 2048, 2
+ROWS, TOKENS = 16, 2048
+MEASURED_STEPS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result:
-    """A run by the clock.
+    """A run by the clock, or on a GPU.
 
     Args:
         seconds: seconds of a step.
-        outside_products: those that no product of matrices or attention takes.
+        outside_products: those that no product of matrices or attention takes; NaN where they were not told apart.
         process_bytes: what the process needs of the GPU's memory.
         fits: whether the GPU has as much.
     """
@@ -86,11 +104,54 @@ class MicroBatches:
         rows: rows of a micro-batch.
         number: micro-batches of a step.
         checkpoints: whether layers are checkpointed.
+        steps: number of such steps.
     """
 
     rows: int
     number: int
     checkpoints: bool
+    steps: int = 2
+
+
+class ThisGPU:
+    """This machine's GPU, in the place of a virtual one.
+
+    Attributes:
+        device: the device.
+        step_ends: when each step's work was done, in seconds.
+    """
+
+    def __init__(self) -> None:
+        self.device = torch.device("cuda", 0)
+        self.step_ends: list[float] = []
+
+    def end_step(self) -> None:
+        """Wait for a step's work."""
+        torch.cuda.synchronize(self.device)
+        self.step_ends.append(time.perf_counter())
+
+    def result(self) -> Result:
+        """Return the median of the steps after the first, and what the process holds."""
+        ends = self.step_ends
+        return self.result_of([end - begin for begin, end in itertools.pairwise(ends)])
+
+    def result_of(self, seconds: Sequence[float]) -> Result:
+        """Return the median of seconds, and what the process holds."""
+        held, _ = ProcessBytes(self.device).read()
+        return Result(
+            seconds=statistics.median(seconds), outside_products=math.nan, process_bytes=held, fits=True
+        )
+
+
+AnyGPU = VirtualGPU | ThisGPU
+
+
+class _EndOfStep(TrainerCallback):
+    def __init__(self, gpu: ThisGPU) -> None:
+        self._gpu = gpu
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._gpu.end_step()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,14 +161,13 @@ class Peer:
     Args:
         title: the tool and its settings that do not change.
         model: name in the catalogue.
-        run: runs two steps on a virtual GPU, of micro-batches with these rows, this many of them, and with layers
-            checkpointed or not.
+        run: runs steps of these micro-batches on a GPU.
         settings: rows of a micro-batch and whether layers are checkpointed.
     """
 
     title: str
     model: str
-    run: Callable[[VirtualGPU, str, MicroBatches], None]
+    run: Callable[[AnyGPU, str, MicroBatches], None]
     settings: tuple[tuple[int, bool], ...] = (
         (1, False),
         (2, False),
@@ -137,44 +197,48 @@ class Work:
     goal: tuple[float, float]
 
 
-def train_in_full(gpu: VirtualGPU, model: str, step: MicroBatches) -> None:
+def train_in_full(gpu: AnyGPU, model: str, step: MicroBatches) -> None:
     """Fine-tune all weights with the stock Trainer, Liger's kernels and bitsandbytes' 8-bit AdamW."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(folder, optim="adamw_bnb_8bit", **_common(step))
         Trainer(
-            model=gpu.place(model_on_meta(_run(gpu, model))),
+            model=_model(gpu, model),
             args=arguments,
-            train_dataset=_dataset(),
+            train_dataset=_dataset(step),
             data_collator=default_data_collator,
+            callbacks=_callbacks(gpu),
         ).train()
 
 
-def train_adapters(gpu: VirtualGPU, model: str, step: MicroBatches, *, quantization: str) -> None:
+def train_adapters(gpu: AnyGPU, model: str, step: MicroBatches, *, quantization: str) -> None:
     """Train LoRA of rank 16 on all linear layers with TRL, PEFT, Liger's kernels and bitsandbytes."""
-    run = _run(gpu, model, quantization=quantization)
     with tempfile.TemporaryDirectory() as folder:
         SFTTrainer(
-            model=gpu.place(model_on_meta(run)),
+            model=_model(gpu, model, quantization),
             args=SFTConfig(folder, optim="adamw_torch_fused", max_length=TOKENS, **_common(step)),
-            train_dataset=_dataset(),
+            train_dataset=_dataset(step),
+            callbacks=_callbacks(gpu),
             processing_class=_tokenizer(),
             peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
         ).train()
 
 
-def train_with_paged_state(gpu: VirtualGPU, model: str, step: MicroBatches) -> None:
+def train_with_paged_state(gpu: AnyGPU, model: str, step: MicroBatches) -> None:
     """Update each weight in the backward pass by a paged 8-bit AdamW of its own, as torchtune's recipe does."""
-    net: Any = gpu.place(model_on_meta(_run(gpu, model)))
+    net: Any = _model(gpu, model)
     if step.checkpoints:
         net.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for parameter in net.parameters():
         optimizer = bitsandbytes.optim.PagedAdamW8bit([parameter], lr=2e-5)
         parameter.register_post_accumulate_grad_hook(functools.partial(_update, optimizer=optimizer))
     ids_BT = torch.zeros(step.rows, TOKENS, dtype=torch.long, device=gpu.device)
-    for _ in range(STEPS):
+    for _ in range(step.steps):
         for _ in range(step.number):
             net(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
-        gpu.work.mark(STEP_END)
+        if isinstance(gpu, ThisGPU):
+            gpu.end_step()
+        else:
+            gpu.work.mark(STEP_END)
 
 
 def _update(parameter: torch.Tensor, *, optimizer: torch.optim.Optimizer) -> None:
@@ -211,6 +275,19 @@ WORKS = {
     "7b-lora": Work(
         gpu="rtx-4090", recipe="7b-lora", overrides=("model.kernels=liger",), peer=SFT, goal=(1.1, 0.9)
     ),
+    "7b-lora-80gb": Work(
+        gpu="h100-80gb",
+        recipe="7b-lora",
+        overrides=(
+            "model.kernels=liger",
+            "training.per_device_train_batch_size=4",
+            "training.gradient_accumulation_steps=4",
+            "checkpointing.mode=none",
+            "checkpointing.skip_last_layers=0",
+        ),
+        peer=SFT,
+        goal=(1.1, 0.9),
+    ),
     "7b-qlora": Work(
         gpu="rtx-4090", recipe="7b-qlora", overrides=("model.kernels=liger",), peer=QLORA, goal=(1.1, 0.9)
     ),
@@ -226,19 +303,35 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        type=_setting,
+        help="micro-batches to try for the peer, such as 2:off for 2 rows and no checkpointing; by default all",
+    )
+    parser.add_argument("--device", choices=["cuda"], help="measure on this machine's GPU")
+    parser.add_argument("--out", type=Path, default=Path("runs/bench_speed.json"), help="(--device cuda)")
     parser.add_argument("--write", action="store_true", help=f"write the table into docs/{PAGE.name}")
-    parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--in-this-process", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.write and arguments.device:
+        parser.error("--write is for the virtual clock's table: leave --device out")
+    if arguments.device:
+        require_device(arguments.device)
     if arguments.in_this_process:
-        name, rows, checkpoints = arguments.in_this_process
-        print(json.dumps(dataclasses.asdict(of_peer(WORKS[name], int(rows), checkpoints == "True"))))
+        name, setting = arguments.in_this_process
+        result = (_measured if arguments.device else _by_clock)(WORKS[name], setting)
+        print(json.dumps(dataclasses.asdict(result)))
+        return
+    if arguments.device:
+        measure(arguments.works, arguments.settings, arguments.out)
         return
     lines = [
         "| work | run | s a step | tokens/s | outside products, s | process, GiB | ratio of tokens/s | of memory |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in arguments.works:
-        for line in compared(name):
+        for line in compared(name, arguments.settings):
             print(line, flush=True)
             lines.append(line)
     if arguments.write:
@@ -246,27 +339,73 @@ def main() -> None:
         PAGE.write_text(marked_table.with_table(PAGE.read_text(), Path(__file__).name, table))
 
 
-def compared(name: str) -> list[str]:
+def measure(names: Sequence[str], settings: Sequence[tuple[int, bool]] | None, out: Path) -> None:
+    """Run works on this machine's GPU, ours first, and write each run as soon as it is there."""
+    rows: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
+    out.parent.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        for setting in (None, *(settings or WORKS[name].peer.settings)):
+            result = _in_new_process(name, setting, "--device", "cuda")
+            if result is None:
+                continue
+            row = {"work": name, "run": _title(name, setting), **dataclasses.asdict(result)}
+            del row["outside_products"], row["fits"]
+            rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
+            out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> list[str]:
     """Return a work's lines: the peer's fastest run that fits its GPU, and ours."""
     work = WORKS[name]
     fitting: dict[tuple[int, bool], Result] = {}
     too_large: set[bool] = set()
-    for rows, checkpoints in work.peer.settings:  # fewer rows first
+    for rows, checkpoints in settings or work.peer.settings:  # fewer rows first
         result = None if checkpoints in too_large else _in_new_process(name, (rows, checkpoints))
         if result is not None and result.fits:
             fitting[rows, checkpoints] = result
         else:
             too_large.add(checkpoints)
     mine = ours(work)
-    own = f"ours, `{' '.join((work.recipe, *work.overrides))}`"
+    own = _title(name, None)
     if not fitting:
         return [
             _line(f"{work.recipe}, {work.gpu}", f"{work.peer.title}: no setting fits", None),
             _line("", own, mine),
         ]
-    (rows, checkpoints), best = min(fitting.items(), key=lambda pair: pair[1].seconds)
-    its = f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
+    setting, best = min(fitting.items(), key=lambda pair: pair[1].seconds)
+    its = _title(name, setting)
     return [_line(f"{work.recipe}, {work.gpu}", its, best), _line("", own, mine, than=best, goal=work.goal)]
+
+
+def _title(name: str, setting: tuple[int, bool] | None) -> str:
+    """Describe a run of the peer, or ours, which has no setting."""
+    work = WORKS[name]
+    if setting is None:
+        return f"ours, `{' '.join((work.recipe, *work.overrides))}`"
+    rows, checkpoints = setting
+    return f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
+
+
+def _setting(text: str) -> tuple[int, bool]:
+    rows, _, checkpoints = text.partition(":")
+    if not rows.isdecimal() or ROWS % int(rows) or checkpoints not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"expected rows that divide {ROWS}, then :on or :off, got {text!r}")
+    return int(rows), checkpoints == "on"
+
+
+def _by_clock(work: Work, setting: str) -> Result:
+    return of_peer(work, *_setting(setting))
+
+
+def _measured(work: Work, setting: str) -> Result:
+    gpu = ThisGPU()
+    if setting == "ours":
+        recipe = load_recipe(work.recipe, (*work.overrides, "model.weights=random", "data=any"))
+        return gpu.result_of(run_for_real(recipe, num_steps=MEASURED_STEPS).seconds[1:])
+    rows, checkpoints = _setting(setting)
+    step = MicroBatches(rows=rows, number=ROWS // rows, checkpoints=checkpoints, steps=MEASURED_STEPS)
+    work.peer.run(gpu, work.peer.model, step)
+    return gpu.result()
 
 
 def of_peer(work: Work, rows: int, checkpoints: bool) -> Result:
@@ -310,15 +449,16 @@ def _result(estimate: MemoryEstimate, log: Sequence[LoggedWork], gpu: Gpu) -> Re
     )
 
 
-def _in_new_process(name: str, setting: tuple[int, bool]) -> Result | None:
-    """Run a peer's program in a process of its own; None: it fails, which is printed."""
-    command = [sys.executable, __file__, "--in-this-process", name, *map(str, setting)]
+def _in_new_process(name: str, setting: tuple[int, bool] | None, *options: str) -> Result | None:
+    """Run a peer's program, or ours, in a process of its own; None: it fails, which is printed."""
+    text = "ours" if setting is None else f"{setting[0]}:{'on' if setting[1] else 'off'}"
+    command = [sys.executable, __file__, *options, "--in-this-process", name, text]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        print(f"{name} {setting}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        print(f"{name} {text}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
         return None
     result = Result(**json.loads(done.stdout.splitlines()[-1]))
-    print(f"{name} {setting}: {result}", file=sys.stderr, flush=True)
+    print(f"{name} {text}: {result}", file=sys.stderr, flush=True)
     return result
 
 
@@ -346,15 +486,32 @@ def _line(
     return "| " + " | ".join((work, run, *numbers, *ratios)) + " |"
 
 
-def _run(gpu: VirtualGPU, model: str, *, quantization: str = "none") -> PublicRun:
-    return PublicRun(
-        gpu=gpu.spec.name,
-        model=model,
+def _model(gpu: AnyGPU, name: str, quantization: str = "none") -> Any:
+    """Return a model of the catalogue in bfloat16, with random weights if the GPU has any memory."""
+    if isinstance(gpu, VirtualGPU):
+        run = PublicRun(
+            gpu=gpu.spec.name,
+            model=name,
+            dtype="bfloat16",
+            quantization=quantization,
+            batch_size=1,
+            length=TOKENS,
+        )
+        return gpu.place(model_on_meta(run))
+    config = ModelConfig(
+        name_or_path=name,
         dtype="bfloat16",
-        quantization=quantization,
-        batch_size=1,
-        length=TOKENS,
+        weights="random",
+        quantization="nf4" if quantization == "nf4" else "none",
     )
+    hf_config = load_model_config(config, architecture_only=True)
+    model: Any = load_model(config, hf_config, attn_implementation="sdpa", device=gpu.device, seed=0)
+    model.is_loaded_in_4bit = quantization != "none"
+    return model
+
+
+def _callbacks(gpu: AnyGPU) -> list[TrainerCallback]:
+    return [_EndOfStep(gpu)] if isinstance(gpu, ThisGPU) else []
 
 
 def _common(step: MicroBatches) -> dict[str, Any]:
@@ -365,7 +522,7 @@ def _common(step: MicroBatches) -> dict[str, Any]:
         "gradient_checkpointing": step.checkpoints,
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "use_liger_kernel": True,
-        "max_steps": STEPS,
+        "max_steps": step.steps,
         "report_to": [],
         "save_strategy": "no",
         "logging_strategy": "no",
@@ -373,10 +530,10 @@ def _common(step: MicroBatches) -> dict[str, Any]:
     }
 
 
-def _dataset() -> Dataset:
+def _dataset(step: MicroBatches) -> Dataset:
     tokens = list(range(2, 2 + TOKENS))
     row = {"input_ids": tokens, "labels": tokens}
-    return Dataset.from_list([row] * (ROWS * STEPS))
+    return Dataset.from_list([row] * (ROWS * step.steps))
 
 
 def _tokenizer() -> PreTrainedTokenizerFast:

@@ -1,13 +1,17 @@
 """Run recipes for real and record the memory of each phase, next to the estimate.
 
-    python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--out rows.json] [--table]
+    python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--jobs 1] [--only-measure]
+        [--out rows.json] [--table]
     python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--repeats 3] [--out rows.json]
         [--table]
 
-On CUDA: random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own counters, and NVML for the
-process. On a CPU: tiny models of every family, a sample of all the ways to train them (``ground_truth/cpu_matrix.py``),
-and every tensor counted exactly. Each row runs in a process of its own, so that its peaks include no other row's cache.
-Rows that the file already holds are not run again. The default file is ``runs/measured.json``.
+On CUDA: the shipped recipes, then random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own
+counters, NVML for the process, and the seconds of each step. On a CPU: tiny models of every family, a sample of all the
+ways to train them (``ground_truth/cpu_matrix.py``), and every tensor counted exactly. Each row runs in a process of its
+own, so that its peaks include no other row's cache. Rows that the file already holds are not run again. The default
+file is ``runs/measured.json``. Several ``--jobs`` begin at once; on CUDA one after the other gets the GPU, when it has
+imported everything. Estimates are added at the end; with ``--only-measure`` another machine adds them, later, without
+the option.
 
 ``--whole-runs``: memory of whole processes of ``lowmem-ft train`` without a GPU (``ground_truth/whole_runs.py``), with
 one and with two threads, each repeated ``--repeats`` times; SMOLLM2 is a folder with SmolLM2-135M, by default the
@@ -18,20 +22,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fcntl
 import itertools
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from ground_truth.comparison import compare, estimated_peaks, table
+from ground_truth.comparison import compare, estimated_peaks, measured_gpu, table
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
@@ -41,13 +48,16 @@ from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.device_target import CPU
+from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe
 
-NUM_STEPS = {"cpu": 2, "cuda": 4}
+NUM_STEPS = {"cpu": 2, "cuda": 3}
 """Number of steps by device. A CPU has no cache that takes some steps to fill."""
+
+TURNS = Path(tempfile.gettempdir()) / "measure_memory.lock"
+"""File that a process locks while it is on the GPU."""
 
 NUM_REPEATS = 3
 NUM_THREADS = (1, 2)
@@ -65,6 +75,8 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=60, help="rows to draw on a CPU")
     parser.add_argument("--seed", type=int, default=0, help="of the draw")
     parser.add_argument("--out", type=Path, default=Path("runs/measured.json"))
+    parser.add_argument("--jobs", type=int, default=1, help="processes at once")
+    parser.add_argument("--only-measure", action="store_true", help="leave the estimates to a later --table")
     parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
     parser.add_argument("--whole-runs", action="store_true", help="measure processes of lowmem-ft train")
     parser.add_argument("--repeats", type=int, default=NUM_REPEATS, help="of each, for --whole-runs")
@@ -85,7 +97,9 @@ def main() -> int:
         return 0
     wanted = {} if arguments.table else wanted_rows(arguments.device, arguments.count, arguments.seed)
     wanted = {name: overrides for name, overrides in wanted.items() if arguments.rows in name}
-    failed = run_missing(wanted, rows, arguments.device, arguments.out)
+    failed = run_missing(wanted, rows, arguments.device, arguments.out, arguments.jobs)
+    if not arguments.only_measure:
+        add_estimates(rows, arguments.out)
     print_errors(rows)
     return 1 if failed else 0
 
@@ -97,23 +111,30 @@ def wanted_rows(device: str, count: int, seed: int) -> dict[str, tuple[str, ...]
     return {name_of(levels): overrides_of(levels) for levels in sample(count, seed)}
 
 
-def run_missing(wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str, out: Path) -> list[str]:
+def run_missing(
+    wanted: dict[str, tuple[str, ...]], rows: list[Row], device: str, out: Path, num_jobs: int = 1
+) -> list[str]:
     """Run the rows that are missing and write the file after each; return the names of those that failed."""
     there = {row["name"] for row in rows}
     failed: list[str] = []
     missing = {name: overrides for name, overrides in wanted.items() if name not in there}
     out.parent.mkdir(parents=True, exist_ok=True)
-    for number, (name, overrides) in enumerate(missing.items(), start=1):
-        start = time.perf_counter()
-        row = in_new_process(device, name, overrides)
-        seconds = time.perf_counter() - start
-        if row is None:
-            failed.append(name)
-            print(f"[{number}/{len(missing)}] {name}: FAILED after {seconds:.0f} s", flush=True)
-            continue
-        rows.append(row)
-        replace_file(out, rows)
-        print(f"[{number}/{len(missing)}] {name}: {_in_short(row)}, {seconds:.0f} s", flush=True)
+    start = time.perf_counter()
+    with ThreadPoolExecutor(num_jobs) as pool:
+        running = {
+            pool.submit(in_new_process, device, name, settings): name for name, settings in missing.items()
+        }
+        for number, done in enumerate(as_completed(running), start=1):
+            name, row = running[done], done.result()
+            if row is None:
+                failed.append(name)
+            else:
+                rows.append(row)
+                replace_file(out, rows)
+            told = "FAILED" if row is None else _in_short(row)
+            print(
+                f"[{number}/{len(missing)}] {name}: {told}, {time.perf_counter() - start:.0f} s", flush=True
+            )
     return failed
 
 
@@ -153,7 +174,11 @@ def print_whole_runs(rows: list[Row]) -> None:
 def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | None:
     """Run :func:`measure_here` where nothing else has raised the peaks; None if nothing could be measured."""
     command = [sys.executable, __file__, "--device", device, "--in-this-process", *overrides]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    environment = {
+        **os.environ,
+        "PYTORCH_ALLOC_CONF": allocator_setting(SETTING_OF_RUNS),
+    }  # as a run's command does
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, env=environment)
     row: Row = {"name": name, "overrides": list(overrides)}
     for line in done.stdout.splitlines():
         if line.startswith("{"):
@@ -163,21 +188,32 @@ def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | No
 
 
 def measure_here(device: str, overrides: Sequence[str]) -> None:
-    """Print the measurement as one line of JSON, then the estimate as another: the first survives a failed estimate."""
+    """Print the measurement as one line of JSON."""
+    if device == "cuda":
+        fcntl.flock(os.open(TURNS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until the process ends
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(overrides, Path(folder))
         peaks = run_for_real(recipe, num_steps=NUM_STEPS[device])
         print(json.dumps(described(device, peaks)), flush=True)
-        # This machine's whole device, whatever this run still holds of it.
-        estimate = estimate_memory(recipe, CPU if device == "cpu" else this_machines_gpu())
-        print(json.dumps({"estimated": estimated_peaks(estimate)}), flush=True)
+
+
+def add_estimates(rows: list[Row], out: Path) -> None:
+    """Estimate the rows that have no estimate, for the GPU that they ran on, and write the file after each."""
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows:
+            if "estimated" not in row:
+                estimate = estimate_memory(recipe_of(row["overrides"], Path(folder)), measured_gpu(row))
+                row["estimated"] = estimated_peaks(estimate)
+                replace_file(out, rows)
 
 
 def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
-    """Return the recipe of a row; its model is in the catalogue or is a tiny family's, written to ``folder``."""
+    """Return the recipe of a row, by default without a base; a tiny family's model is written to ``folder``."""
     write_families(folder)
     tiny = {f"model={name}": f"model={folder / name}" for name in FAMILIES}
-    return load_recipe(None, [tiny.get(override, override) for override in overrides])
+    name = next((text.removeprefix("recipe=") for text in overrides if text.startswith("recipe=")), None)
+    settings = [tiny.get(text, text) for text in overrides if not text.startswith("recipe=")]
+    return load_recipe(name, settings)
 
 
 def described(device: str, peaks: RealPeaks) -> Row:
@@ -195,6 +231,7 @@ def described(device: str, peaks: RealPeaks) -> Row:
             "memory_bytes": gpu.memory_bytes,
             "compute_capability": list(gpu.compute_capability),
             "num_multiprocessors": gpu.num_multiprocessors,
+            "segments_grow": allocator_setting() == SETTING_OF_RUNS,
         },
         "measured": dataclasses.asdict(peaks),
     }
@@ -230,7 +267,8 @@ def print_errors(rows: list[Row]) -> None:
 
 def _in_short(row: Row) -> str:
     if "estimated" not in row:
-        return "measured, but the estimate FAILED"
+        peak, seconds = max(row["measured"]["allocated"].values()), min(row["measured"]["seconds"])
+        return f"{format_bytes(peak)} of tensors, {seconds:.3g} s a step"
     errors = compare(row["name"], row["measured"], row["estimated"])
     return ", ".join(f"{error.metric} {error.error:+.2%}" for error in errors if error.phase == "run")
 

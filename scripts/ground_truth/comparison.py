@@ -2,14 +2,29 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.device_target import CPU
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 
 METRICS = ("allocated", "reserved", "process")
+
+
+def measured_gpu(row: Mapping[str, Any]) -> Gpu | str:
+    """Return the GPU that a row was measured on, with what its driver reported; :data:`CPU` if it was a CPU."""
+    gpu = row["gpu"]
+    if gpu is None:
+        return CPU
+    numbers = {name: gpu[name] for name in ("memory_bytes", "num_multiprocessors", "segments_grow")}
+    return dataclasses.replace(
+        find_gpu(gpu["name"]), compute_capability=tuple(gpu["compute_capability"]), **numbers
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

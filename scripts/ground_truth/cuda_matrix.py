@@ -1,7 +1,8 @@
 """Runs for a CUDA device of 80 GB or more: from 0.1B to 8B, with random weights of the catalogue's architectures.
 
-The first rows are the most informative: one model, with everything else varied one thing at a time. Sizes follow, then
-longer rows, then the models that take longest to load.
+Shipped recipes come first, with all their rows of a step. Of the matrix, the first rows are the most informative: one
+model, with everything else varied one thing at a time. Sizes follow, then longer rows, then the models that take
+longest to load.
 """
 
 from __future__ import annotations
@@ -12,6 +13,26 @@ _PRECISION: dict[str, Choice] = {**FACTORS["precision"], "fp16": ("training.mixe
 _CHECKPOINTING = FACTORS["checkpointing"]
 _LOSS: dict[str, Choice] = {"plain": ("loss.chunk_tokens=null",), "chunked": ("loss.chunk_tokens=1024",)}
 _ALWAYS: Choice = ("model.weights=random", "data=any", "data.eval_size=8")
+_OF_RECIPE: Choice = ("model.weights=random", "data=any")
+
+_RECIPES = """
+8b-bf16
+8b-bf16       model.kernels=liger
+7b-lora
+7b-lora       model.kernels=liger
+7b-qlora
+7b-qlora      model.kernels=liger
+1b-bf16
+1b-bf16       accumulation.fusion=true
+1b-bf16       model.kernels=liger
+8b-24gb
+8b-24gb       accumulation.fusion=true  model.kernels=liger
+3b-bf16
+7b-bf16
+1b-fp16-t4
+7b-qlora-t4
+8b-16gb
+"""
 
 # model, rows x tokens, precision, optimizer, checkpointing, loss, attention, micro-batches, packed
 _ROWS = """
@@ -59,7 +80,9 @@ llama-3.1-8b    4x512   bf16           lion               recomputed  plain    s
 
 def cuda_rows() -> dict[str, Choice]:
     """Return the settings of each run by its name, in the order in which to run them."""
-    return {" ".join(line.split()): _overrides(*line.split()) for line in _ROWS.strip().splitlines()}
+    recipes = (line.split() for line in _RECIPES.strip().splitlines())
+    rows = {" ".join(words): (f"recipe={words[0]}", *_OF_RECIPE, *words[1:]) for words in recipes}
+    return rows | {" ".join(line.split()): _overrides(*line.split()) for line in _ROWS.strip().splitlines()}
 
 
 def _overrides(

@@ -1,4 +1,4 @@
-"""A recipe's own steps, for real: the most memory that each phase of a run holds.
+"""A recipe's own steps, for real: the most memory that each phase of a run holds, and each step's seconds.
 
 The pieces are those of a training run, with the batch that the estimator uses: the worst one. A meter is called only at
 the beginning of each phase, and reads the peak of the phase before.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -37,19 +38,21 @@ PeakByPhase = dict[Phase, int]
 
 @dataclass(kw_only=True)
 class RealPeaks:
-    """Peaks of a run, in bytes.
+    """Peaks of a run, in bytes, and its seconds.
 
     Args:
         allocated: bytes of tensors, by phase.
         reserved: bytes of the caching allocator's segments, by phase; empty without one.
         process: bytes of the whole process: on CUDA its device memory, on a CPU its host memory.
         process_read_by: source of that number.
+        seconds: of each optimizer step, from one moment without work on the device to the next.
     """
 
     allocated: PeakByPhase = field(default_factory=dict)
     reserved: PeakByPhase = field(default_factory=dict)
     process: int = 0
     process_read_by: str = ""
+    seconds: list[float] = field(default_factory=list)
 
 
 class PhaseMeter(Protocol):
@@ -177,11 +180,20 @@ def _run(recipe: Recipe, runtime: MeasuredRuntime, meter: PhaseMeter, num_steps:
             _batch(recipe, plan, training.per_device_train_batch_size)
             for _ in range(training.gradient_accumulation_steps)
         ]
+        begin = _when_idle(runtime.device)
         train_step(session, window)
+        meter.peaks.seconds.append(_when_idle(runtime.device) - begin)
         del window
     if has_held_out_data(recipe):
         _evaluate(recipe, plan, session, meter)
     meter.end()
+
+
+def _when_idle(device: torch.device) -> float:
+    """Wait for a GPU's work; return the time in seconds."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
 
 def _evaluate(recipe: Recipe, plan: Plan, session: Session, meter: PhaseMeter) -> None:

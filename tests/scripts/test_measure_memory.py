@@ -10,7 +10,6 @@ from ground_truth.cuda_matrix import cuda_rows
 from measured_on import require_device
 
 from lowmem_ft.catalog.architectures import find_architecture
-from lowmem_ft.recipe import load_recipe
 
 DEVICE = torch.device("cuda", 0)
 ROW = {
@@ -70,11 +69,11 @@ def test_a_comparison_knows_its_side():
     assert summary.under == pytest.approx(10 / 310)
 
 
-def test_every_cuda_row_is_a_recipe_of_a_model_that_needs_no_network():
+def test_every_cuda_row_is_a_recipe_of_a_model_that_needs_no_network(tmp_path):
     rows = cuda_rows()
     assert len(rows) >= 30
     for overrides in rows.values():
-        assert find_architecture(load_recipe(None, overrides).model.name_or_path)
+        assert find_architecture(measure_memory.recipe_of(overrides, tmp_path).model.name_or_path)
 
 
 def test_a_measurement_for_a_gpu_does_not_go_on_with_the_processor(monkeypatch):

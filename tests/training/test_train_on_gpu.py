@@ -35,7 +35,8 @@ def test_a_run_learns_and_reports_the_devices_memory(tmp_path, metrics, override
     result = train(short_recipe(tmp_path / "run", *overrides))
     losses = metrics(tmp_path / "run")
     assert losses[-1] < losses[0]
-    assert (result.model_folder / "model.safetensors").exists()
+    (weights,) = result.model_folder.glob("*.safetensors")
+    assert weights.name in ("model.safetensors", "adapter_model.safetensors")
     assert max(metrics(tmp_path / "run", "memory_peak_bytes")) < MOST_BYTES
 
 
@@ -102,6 +103,8 @@ def test_streamed_weights_wait_for_whoever_is_late(late, seven_layers, tmp_path,
 
 
 def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
+    torch._C._cuda_clearCublasWorkspaces()  # of runs before this one: a tiny model fits into what they leave
+    torch.cuda.empty_cache()
     one_mib = budget_of_one_mib(this_machines_gpu())
     with running_out_while_loading(one_mib):
         train(short_recipe(tmp_path / "run", f"budget={one_mib}"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upstream_names.upstream_name import called, data, each, replaced
+from upstream_names.upstream_name import UpstreamName, called, data, each, replaced
 
 _FAKE = "torch._subclasses.fake_tensor"
 _DISPATCH = "torch.utils._python_dispatch"
@@ -99,7 +99,6 @@ TORCH = (
         "DataDependentOutputException DynamicOutputShapeException",
         "an operator that asks for values",
     ),
-    *each("class", _FAKE, "FakeTensorDeviceMismatchError", "tensors on two devices"),
     *each("class", _FAKE, "UnsupportedOperatorException", "an operator without a fake rule"),
     *each("called", _FAKE, "unset_fake_temporarily", "real tensors within a trace"),
     *data(
@@ -198,11 +197,12 @@ TORCH = (
         "NoneType",
     ),
     *each("module", "torch._prims", "rng_prims", "see the row below"),
-    *each(
-        "called",
+    UpstreamName(
         "torch._prims.rng_prims",
         "run_dtensor_rng_op",
         "an operator on a part of a DTensor, recorded",
+        "called",
+        since=(2, 13),
     ),
     called("torch.distributed.fsdp.FSDPModule", "_get_fsdp_state", "self", "what FSDP2 knows of a module"),
     called(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,6 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorDeviceMismatchError,
     UnsupportedOperatorException,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -57,6 +57,11 @@ _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
+
+_TWO_DEVICES = re.compile(r"found (?:at least two|two different) devices,? (?P<devices>.*)")
+"""What fake tensors of several versions of torch say of operands on two devices."""
+
+_MUST_BE_ON_ONE = "Expected all tensors to be on the same device, but"
 
 _USUAL_TYPES = frozenset({FakeTensor, Tensor, torch.nn.Parameter})
 
@@ -315,8 +320,6 @@ class Recorder(TorchDispatchMode):
             if not is_size_known:
                 self.largest_assumed.add(str(func))
             return result, None
-        except FakeTensorDeviceMismatchError as error:
-            raise RuntimeError(str(error).replace(self.device_type, "cuda")) from None
         except DataDependentOutputException as error:  # such as torch.equal
             self.orderings.host_reads(args[0])
             answer = answer_from_values(func, args, kwargs, error)
@@ -327,6 +330,12 @@ class Recorder(TorchDispatchMode):
                 f"{asking_line()}. Give it one with torch.library.register_fake, or write that part with other "
                 "operators."
             ) from error
+        except RuntimeError as error:
+            found = _TWO_DEVICES.search(str(error))
+            if found is None:
+                raise
+            devices = found["devices"].rstrip("!").replace(", ", " and ").replace(self.device_type, "cuda")
+            raise RuntimeError(f"{_MUST_BE_ON_ONE} found at least two devices, {devices}!") from None
 
     def _take_workspaces(self, func: Any, cost: CallCost) -> list[int]:
         if cost.has_library:
