@@ -12,8 +12,8 @@ Each run is a process of its own, as Liger replaces functions of transformers fo
 
 The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``, or, with
 ``--device cuda``, measured on this machine's GPU: random weights, the median of three steps with all their
-micro-batches after a first one that does not count, and what the driver reports for the process. Then the table is
-printed, and its rows are written to ``--out``.
+micro-batches after a first one that does not count, and what the driver reports for the process. Its rows are written
+to ``--out``; ``--write-measured`` writes a table of those in ``tests/data/measured/speed-cuda.json``.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ from lowmem_ft.virtual_gpu.recording.work import STEP_END
 from lowmem_ft.virtual_gpu.recording.work import Work as LoggedWork
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "benchmarks.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "benchmarks.md"
+MEASURED = ROOT / "tests" / "data" / "measured" / "speed-cuda.json"
 ROWS, TOKENS = 16, 2048
 MEASURED_STEPS = 4
 
@@ -312,10 +314,19 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda"], help="measure on this machine's GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/bench_speed.json"), help="(--device cuda)")
     parser.add_argument("--write", action="store_true", help=f"write the table into docs/{PAGE.name}")
+    parser.add_argument(
+        "--write-measured", action="store_true", help="run nothing, write the table of what was measured"
+    )
     parser.add_argument("--in-this-process", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.write and arguments.device:
         parser.error("--write is for the virtual clock's table: leave --device out")
+    if arguments.write_measured:
+        table = "\n".join(measured_lines(json.loads(MEASURED.read_text()))) + "\n"
+        PAGE.write_text(
+            marked_table.with_table(PAGE.read_text(), f"{Path(__file__).name} --device cuda", table)
+        )
+        return
     if arguments.device:
         require_device(arguments.device)
     if arguments.in_this_process:
@@ -352,6 +363,25 @@ def measure(names: Sequence[str], settings: Sequence[tuple[int, bool]] | None, o
             del row["outside_products"], row["fits"]
             rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
             out.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a table of runs on a GPU: of each work ours first, then the peer's."""
+    lines = [
+        "| work | run | s a step | tokens/s | process, GiB | ours: ratio of tokens/s | of memory |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        mine = next(one for one in rows if one["work"] == row["work"])
+        ratios = "| |"
+        if mine is not row:
+            speed, memory = row["seconds"] / mine["seconds"], mine["process_bytes"] / row["process_bytes"]
+            ratios = f"{speed:.2f} | {memory:.2f} |"
+        numbers = (
+            f"{row['seconds']:.2f} | {ROWS * TOKENS / row['seconds']:,.0f} | {row['process_bytes'] / GIB:.1f}"
+        )
+        lines.append(f"| {row['work']} | {row['run']} | {numbers} | {ratios}")
+    return [*lines, "", f"{rows[0]['hardware']}, {rows[0]['date']}. {rows[0]['libraries']}"]
 
 
 def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> list[str]:

@@ -1,15 +1,17 @@
-"""Compare the clock with seconds that others have measured and published, and fit what microbenchmarks leave open.
+"""Compare the clock with measured seconds, public ones and our own, and fit what microbenchmarks leave open.
 
     python scripts/clock_against_public.py [--traces FOLDER] [--fit]
 
 The rows are ``tests/data/measured/seconds-public.json``; each says what runs on the virtual GPU in place of the program
-that was measured. A row is traced once, with two depths, and kept in ``--traces``; all else takes a minute.
+that was measured. A row is traced once, with two depths, and kept in ``--traces``; all else takes a minute or two. The
+runs of recipes in ``measured-cuda.json`` are rows too.
 
 ``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, and the host's
 seconds an operator, to the rows of each architecture that has at least four, and writes them into
-``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's host. The fit
-minimises the squared relative errors, and adds the squared distance from the microbenchmarks: a number is as likely one
-``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the clock.
+``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's host. Rows of
+programs that run other kernels are left out of the fit. It minimises the squared relative errors, and adds the squared
+distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is
+``NOISE`` away from the clock.
 
 Every row is predicted with itself left out of the fit. The range of seconds is the error that 93 of a hundred rows do
 not exceed, of these predictions, as in ``scripts/fit_ranges.py``. The results are kept next to the rows, in
@@ -32,7 +34,7 @@ from typing import Any
 
 import marked_table
 import numpy as np
-from ground_truth.public_seconds import ROWS, SecondsRow, TracedRow, load_rows
+from ground_truth.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries
@@ -64,16 +66,25 @@ BOARD_OF_ITS_OWN = ("t4",)
 """GPUs whose rows say nothing of others with their compute capability: 70 W hold a T4's clock down."""
 
 
+AnyRow = TracedRow | TracedRecipe
+
+
 class Group:
     """The rows of one architecture, and the numbers that are fitted to them.
 
     Args:
         entry: how the entry of ``clock_rates.json`` names them.
         rows: the rows.
+
+    Attributes:
+        rows: those to fit to.
+        others: those whose programs run other kernels.
     """
 
-    def __init__(self, entry: dict[str, Any], rows: Sequence[TracedRow]) -> None:
-        self.entry, self.rows = entry, rows
+    def __init__(self, entry: dict[str, Any], rows: Sequence[AnyRow]) -> None:
+        self.entry = entry
+        self.rows = [row for row in rows if row.row.same_kernels]
+        self.others = [row for row in rows if not row.row.same_kernels]
         self.gpu = rows[0].gpu
         self.before = _without_fits(self.gpu.name, self.gpu.compute_capability)
         self._log_measured = np.log([row.row.seconds for row in rows])
@@ -89,7 +100,10 @@ class Group:
         return len(self.rows) >= FEWEST_ROWS
 
     def fitted(self) -> tuple[dict[str, float], list[float]]:
-        """Return the numbers that the rows tell something about, and each row's prediction without itself."""
+        """Return the numbers that the rows tell something about, and each row's prediction without itself.
+
+        The predictions of the other rows come last.
+        """
         steps = min((self._descend(start) for start in STARTS), key=self._loss)
         errors = self._errors(steps)
         slopes = self._slopes(steps, errors)
@@ -98,7 +112,8 @@ class Group:
         for index, row in enumerate(self.rows):
             others = everyone[everyone != index]
             without = self._bounded(steps + _improvement(errors[others], slopes[others], steps))
-            predictions.append(row.seconds(self._with(without)))
+            predictions.append(self._seconds(row, self._with(without).rates))
+        predictions += [self._seconds(row, self._with(steps).rates) for row in self.others]
         told = np.abs(slopes).max(axis=0) >= LEAST_SLOPE
         rates = self._with(steps).rates
         numbers = {
@@ -110,7 +125,11 @@ class Group:
 
     def predicted(self) -> list[float]:
         """Return each row's prediction by microbenchmarks alone."""
-        return [row.seconds(dataclasses.replace(self.gpu, rates=self.before)) for row in self.rows]
+        return [self._seconds(row, self.before) for row in (*self.rows, *self.others)]
+
+    @staticmethod
+    def _seconds(row: AnyRow, rates: ClockRates) -> float:
+        return row.seconds(dataclasses.replace(row.gpu, rates=rates))
 
     def _descend(self, slower_host: float) -> NDArray[np.float64]:
         """Return the best numbers found from those of microbenchmarks and a host that is so much slower."""
@@ -130,7 +149,8 @@ class Group:
         return float(((self._errors(steps) / NOISE) ** 2).sum() + ((steps / spread) ** 2).sum())
 
     def _errors(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.log([row.seconds(self._with(steps)) for row in self.rows]) - self._log_measured
+        rates = self._with(steps).rates
+        return np.log([self._seconds(row, rates) for row in self.rows]) - self._log_measured
 
     def _slopes(self, steps: NDArray[np.float64], errors: NDArray[np.float64]) -> NDArray[np.float64]:
         moved = steps + 0.02 * np.eye(len(SPREAD))
@@ -162,9 +182,9 @@ def _without_fits(gpu: str, compute_capability: tuple[int, int]) -> ClockRates:
     return clock_rates(gpu, compute_capability, [entry for entry in rate_entries() if "fitted" not in entry])
 
 
-def groups_of(rows: Iterable[TracedRow]) -> list[Group]:
+def groups_of(rows: Iterable[AnyRow]) -> list[Group]:
     """Return the rows by architecture."""
-    found: dict[str, list[TracedRow]] = defaultdict(list)
+    found: dict[str, list[AnyRow]] = defaultdict(list)
     entries: dict[str, dict[str, Any]] = {}
     for row in rows:
         major, minor = row.gpu.compute_capability
@@ -208,7 +228,7 @@ def fit(groups: Sequence[Group]) -> None:
         numbers, predicted[group.title] = group.fitted()
         off = [
             share_off(each, row.row.seconds)
-            for row, each in zip(group.rows, predicted[group.title], strict=True)
+            for row, each in zip(group.rows, predicted[group.title], strict=False)  # without the others
         ]
         source = f"scripts/clock_against_public.py: {len(group.rows)} rows of docs/clock.md ({group.title})"
         ranges = {"seconds_share": held_share(off), "num_rows": len(group.rows)}
@@ -222,7 +242,9 @@ def fit(groups: Sequence[Group]) -> None:
     results = {
         row.row.name: float(f"{seconds:.5g}")
         for group in groups
-        for row, seconds in zip(group.rows, predicted.get(group.title) or group.predicted(), strict=True)
+        for row, seconds in zip(
+            (*group.rows, *group.others), predicted.get(group.title) or group.predicted(), strict=True
+        )
     }
     RATES.write_text(json.dumps(entries_with(entries), indent=2) + "\n", encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
@@ -259,6 +281,8 @@ def table(rows: Sequence[SecondsRow]) -> str:
         shown = "" if title == "all" else f"within a factor of {1 + gpu.rates.seconds_share:.2f}"
         if title != "all" and not gpu.rates.num_rows:
             shown += f"; fewer than {FEWEST_ROWS} rows, so nothing is fitted"
+        if not any(row.same_kernels for row in members):
+            shown += "; of other kernels, so nothing is fitted to them"
         lines.append(
             f"| {title} | {len(members)} | {statistics.median(map(abs, errors)):.1%} | "
             f"{max(errors, key=abs):+.1%} | {bias:+.1%} | {shown} |"
@@ -278,7 +302,7 @@ def table(rows: Sequence[SecondsRow]) -> str:
 
 def page(text: str) -> str:
     """Return the page with the present table."""
-    return marked_table.with_table(text, Path(__file__).name, table(load_rows()))
+    return marked_table.with_table(text, Path(__file__).name, table([*load_rows(), *measured_rows()]))
 
 
 def main() -> int:
@@ -289,12 +313,13 @@ def main() -> int:
     parser.add_argument("--traces", type=Path, default=Path(".cache/clock-traces"), help="folder of traces")
     parser.add_argument("--fit", action="store_true", help="fit, and write the rates")
     arguments = parser.parse_args()
-    rows = load_rows()
+    rows = [*measured_rows(), *load_rows()]
     if arguments.fit:
-        traced = []
+        traced: list[AnyRow] = []
         for number, row in enumerate(rows, 1):
             print(f"{number} of {len(rows)}: {row.name}", file=sys.stderr)
-            traced.append(TracedRow(row, arguments.traces))
+            is_recipe = "overrides" in row.settings
+            traced.append(TracedRecipe(row) if is_recipe else TracedRow(row, arguments.traces))
         fit(groups_of(traced))
     else:
         PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,7 +1,7 @@
 """Run recipes for real and record the memory of each phase, next to the estimate.
 
     python scripts/measure_memory.py [--device cpu|cuda] [--rows TEXT] [--count 60] [--jobs 1] [--only-measure]
-        [--out rows.json] [--table]
+        [--out rows.json] [--table] [--write]
     python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--repeats 3] [--out rows.json]
         [--table]
 
@@ -11,7 +11,8 @@ ways to train them (``ground_truth/cpu_matrix.py``), and every tensor counted ex
 own, so that its peaks include no other row's cache. Rows that the file already holds are not run again. The default
 file is ``runs/measured.json``. Several ``--jobs`` begin at once; on CUDA one after the other gets the GPU, when it has
 imported everything. Estimates are added at the end; with ``--only-measure`` another machine adds them, later, without
-the option.
+the option. ``--write`` estimates each row of ``tests/data/measured/measured-cuda.json`` again, for their table in
+``docs/benchmarks.md``.
 
 ``--whole-runs``: memory of whole processes of ``lowmem-ft train`` without a GPU (``ground_truth/whole_runs.py``), with
 one and with two threads, each repeated ``--repeats`` times; SMOLLM2 is a folder with SmolLM2-135M, by default the
@@ -26,11 +27,12 @@ import fcntl
 import itertools
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from importlib.metadata import version
 from pathlib import Path
@@ -44,12 +46,13 @@ from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
+from marked_table import with_table
 from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
-from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.recipe import Recipe, load_recipe
 
@@ -58,6 +61,10 @@ NUM_STEPS = {"cpu": 2, "cuda": 3}
 
 TURNS = Path(tempfile.gettempdir()) / "measure_memory.lock"
 """File that a process locks while it is on the GPU."""
+
+ROOT = Path(__file__).resolve().parents[1]
+CUDA_ROWS = ROOT / "tests" / "data" / "measured" / "measured-cuda.json"
+PAGE = ROOT / "docs" / "benchmarks.md"
 
 NUM_REPEATS = 3
 NUM_THREADS = (1, 2)
@@ -78,11 +85,20 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument("--only-measure", action="store_true", help="leave the estimates to a later --table")
     parser.add_argument("--table", action="store_true", help="run nothing, print the file's errors")
+    parser.add_argument(
+        "--write", action="store_true", help=f"run nothing, write the table of docs/{PAGE.name}"
+    )
     parser.add_argument("--whole-runs", action="store_true", help="measure processes of lowmem-ft train")
     parser.add_argument("--repeats", type=int, default=NUM_REPEATS, help="of each, for --whole-runs")
     parser.add_argument("--model", type=Path, help="a folder with SmolLM2-135M, for --whole-runs")
     parser.add_argument("--in-this-process", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    if arguments.write:
+        rows = json.loads(CUDA_ROWS.read_text())
+        PAGE.write_text(
+            with_table(PAGE.read_text(), Path(__file__).name, "\n".join(table_of_runs(rows)) + "\n")
+        )
+        return 0
     if not arguments.table:
         require_device(arguments.device)
     if arguments.in_this_process:
@@ -263,6 +279,30 @@ def print_errors(rows: list[Row]) -> None:
     ]
     for line in table(comparisons):
         print(line)
+
+
+def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the lines of a table of runs on a GPU: measured numbers, and how far each estimate is from them."""
+    yield "| run | tensors, GiB | estimate | reserved, GiB | estimate | process, GiB | estimate | s a step | estimate |"
+    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    with tempfile.TemporaryDirectory() as folder:
+        for row in rows:
+            estimate = estimate_memory(recipe_of(row["overrides"], Path(folder)), measured_gpu(row))
+            assert estimate.step is not None
+            measured = row["measured"]
+            bytes_of = (
+                (max(measured["allocated"].values()), estimate.allocated_peak_bytes),
+                (max(measured["reserved"].values()), estimate.reserved_peak_bytes),
+                (measured["process"], estimate.process_peak_bytes),
+            )
+            cells = [f"{real / GIB:.2f} | {found / real - 1:+.2%}" for real, found in bytes_of]
+            seconds = statistics.median(measured["seconds"][1:])
+            cells.append(f"{seconds:.2f} | {estimate.step.seconds / seconds - 1:+.0%}")
+            yield f"| `{row['name']}` | {' | '.join(cells)} |"
+    one = rows[0]
+    versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
+    yield ""
+    yield f"{one['hardware']}, {one['date']}; {versions}."
 
 
 def _in_short(row: Row) -> str:

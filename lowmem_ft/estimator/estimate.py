@@ -235,24 +235,7 @@ def estimate_of_trace(
     Returns:
         The estimate.
     """
-    outside = process_overhead_bytes(
-        gpu,
-        uses_bitsandbytes=recipe.uses_bitsandbytes,
-        num_processes=recipe.distributed.num_processes or 1,
-    )
-    surroundings = Surroundings(
-        outside_bytes=outside,
-        host=host_outside(traced, recipe, on_gpu=gpu is not None),
-        tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
-        micro_batches_per_step=_untraced_micro_batches(recipe),
-        processes=_processes(recipe),
-        allocator=allocator_config_of_runs(gpu),
-        allowed_bytes=capped_bytes(budget, outside),
-        largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
-        heap_share=HEAP_SHARE_OF_RUNS,
-        sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
-        not_modelled=() if recipe.offload.folder is None else ("time of reading and writing offload.folder",),
-    )
+    surroundings = surroundings_of(recipe, traced, gpu, budget)
     allowed = limits(gpu, budget, recipe.distributed.per_machine)
     if gpu is None:
         estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, surroundings, trace_seconds)
@@ -266,6 +249,28 @@ def estimate_of_trace(
         *estimate.choices,
     ]
     return dataclasses.replace(estimate, choices=tuple(choice for choice in choices if choice))
+
+
+def surroundings_of(recipe: Recipe, traced: TracedRecipe, gpu: Gpu | None, budget: Budget) -> Surroundings:
+    """Return what an estimate needs to know beyond the trace; arguments as for :func:`estimate_of_trace`."""
+    outside = process_overhead_bytes(
+        gpu,
+        uses_bitsandbytes=recipe.uses_bitsandbytes,
+        num_processes=recipe.distributed.num_processes or 1,
+    )
+    return Surroundings(
+        outside_bytes=outside,
+        host=host_outside(traced, recipe, on_gpu=gpu is not None),
+        tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,
+        micro_batches_per_step=_untraced_micro_batches(recipe),
+        processes=_processes(recipe),
+        allocator=allocator_config_of_runs(gpu),
+        allowed_bytes=capped_bytes(budget, outside),
+        largest_in_heap_bytes=LARGEST_IN_HEAP_BYTES,
+        heap_share=HEAP_SHARE_OF_RUNS,
+        sends_at_the_end=recipe.distributed.strategy == "ddp" or not recipe.distributed.sync_each_batch,
+        not_modelled=() if recipe.offload.folder is None else ("time of reading and writing offload.folder",),
+    )
 
 
 def _processes(recipe: Recipe) -> Processes | None:

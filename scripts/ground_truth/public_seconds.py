@@ -1,15 +1,17 @@
-"""Public measurements of seconds as programs for the virtual GPU: their work, traced once, and its time on a clock.
+"""Measurements of seconds as programs for the virtual GPU: their work, traced once, and its time on a clock.
 
-A row's model is traced with two and with three layers, and its seconds at full depth follow from the difference: a
-layer's time does not depend on how many there are.
+A public row's model is traced with two and with three layers, and its seconds at full depth follow from the difference:
+a layer's time does not depend on how many there are.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import pickle
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,13 +22,19 @@ from ground_truth.public_runs import PublicRun, train
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.estimate import surroundings_of
+from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs, step_time
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
+CUDA_ROWS = ROWS.with_name("measured-cuda.json")
 FEW, MORE = 2, 3
 """Numbers of layers that are traced."""
 
@@ -45,6 +53,7 @@ class SecondsRow:
         seconds: measured seconds of an optimizer step.
         micro_batches: micro-batches of a step.
         open: parts of the configuration that the source leaves open.
+        same_kernels: whether the program measured runs the kernels that run here; others are predicted, not fitted to.
     """
 
     name: str
@@ -56,6 +65,7 @@ class SecondsRow:
     seconds: float
     micro_batches: int = 1
     open: tuple[str, ...] = ()
+    same_kernels: bool = True
 
     @property
     def run(self) -> PublicRun:
@@ -79,6 +89,22 @@ class SecondsRow:
 def load_rows() -> list[SecondsRow]:
     """Return every row that the package keeps."""
     return [SecondsRow(**row | {"open": tuple(row["open"])}) for row in json.loads(ROWS.read_text())]
+
+
+def measured_rows() -> list[SecondsRow]:
+    """Return the runs of recipes that ``measure_memory.py`` timed on a GPU."""
+    return [
+        SecondsRow(
+            name=f"recipe {row['name']}",
+            url=f"../tests/data/measured/{CUDA_ROWS.name}",
+            date=row["date"],
+            gpu=row["gpu"]["name"],
+            program="the recipe itself",
+            settings={"overrides": row["overrides"]},
+            seconds=statistics.median(row["measured"]["seconds"][1:]),
+        )
+        for row in json.loads(CUDA_ROWS.read_text())
+    ]
 
 
 def work_of(run: PublicRun, num_layers: int | None = None) -> list[Work]:
@@ -124,6 +150,28 @@ class TracedRow:
             clock.times_on(gpu or self._gpu).between(*bounds).seconds for clock, bounds in self._clocks
         )
         return (few + (self.row.num_layers - FEW) / (MORE - FEW) * (more - few)) * self.row.micro_batches
+
+
+class TracedRecipe:
+    """A row of a recipe, in place of a :class:`TracedRow`.
+
+    Args:
+        row: the row.
+    """
+
+    def __init__(self, row: SecondsRow) -> None:
+        self.row, self.gpu = row, find_gpu(row.gpu)
+        name, *settings = row.settings["overrides"]
+        recipe = load_recipe(name.removeprefix("recipe="), settings)
+        traced = trace_recipe(recipe, functools.partial(VirtualGPU, self.gpu))
+        self._surroundings = surroundings_of(recipe, traced, self.gpu, recipe.budget)
+        self._replays = Replays(traced.trace, allocator_config_of_runs(self.gpu))
+
+    def seconds(self, gpu: Gpu | None = None) -> float:
+        """Return the seconds of a step; see :meth:`TracedRow.seconds`."""
+        step = step_time(self._replays, gpu or self.gpu, self._surroundings)
+        assert step is not None
+        return step.seconds
 
 
 def _last_step(work: list[Work]) -> tuple[int, int]:

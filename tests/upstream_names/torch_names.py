@@ -13,6 +13,15 @@ TORCH = (
     called("torch._C", "_current_autograd_node", None, "whose gradient is computed: what memory is for"),
     called("torch.autograd", "_get_sequence_nr", "", "which operator of the forward pass a node belongs to"),
     called("torch.autograd.graph.Node()", "_sequence_nr", None, "the other side of it"),
+    replaced("torch.autograd.function.Function", "apply", None, "passes of functions in Python are counted"),
+    replaced("torch.autograd.function.BackwardCFunction", "apply", None, "the same of backward passes"),
+    UpstreamName(
+        "torch.autograd.function.BackwardCFunction",
+        "apply_boxed",
+        "the same, by the name of later versions",
+        "replaced",
+        since=(2, 13),
+    ),
     called(
         "torch.autograd.graph",
         "_engine_run_backward",

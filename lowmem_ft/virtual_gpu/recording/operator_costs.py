@@ -15,6 +15,9 @@ from torch._ops import OpOverload
 
 from lowmem_ft.foundation.errors import UserError
 
+TRITON_LAUNCHES = "triton"
+"""Namespace of the operators that represent launches of Triton kernels."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class OperatorCost:

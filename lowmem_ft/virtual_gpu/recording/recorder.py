@@ -37,6 +37,7 @@ from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
+from lowmem_ft.virtual_gpu.recording.operator_costs import TRITON_LAUNCHES
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
@@ -108,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self.peak_bytes = 0
         self.is_closed = False
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
+        self._python_calls = 0  # since the last entry of the log
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
@@ -230,6 +232,10 @@ class Recorder(TorchDispatchMode):
         self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
+    def python_is_called(self) -> None:
+        """Count a pass of an autograd function written in Python for the next operator."""
+        self._python_calls += 1
+
     def ask(self, dtype: torch.dtype) -> float | int | bool:
         """Return a stand-in for an unknown value."""
         _, is_in_forward = self.attribution.moment
@@ -294,6 +300,8 @@ class Recorder(TorchDispatchMode):
         if work is not None:
             work = work.at(self.work.position)
             work.stream, work.times = self.stream, self.alike.times
+            is_triton = getattr(func, "namespace", None) == TRITON_LAUNCHES
+            work.python_calls, self._python_calls = self._python_calls + is_triton, 0
             if work.kind == "copy":
                 self._host_copies.begin(func, args, result, work)
         compute_values(called, args, kwargs, result)

@@ -32,6 +32,8 @@ class Work:
         to_host: for a copy, its direction; each has a copy engine of its own.
         times: the number of entries like this one that it represents: its round runs that often, as a whole.
         launches: for a kernel, how many kernels CUDA runs one after the other, before rounding up.
+        python_calls: for a kernel, launches of Triton kernels and passes of autograd functions written in Python since
+            the entry before.
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "host copy", "mark"]
@@ -46,6 +48,7 @@ class Work:
     to_host: bool = False
     times: int = 1
     launches: float = 1
+    python_calls: int = 0
 
     @property
     def num_launches(self) -> int:

@@ -2,7 +2,8 @@
 
 A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link, each
 at the share of the published rate that its architecture reaches (``catalog/clock_rates.json``). An operator that runs
-several kernels costs the host a launch each. The log is recorded once and replayed for every GPU. A
+several kernels costs the host a launch each; a Triton kernel's launch, and a pass of an autograd function written in
+Python, keep it as long as several operators. The log is recorded once and replayed for every GPU. A
 round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
 ``logged_rounds.py`` says how exact that is.
 """
@@ -108,10 +109,11 @@ class Clock:
         )
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
         self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
+        self._python_calls = np.array([entry.python_calls for entry in entries], dtype=np.float64)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
-        self._runs: dict[tuple[float, float], _KernelRuns] = {}
+        self._runs: dict[tuple[float, float, float], _KernelRuns] = {}
         self._is_attention = np.array(["attention" in entry.name for entry in entries], dtype=bool)
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
@@ -182,10 +184,13 @@ class Clock:
 
     def _runs_at(self, rates: ClockRates) -> _KernelRuns:
         """Return the runs of kernels as a host with these rates issues them; most GPUs share one."""
-        key = rates.operator_seconds, rates.launch_seconds
+        key = rates.operator_seconds, rates.launch_seconds, rates.python_call
         if key not in self._runs:
             bounds = [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]]
-            self._runs[key] = _KernelRuns.of(bounds, np.flatnonzero(self._is_kernel), self._launches, rates)
+            operators = 1 + rates.python_call * self._python_calls
+            host = rates.operator_seconds * operators + rates.launch_seconds * (self._launches - 1)
+            kernels = np.flatnonzero(self._is_kernel)
+            self._runs[key] = _KernelRuns.of(bounds, kernels, self._launches, host, rates.launch_seconds)
         return self._runs[key]
 
 
@@ -234,12 +239,16 @@ class _KernelRuns:
 
     @classmethod
     def of(
-        cls, bounds: list[tuple[int, int]], kernels: NDArray[np.int64], launches: Seconds, rates: ClockRates
+        cls,
+        bounds: list[tuple[int, int]],
+        kernels: NDArray[np.int64],
+        launches: Seconds,
+        host: Seconds,
+        further: float,
     ) -> _KernelRuns:
-        """Return the runs of a log."""
-        host_seconds = rates.operator_seconds + rates.launch_seconds * (launches - 1)
-        last_issued = _within_runs(np.add, host_seconds, bounds)
-        first_issued = last_issued - host_seconds + rates.operator_seconds
+        """Return the runs of a log, whose host takes seconds for each entry, and for each further launch of one."""
+        last_issued = _within_runs(np.add, host, bounds)
+        first_issued = last_issued - further * (launches - 1)
         return cls(
             bounds=bounds,
             kernels=kernels,
