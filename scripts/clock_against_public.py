@@ -87,7 +87,7 @@ class Group:
         self.others = [row for row in rows if not row.row.same_kernels]
         self.gpu = rows[0].gpu
         self.before = _without_fits(self.gpu.name, self.gpu.compute_capability)
-        self._log_measured = np.log([row.row.seconds for row in rows])
+        self._log_measured = np.log([row.row.seconds for row in self.rows])
 
     @property
     def title(self) -> str:

@@ -60,7 +60,7 @@ _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
 
 _TWO_DEVICES = re.compile(r"found (?:at least two|two different) devices,? (?P<devices>.*)")
-"""What fake tensors of several versions of torch say of operands on two devices."""
+"""Sentence of fake tensors, by the version of torch, about operands on two devices."""
 
 _MUST_BE_ON_ONE = "Expected all tensors to be on the same device, but"
 

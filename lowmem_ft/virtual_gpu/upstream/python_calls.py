@@ -12,7 +12,7 @@ from torch.autograd.function import BackwardCFunction, Function
 from lowmem_ft.upstream.patches import wrap
 
 _PASSES = ((Function, "apply"), (BackwardCFunction, "apply"), (BackwardCFunction, "apply_boxed"))
-"""What runs the forward pass, and the backward pass by the version of torch."""
+"""Methods that run the forward pass, and, by the version of torch, the backward pass."""
 
 
 @contextlib.contextmanager
