@@ -105,13 +105,18 @@ def test_rows_of_other_kernels_are_predicted_and_not_fitted_to():
     assert predictions[-1] == pytest.approx(other.row.seconds / 9, rel=0.02)
 
 
-def test_seconds_grow_by_a_layer_at_a_time():
+@pytest.mark.parametrize("quantization,length,tolerance", [("none", 4096, 0.01), ("nf4", 512, 0.08)])
+def test_seconds_grow_by_a_layer_at_a_time(quantization, length, tolerance):
+    """Less so where calls of bitsandbytes' functions keep the host: few layers hide behind the head's kernels."""
     row = next(
-        row for row in ROWS if row.settings["model"] == "smollm2-135m" and row.settings["length"] == 512
+        row
+        for row in ROWS
+        if (row.settings["model"], row.settings["length"]) == ("smollm2-135m", length)
+        and row.settings.get("quantization") == quantization
     )
     gpu = find_gpu(row.gpu)
     few, more, many = (last_step(work_of(row.run, layers), gpu) for layers in (FEW, MORE, 7))
-    assert many == pytest.approx(few + (7 - FEW) / (MORE - FEW) * (more - few), rel=0.01)
+    assert many == pytest.approx(few + (7 - FEW) / (MORE - FEW) * (more - few), rel=tolerance)
     assert not math.isclose(few, more)
 
 
