@@ -43,8 +43,8 @@ builds of torch for CUDA without a GPU (2026-11-25), and no test of these failed
   another argument; FSDP2 does not shard weights in 4 bits; PEFT's dropout differs in float16.
 
 At the first versions of all (accelerate 1.10.0, bitsandbytes 0.50.0, datasets 4.0.0), only tests/upstream. Not run: the
-other tests there, most versions in between, and trl 1.0, which cannot be installed together with datasets 4.0.0. Inside a
-range there is no warning."""
+other tests there, most versions in between, and trl 1.0, which cannot be installed together with datasets 4.0.0. Inside
+a range there is no warning."""
 
 _warned: set[str] = set()
 _MINOR = re.compile(r"(\d+)\.(\d+)")
