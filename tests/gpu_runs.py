@@ -16,12 +16,7 @@ from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 _IN_BACKWARD = ("optimizer.in_backward=true", "accumulation.order=vertical")
 _LORA = ("model.dtype=bfloat16", "adapter.name=lora", "adapter.r=8", "training.learning_rate=0.02")
 
-RUNS = [
-    (),
-    ("training.mixed_precision=bf16",),
-    ("training.mixed_precision=fp16",),
-    ("model.dtype=bfloat16", "optimizer.name=paged_adamw_8bit"),
-    ("data.packing=true", "training.mixed_precision=bf16"),
+KERNELS = [
     ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=8bit", *_IN_BACKWARD),
     ("model.dtype=bfloat16", "optimizer.master=split16", "optimizer.state={exp_avg: bf16, exp_avg_sq: fp32}"),
     ("model.dtype=bfloat16", "model.kernels=liger", "loss.chunk_tokens=32"),
@@ -29,6 +24,16 @@ RUNS = [
     (*_LORA, "training.mixed_precision=bf16", "model.kernels=liger"),
     (*_LORA, "training.mixed_precision=bf16", "model.quantization=nf4"),
     (*_LORA, "training.mixed_precision=bf16", "model.quantization=int8"),
+]
+"""Runs with kernels of our own, of Liger and of bitsandbytes; tests of these rehearse them, too."""
+
+RUNS = [
+    (),
+    ("training.mixed_precision=bf16",),
+    ("training.mixed_precision=fp16",),
+    ("model.dtype=bfloat16", "optimizer.name=paged_adamw_8bit"),
+    ("data.packing=true", "training.mixed_precision=bf16"),
+    *KERNELS,
 ]
 SHORT = ("training.max_steps=6", "training.save_steps=3", "training.eval_steps=null")
 MOST_BYTES = 2**30

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from gpu_runs import MOST_BYTES, RUNS, budget_of_one_mib, settings_of_seven_layers, short_recipe
+from gpu_runs import KERNELS, MOST_BYTES, RUNS, budget_of_one_mib, settings_of_seven_layers, short_recipe
 from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -15,7 +15,7 @@ from lowmem_ft.training.loop import train
 GPU = "rtx-4090"
 
 
-ALSO_REHEARSED_ELSEWHERE = ((), ("training.mixed_precision=bf16",))
+ALSO_REHEARSED_ELSEWHERE = ((), ("training.mixed_precision=bf16",), *KERNELS)
 
 
 def runs():
