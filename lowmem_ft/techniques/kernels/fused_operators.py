@@ -69,7 +69,8 @@ def enable_fused_operators(
     Frees: what transformers' operators keep for each other's backward, and most temporaries: a norm keeps its input and
     a number a row, a gated activation its two inputs, a rotary embedding its angles.
     Saves time: each is read and written once, where transformers' does so after each of its operators.
-    Costs: nothing; kernels are compiled as they are first used.
+    Costs: the host's time for a launch from Python. Where the host sets the pace, as with one short row per micro-batch
+    on a fast GPU, steps take longer. Kernels are compiled as they are first used.
     Equals: transformers' own up to rounding, fewer times. Before any of them is taken, output and gradients of each
     kind of module are compared on the device; on a virtual GPU, which computes nothing, agreement is assumed.
     Limits: compute capability 8.0; the architectures of ``liger_patches.ARCHITECTURES``; no experts of a mixture.
