@@ -22,9 +22,9 @@ Arrays = Mapping[str, NDArray[Any]]
 _EVENT_KINDS = ("malloc", "free", "empty_cache")
 _HEADER = "header"
 
-_ALLOCATION_WORDS = ("category", "phase", "module", "stream", "place", "asked_bytes")
-_WORK_WORDS = ("kind", "stream", "name", "dtype", "event", "blocking", "to_host", "times", "launches")
+_ALLOCATION_WORDS = tuple(one.name for one in dataclasses.fields(Allocation) if one.name != "size_bytes")
 _WORK_NUMBERS = ("position", "flops", "num_bytes")
+_WORK_WORDS = tuple(one.name for one in dataclasses.fields(Work) if one.name not in _WORK_NUMBERS)
 
 
 def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict[str, NDArray[Any]]:
