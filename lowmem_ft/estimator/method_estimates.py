@@ -22,6 +22,7 @@ from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     Method,
+    for_as_many_rows,
     methods_with,
     of_model_alone,
     recipe_of,
@@ -250,11 +251,12 @@ class _Asked:
         return MethodEstimate(method=method, gpu=gpu, command=command, problems=problems)
 
     def _command(self, route: _Route) -> tuple[str, ...]:
-        """Return settings for the model: rows of a length that it takes, and the recipe's share of last layers."""
+        """Return settings for the model: rows that it takes, as many a step, and the recipe's share of last layers."""
         name, *settings = route.settings
         typed, limit = values_of(self.own), self.size.max_positions
-        of_route = untyped(settings, self.own)
         shipped = recipe_of(route.settings)
+        of_step = [f"{key}={value}" for key, value in for_as_many_rows(shipped, self.own).items()]
+        of_route = [*untyped(untyped(settings, self.own), of_step), *of_step]
         length = shipped.data.max_length
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")

@@ -236,7 +236,29 @@ def test_settings_choose_the_methods_and_go_into_each(folder):
         recipe = as_recipe(each.command)
         assert each.row_tokens == recipe.data.max_length == 32
         assert recipe.model.dtype == "bfloat16"
-        assert each.estimate.step.tokens == 4 * 32
+        assert each.estimate.step.tokens == 16 * 32
+
+
+@pytest.mark.parametrize(
+    "typed, rows",
+    [
+        (["training.per_device_train_batch_size=2"], 16),
+        (["training.gradient_accumulation_steps=2"], 16),
+        (["training.per_device_train_batch_size=32"], 32),
+        (["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=3"], 6),
+    ],
+)
+def test_all_methods_step_after_as_many_rows(folder, typed, rows):
+    gpus = [card(12, "rtx-4090"), find_gpu("h100-80gb"), find_gpu("t4")]
+    results = estimate_methods(folder, gpus, settings=["data.max_length=32", *typed])
+    for each in results:
+        training = as_recipe(each.command).training
+        assert training.per_device_train_batch_size * training.gradient_accumulation_steps == rows, (
+            each.command
+        )
+        values = [setting.split("=") for setting in each.command]
+        assert len({key for key, _ in values}) == len(values), each.command
+    assert len({as_recipe(each.command).accumulation.order for each in results}) == 2
 
 
 def test_a_length_that_was_typed_is_not_cut_to_what_the_model_takes(folder):

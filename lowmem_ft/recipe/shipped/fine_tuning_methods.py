@@ -140,6 +140,27 @@ def untyped(further: Sequence[str], settings: Sequence[str]) -> list[str]:
     return [setting for setting in further if setting.partition("=")[0] not in typed]
 
 
+def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]:
+    """Return micro-batch or accumulation where the user has typed the other alone: a step keeps its number of rows.
+
+    Methods split the rows of a step differently. With one half typed and each method's own other half, their steps
+    would have different numbers of rows, and their seconds could not be compared.
+
+    Args:
+        shipped: a method's recipe, without what the user typed.
+        settings: ``key=value`` as typed.
+    """
+    halves = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
+    typed = values_of(settings)
+    given = [typed[key] for key in halves if key in typed]
+    if (
+        len(given) != 1 or not given[0].isdecimal() or int(given[0]) == 0
+    ):  # what is wrong is told by the recipe's rules
+        return {}
+    rows = shipped.training.per_device_train_batch_size * shipped.training.gradient_accumulation_steps
+    return {key: max(1, round(rows / int(given[0]))) for key in halves if key not in typed}
+
+
 def recipe_of(command: Sequence[str]) -> Recipe:
     """Return the recipe of a command: ``recipe=NAME`` and settings."""
     name, *settings = command
