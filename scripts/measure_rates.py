@@ -9,6 +9,7 @@ whose kernel is over at once. Numbers of ``lowmem_ft/catalog/clock_rates.json`` 
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -27,6 +28,9 @@ ROWS, HEADS, TOKENS, HEAD_SIZE = 2, 32, 2048, 128
 
 def main() -> None:
     """Print one JSON object."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     require_device("cuda")
     gpu = this_machines_gpu()
     peak, link = gpu.dense_flops["bfloat16"], pcie_rate(gpu)
