@@ -64,6 +64,14 @@ def whole_heap():
 
 
 @pytest.fixture(autouse=True)
+def _own_allocator_setting(monkeypatch):
+    """Commands set torch's allocator for their process, and estimates of later tests would be by that setting."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")  # so that the end of the test restores it, also if it was not set
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture(autouse=True)
 def _own_logging(monkeypatch):
     """Commands set logging up for their process, which here is that of all tests and of what captures their logs."""
     monkeypatch.setattr("lowmem_ft.cli.console.logs.set_up_logging", lambda: None)
