@@ -8,7 +8,7 @@ import importlib.util
 import inspect
 import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import ClassMethodDescriptorType, ModuleType
 from typing import Any
 
 from lowmem_ft.foundation.errors import UserError
@@ -76,6 +76,10 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
     """
     original = existing(owner, name)
     kind = inspect.getattr_static(owner, name)
+    if isinstance(
+        kind, ClassMethodDescriptorType
+    ):  # a class method in C, as Function.apply is since torch 2.14
+        kind = classmethod(functools.partial(_of_class, kind))
     is_bound = isinstance(kind, (classmethod, staticmethod))
     if is_bound:
         original = kind.__func__
@@ -103,6 +107,10 @@ def loaded_module(name: str) -> ModuleType | None:
     if not is_there:
         raise UpstreamChangedError(name)
     return None
+
+
+def _of_class(descriptor: ClassMethodDescriptorType, owner: type, *args: Any, **kwargs: Any) -> Any:
+    return descriptor.__get__(None, owner)(*args, **kwargs)
 
 
 def _full_name(owner: Any) -> str:

@@ -76,6 +76,28 @@ def test_what_goes_around_a_method_gets_the_method_whatever_its_kind():
     assert {getattr(Owner(), name)(1) for name in names} == {("Owner", 1)}
 
 
+def test_a_class_method_written_in_c_gets_the_class_that_it_is_called_on():
+    """As ``torch.autograd.Function.apply`` is since torch 2.14."""
+
+    class Owner(dict):
+        fromkeys = vars(dict)["fromkeys"]
+
+    class Inherits(Owner):
+        pass
+
+    seen = []
+    with contextlib.ExitStack() as undo:
+        wrap(
+            undo,
+            Owner,
+            "fromkeys",
+            lambda original, *arguments: seen.append(arguments) or original(*arguments),
+        )
+        assert type(Inherits.fromkeys("a")) is Inherits
+    assert seen == [(Inherits, "a")]
+    assert vars(Owner)["fromkeys"] is vars(dict)["fromkeys"]
+
+
 @pytest.mark.parametrize(
     "owner, name, full_name",
     [
