@@ -44,6 +44,7 @@ from ground_truth.comparison import compare, estimated_peaks, measured_gpu, tabl
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
+from ground_truth.public_seconds import CHANGED, CUDA_ROWS
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
@@ -63,7 +64,6 @@ TURNS = Path(tempfile.gettempdir()) / "measure_memory.lock"
 """File that a process locks while it is on the GPU."""
 
 ROOT = Path(__file__).resolve().parents[1]
-CUDA_ROWS = ROOT / "tests" / "data" / "measured" / "measured-cuda.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
 
 NUM_REPEATS = 3
@@ -297,11 +297,15 @@ def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
             )
             cells = [f"{real / GIB:.2f} | {found / real - 1:+.2%}" for real, found in bytes_of]
             seconds = statistics.median(measured["seconds"][1:])
-            cells.append(f"{seconds:.2f} | {estimate.step.seconds / seconds - 1:+.0%}")
+            mark = "*" if CHANGED in row else ""
+            cells.append(f"{seconds:.2f}{mark} | {estimate.step.seconds / seconds - 1:+.0%}{mark}")
             yield f"| `{row['name']}` | {' | '.join(cells)} |"
     one = rows[0]
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
     yield ""
+    for changed in dict.fromkeys(row[CHANGED] for row in rows if CHANGED in row):
+        yield f"\\* measured before {changed}; the estimate is of the present one."
+        yield ""
     yield f"{one['hardware']}, {one['date']}; {versions}."
 
 

@@ -46,7 +46,8 @@ class AdapterConfig:
         "fused",
         "fused: a linear layer and its adapter are one operation; peft: PEFT's own forward computes them.",
         frees="copies of the layer's output in forward, and of its input with dropout until backward",
-        costs="the adapter's first product (rank r) again in backward; it saves more time than that",
+        costs="the adapter's first product (rank r) again in backward, and the host's time; where the GPU sets the "
+        "pace it saves more time than that",
         effects={"fused": NO_EFFECT, "peft": NO_EFFECT},
         leaves=dict.fromkeys(PARTS, as_it_is),
         is_kernel=True,

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.devices import kernels_of
+from lowmem_ft.techniques.modules.early_saving import SavedTensors, not_as_view, save_early
 
 
 def add_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
@@ -38,63 +39,56 @@ class SummingLinear:
     """Replacement for a linear layer's forward whose backward adds to its weight's ``.grad`` itself.
 
     Autograd gets no gradient of the weight, and calls the hooks on it nevertheless, once each use in this backward pass
-    has been differentiated: the weight is an input of the first node, so that its turn comes last.
+    has been differentiated. It is one node of autograd: each costs the host as much as several operators.
+
+    Args:
+        linear: the layer.
+        is_last: whether its decoder layer has no such layer after it, so that recomputation may stop before it.
     """
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear, *, is_last: bool) -> None:
         self._linear = linear
+        self._is_last = is_last
 
     def __call__(self, input: Tensor) -> Tensor:
         """Return what the layer returns."""
         weight, bias = self._linear.weight, self._linear.bias
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(input, weight, bias)
-        kept = _Kept()
-        same = _Keep.apply(input, weight, kept)
-        return _Sum.apply(F.linear(same, weight.detach(), bias), _Unseen(weight), kept)
-
-
-class _Kept:
-    """The node whose saved tensor is the layer's input."""
-
-    saver: Any = None
-
-
-class _Unseen:
-    """A weight that autograd does not see among a node's inputs."""
-
-    def __init__(self, weight: Tensor) -> None:
-        self.weight = weight
-
-
-class _Keep(torch.autograd.Function):
-    """Saves a linear layer's input before its product, where recomputation of a checkpointed layer may stop."""
-
-    @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, kept: _Kept) -> Tensor:
-        ctx.save_for_backward(input)
-        kept.saver = ctx
-        return input.view_as(input)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_input: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return (d_input if ctx.needs_input_grad[0] else None), None, None
+        saved, of_input = None, input.requires_grad
+        if self._is_last:
+            input, saved = save_early(input, weight)
+        return _Sum.apply(input, weight, bias, saved, of_input)
 
 
 class _Sum(torch.autograd.Function):
-    """Passes a linear layer's output on; its backward adds the product to the weight's sum."""
+    """A linear layer; its backward adds the product to the weight's sum."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, unseen: _Unseen, kept: _Kept) -> Tensor:
-        ctx.mark_dirty(output)  # else it would be a view, which models could not change in place
-        ctx.weight, ctx.kept = unseen.weight, kept
-        return output
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        saved: SavedTensors | None,
+        of_input: bool,
+    ) -> Tensor:
+        ctx.weight, ctx.saved, ctx.of_input = weight, saved, of_input
+        if saved is None:
+            ctx.save_for_backward(input, weight)
+        return not_as_view(F.linear(input, weight, bias))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (input,) = ctx.kept.saver.saved_tensors
+    def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        input, weight = (ctx.saved or ctx).saved_tensors
+        d_output_NO = d_output.flatten(0, -2)
         input_NI = input.flatten(0, -2).to(d_output.dtype)  # as autocast did
-        add_product_(float32_sum_of(ctx.weight), d_output.flatten(0, -2), input_NI)
-        return d_output, None, None
+        add_product_(float32_sum_of(ctx.weight), d_output_NO, input_NI)
+        d_input = (
+            (d_output_NO @ weight.to(d_output.dtype)).view(input.shape).to(input.dtype)
+            if ctx.of_input
+            else None
+        )
+        d_bias = d_output_NO.sum(0) if ctx.needs_input_grad[2] else None
+        return d_input, None, d_bias, None, None

@@ -170,6 +170,17 @@ def test_recomputation_stops_before_the_last_layer():
     assert calls == {"down_proj": 1, "up_proj": 2}
 
 
+def test_a_layer_is_one_node_of_autograd_and_the_last_of_a_decoder_layer_two():
+    model, _ = adapted()
+    enable_fused_adapters(model, lora())
+    for name, nodes in (("up_proj", 1), ("down_proj", 2)):
+        layer = getattr(model.model.layers[0].mlp, name)
+        node, found = layer(torch.randn(3, layer.in_features)).grad_fn, 0
+        while node is not None and "Accumulate" not in node.name():
+            node, found = node.next_functions[0][0], found + 1
+        assert found == nodes
+
+
 def test_4_bits_are_unpacked_once_a_pass(monkeypatch):
     functional = pytest.importorskip("bitsandbytes.functional")
     model, _ = adapted(quantized=True)
@@ -234,11 +245,15 @@ def test_dora_stays_pefts(caplog):
     )
 
 
-def test_the_output_can_be_changed_in_place():
+@pytest.mark.parametrize("name", ["up_proj", "down_proj"])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_output_can_be_changed_in_place(has_bias, name):
     """As layers of Falcon's kind do."""
     model, _ = adapted()
+    layer = getattr(model.model.layers[0].mlp, name)
+    if has_bias:
+        layer.base_layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features), requires_grad=False)
     enable_fused_adapters(model, lora())
-    layer = model.model.layers[0].mlp.up_proj
-    output = layer(torch.randn(3, layer.in_features))
+    output = layer(torch.randn(2, 3, layer.in_features))
     output += 1
     output.sum().backward()
