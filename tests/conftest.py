@@ -64,7 +64,15 @@ def whole_heap():
 
 
 @pytest.fixture(autouse=True)
-def _own_allocator_setting(monkeypatch):
+def _same_environment_object():
+    """Datasets replaces os.environ when it maps in processes, and rich reads the one that it was imported with."""
+    before = os.environ
+    yield
+    os.environ = before
+
+
+@pytest.fixture(autouse=True)
+def _own_allocator_setting(monkeypatch, _same_environment_object):
     """Commands set torch's allocator for their process, and estimates of later tests would be by that setting."""
     for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
         monkeypatch.setenv(name, "")  # so that the end of the test restores it, also if it was not set
