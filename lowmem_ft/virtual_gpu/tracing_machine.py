@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -79,6 +80,7 @@ class TracingMachine:
         self._num_parameters = 0
         self._num_trainable_parameters = 0
         self._is_quantized = False
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._running = contextlib.ExitStack()
         self._entered_at: float | None = None
         self.trace_seconds = 0.0
@@ -258,7 +260,14 @@ class TracingMachine:
                     self.recorder.mark(part, "parameter", name)
 
     def _after_optimizer_step(self, optimizer: Optimizer) -> None:
-        self.work.mark(STEP_END)
+        """Mark the end of a step. It is one step until an optimizer steps again: each parameter may have its own."""
+        if optimizer in self._stepped:
+            self._stepped.clear()
+        if self._stepped:
+            self.work.postpone(STEP_END)
+        else:
+            self.work.mark(STEP_END)
+        self._stepped.add(optimizer)
         self.mark_state(optimizer)
         check_state(optimizer, self.recorder.booked_bytes)
 

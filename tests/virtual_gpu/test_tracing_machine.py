@@ -41,6 +41,25 @@ def test_the_trace_has_the_model_and_its_steps():
     assert machine.trace_seconds > 0
 
 
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_step_ends_with_the_last_of_its_optimizers(in_backward):
+    """Such as one for each parameter, which may step in the backward pass."""
+    with TracingMachine() as machine:
+        model = machine.place(nn.Linear(8, 8))
+        optimizers = {parameter: torch.optim.SGD([parameter]) for parameter in model.parameters()}
+        if in_backward:
+            for parameter, optimizer in optimizers.items():
+                parameter.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        ends = []
+        for _ in range(3):
+            model(torch.randn(2, 8)).sum().backward()
+            if not in_backward:
+                for optimizer in optimizers.values():
+                    optimizer.step()
+            ends.append(len(machine.work.entries))
+    assert [index + 1 for index in machine.trace().step_ends] == ends
+
+
 def test_a_choice_is_said_once():
     machine = TracingMachine()
     machine.say("one")

@@ -69,6 +69,7 @@ class StepWatch:
         self._on_step = on_step
         self._optimizers: dict[int, _Seen] = {}
         self._backwards: list[SeenStep] = []
+        self._is_enough = False
         self._tokens_before = 0
         self._tokens: dict[int, int] = {}
         """Tokens of the current step, by the number of rows of the embedding that they went through."""
@@ -109,10 +110,12 @@ class StepWatch:
             size = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
             self._optimizers[id(optimizer)] = _Seen(size, [])
         if self._is_main(optimizer) and len(self._optimizer_steps) >= self.num_steps:
-            raise Enough
+            self._is_enough = True
+            if not is_in_backward():  # where an exception of a hook would end the process
+                raise Enough
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._is_main(optimizer):
+        if self._is_enough or not self._is_main(optimizer):
             return
         self._optimizer_steps.append(self._seen_now())
         self._tokens.clear()
@@ -129,10 +132,12 @@ class StepWatch:
         return self._optimizers[id(optimizer)].steps is self._optimizer_steps
 
     def _follow(self, backward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Until an optimizer steps, record each backward pass, and end a script that continues without one."""
+        """End a script whose optimizers step in backward, or that continues without one, whose passes are recorded."""
         if len(self._backwards) >= MOST_BACKWARDS:
             raise Enough
         result = backward(*args, **kwargs)
+        if self._is_enough:
+            raise Enough
         if not self._optimizers:
             seen = self._seen_now()
             before, self._tokens_before = self._tokens_before, seen.tokens

@@ -67,6 +67,8 @@ _ROUNDING = 1e-6
 """Rounding error allowed in sums of shares of a launch."""
 
 STEP_END = "step end"
+POSTPONED = "postponed"
+"""A moment that was named too early."""
 BETWEEN_STEPS = "between steps"
 """A moment when nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
@@ -104,6 +106,16 @@ class WorkLog:
     def mark(self, moment: str) -> None:
         """Name this moment."""
         self.entries.append(Work("mark", self.position, name=moment))
+
+    def postpone(self, moment: str) -> None:
+        """Let this be the moment that an earlier mark named last."""
+        index = next(
+            index
+            for index in reversed(range(len(self.entries)))
+            if (self.entries[index].kind, self.entries[index].name) == ("mark", moment)
+        )
+        self.entries[index] = Work("mark", self.entries[index].position, name=POSTPONED)
+        self.mark(moment)
 
     def begin_round(self, loop: int, times: int) -> None:
         """Begin a round of a loop that represents this many rounds, those of enclosing loops included."""

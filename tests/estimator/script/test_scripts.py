@@ -31,6 +31,31 @@ STEPS = """
 """
 
 
+def test_a_step_is_as_long_with_an_optimizer_for_each_parameter(script):
+    each = """
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).cuda()
+    optimizers = {}
+    for parameter in model.parameters():
+        optimizers[parameter] = torch.optim.AdamW([parameter])
+        parameter.register_post_accumulate_grad_hook(lambda parameter: optimizers[parameter].step())
+    while True:
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+    """
+    one = """
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(4))).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    while True:
+        model(torch.randn(8, 64, device="cuda")).sum().backward()
+        optimizer.step()
+    """
+    in_backward, after = (estimate_script(script(text), gpu="t4").estimate.step.seconds for text in (each, one))
+    assert in_backward == pytest.approx(after, rel=0.2)
+
+
 def test_a_loop_is_ended_after_the_steps_and_its_peak_is_a_line_of_it(script):
     seen = []
     name = script(STEPS + "\n    while True:\n        step().item()\n        torch.cuda.synchronize()\n")
