@@ -7,8 +7,8 @@ on a virtual GPU: ``transformers.Trainer`` or TRL's ``SFTTrainer`` with Liger's 
 several sizes of micro-batches runs with checkpointing and without; the fastest one that fits the GPU counts. A step of
 one and a step of two micro-batches run; seconds of more follow from the difference, and two hold as much memory as
 more. torchtune is not installed: a loop does what its single-device recipe does (bitsandbytes' paged 8-bit AdamW in the
-backward pass, every layer checkpointed, whole logits). Ours is a shipped recipe with the settings that the table names.
-Each run is a process of its own, as Liger replaces functions of transformers for good.
+backward pass of every micro-batch, every layer checkpointed, whole logits). Ours is a shipped recipe with the settings
+that the table names. Each run is a process of its own, as Liger replaces functions of transformers for good.
 
 The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``, or, with
 ``--device cuda``, measured on this machine's GPU: random weights, the median of three steps with all their
@@ -165,6 +165,7 @@ class Peer:
         model: name in the catalogue.
         run: runs steps of these micro-batches on a GPU.
         settings: rows of a micro-batch and whether layers are checkpointed.
+        updates_each: whether every micro-batch is followed by an update.
     """
 
     title: str
@@ -178,6 +179,7 @@ class Peer:
         (2, True),
         (4, True),
     )
+    updates_each: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +190,7 @@ class Work:
         gpu: name in the catalogue.
         recipe: our recipe.
         overrides: its settings that differ.
-        leaner: settings in addition, with which ours runs once more, in less memory.
+        variants: other settings in addition, with each of which ours runs once more.
         peer: what it is compared with.
         goal: least ratio of tokens a second, and largest of memory, that the project wants.
     """
@@ -196,7 +198,7 @@ class Work:
     gpu: str
     recipe: str
     overrides: tuple[str, ...]
-    leaner: tuple[str, ...] = ()
+    variants: tuple[tuple[str, ...], ...] = ()
     peer: Peer
     goal: tuple[float, float]
 
@@ -241,8 +243,6 @@ def train_with_paged_state(gpu: AnyGPU, model: str, step: MicroBatches) -> None:
             net(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss.backward()
         if isinstance(gpu, ThisGPU):
             gpu.end_step()
-        else:
-            gpu.work.mark(STEP_END)
 
 
 def _update(parameter: torch.Tensor, *, optimizer: torch.optim.Optimizer) -> None:
@@ -266,21 +266,48 @@ QLORA = dataclasses.replace(
     run=functools.partial(train_adapters, quantization="nf4"),
 )
 PAGED = Peer(
-    title="torchtune's single-device recipe as a loop: paged 8-bit AdamW in backward, no master, one micro-batch",
+    title="torchtune's single-device recipe as a loop: no master, paged 8-bit AdamW in each micro-batch's backward",
     model="qwen3-8b",
     run=train_with_paged_state,
     settings=((1, True), (2, True), (4, True)),
+    updates_each=True,
 )
+
+WITHOUT_CHECKPOINTS = (
+    "training.per_device_train_batch_size=1",
+    "training.gradient_accumulation_steps=16",
+    "checkpointing.mode=none",
+    "optimizer.in_backward=false",
+    "accumulation.dtype=weights",
+)
+"""Settings of 8b-bf16 that sum gradients in bfloat16, as the peer does, in place of computing activations again."""
 
 WORKS = {
     "8b-full": Work(
-        gpu="h100-80gb", recipe="8b-bf16", overrides=("model.kernels=liger",), peer=TRAINER, goal=(1.05, 1.0)
+        gpu="h100-80gb",
+        recipe="8b-bf16",
+        overrides=("model.kernels=liger",),
+        variants=(
+            (
+                "training.per_device_train_batch_size=2",
+                "training.gradient_accumulation_steps=8",
+                "checkpointing.mode=none",
+                "optimizer.in_backward=false",
+                "optimizer.master=split24",
+                "offload.optimizer=host",
+                "accumulation.fusion=true",
+            ),
+            (*WITHOUT_CHECKPOINTS, "optimizer.master=split24"),
+            WITHOUT_CHECKPOINTS,
+        ),
+        peer=TRAINER,
+        goal=(1.05, 1.0),
     ),
     "7b-lora": Work(
         gpu="rtx-4090",
         recipe="7b-lora",
         overrides=("model.kernels=liger",),
-        leaner=("checkpointing.skip_last_layers=0",),
+        variants=(("checkpointing.skip_last_layers=0",),),
         peer=SFT,
         goal=(1.1, 0.9),
     ),
@@ -301,7 +328,14 @@ WORKS = {
         gpu="rtx-4090",
         recipe="7b-qlora",
         overrides=("model.kernels=liger",),
-        leaner=("checkpointing.mode=full", "checkpointing.skip_last_layers=0"),
+        variants=(
+            (
+                "checkpointing.mode=selective",
+                "checkpointing.skip_last_layers=24",
+                "loss.chunk_tokens=256",
+            ),
+            ("checkpointing.mode=full",),
+        ),
         peer=QLORA,
         goal=(1.1, 0.9),
     ),
@@ -397,7 +431,7 @@ def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> list[str]:
-    """Return a work's lines: the peer's fastest run that fits its GPU, ours, and ours in less memory."""
+    """Return a work's lines: the peer's fastest run that fits its GPU, ours, and the variants of ours."""
     work = WORKS[name]
     fitting: dict[tuple[int, bool], Result] = {}
     too_large: set[bool] = set()
@@ -407,9 +441,7 @@ def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> l
             fitting[rows, checkpoints] = result
         else:
             too_large.add(checkpoints)
-    mine = [work]
-    if work.leaner:
-        mine.append(dataclasses.replace(work, overrides=(*work.overrides, *work.leaner)))
+    mine = [work, *(dataclasses.replace(work, overrides=(*work.overrides, *more)) for more in work.variants)]
     setting, best = min(fitting.items(), key=lambda pair: pair[1].seconds, default=(None, None))
     its = f"{work.peer.title}: no setting fits" if setting is None else _title(work, setting)
     return [
@@ -450,12 +482,14 @@ def _measured(work: Work, setting: str) -> Result:
 
 def of_peer(work: Work, rows: int, checkpoints: bool) -> Result:
     """Run a peer's program in this process, with one micro-batch a step and with two."""
-    one, two = (
-        _steps_of_peer(work, MicroBatches(rows=rows, number=n, checkpoints=checkpoints)) for n in (1, 2)
-    )
+    one = _steps_of_peer(work, MicroBatches(rows=rows, number=1, checkpoints=checkpoints))
     further = ROWS // rows - 1
     if not further:
         return one
+    if work.peer.updates_each:
+        two = dataclasses.replace(one, seconds=2 * one.seconds, outside_products=2 * one.outside_products)
+    else:
+        two = _steps_of_peer(work, MicroBatches(rows=rows, number=2, checkpoints=checkpoints))
     return dataclasses.replace(
         two,
         seconds=one.seconds + further * (two.seconds - one.seconds),

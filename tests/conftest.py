@@ -64,11 +64,9 @@ def whole_heap():
 
 
 @pytest.fixture(autouse=True)
-def _same_environment_object():
+def _same_environment_object(monkeypatch):
     """Datasets replaces os.environ when it maps in processes, and rich reads the one that it was imported with."""
-    before = os.environ
-    yield
-    os.environ = before
+    monkeypatch.setattr(os, "environ", os.environ)  # put back at the end
 
 
 @pytest.fixture(autouse=True)

@@ -52,7 +52,9 @@ def test_a_step_is_as_long_with_an_optimizer_for_each_parameter(script):
         model(torch.randn(8, 64, device="cuda")).sum().backward()
         optimizer.step()
     """
-    in_backward, after = (estimate_script(script(text), gpu="t4").estimate.step.seconds for text in (each, one))
+    in_backward, after = (
+        estimate_script(script(text), gpu="t4").estimate.step.seconds for text in (each, one)
+    )
     assert in_backward == pytest.approx(after, rel=0.2)
 
 
