@@ -10,6 +10,7 @@ import builtins
 import contextlib
 import io
 import os
+import pathlib
 import shutil
 import sys
 import tempfile
@@ -24,7 +25,7 @@ from lowmem_ft.upstream.patches import replace, wrap
 
 _WRITES = frozenset("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = "remove unlink rmdir rename replace removedirs renames truncate symlink link"
+_CHANGES = "remove unlink rmdir rename replace removedirs renames truncate symlink link chmod"
 _CACHES = "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TORCH_HOME TRITON_CACHE_DIR"
 _TOKENIZERS = "transformers.tokenization_utils_base"
 
@@ -78,6 +79,7 @@ class FilesKeptAway:
             (os, _CHANGES, self._change),
             (shutil, "rmtree", self._change),
             (os, "stat lstat listdir scandir", self._look),
+            *self._of_pathlib(),
         ):
             for name in names.split():
                 wrap(undo, owner, name, around)
@@ -92,6 +94,17 @@ class FilesKeptAway:
         ):
             for name in names.split():
                 wrap_when_imported(undo, module, owner, name, around)
+
+    def _of_pathlib(self) -> Iterator[tuple[object, str, Callable[..., Any]]]:
+        """Yield the functions that Python 3.10's pathlib took from os and io as it was imported."""
+        if sys.version_info < (3, 11):
+            for names, around in (
+                ("open", self._open),
+                ("mkdir", self._mkdir),
+                ("unlink rmdir rename replace symlink link chmod", self._change),
+                ("stat listdir scandir", self._look),
+            ):
+                yield pathlib._normal_accessor, names, around
 
     @contextlib.contextmanager
     def as_ever(self) -> Iterator[None]:

@@ -128,6 +128,10 @@ def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
         file.write(" and new")
     assert pathlib.Path("kept.txt").read_text() == "old and new"
     pathlib.Path("touched").touch()
+    pathlib.Path("kept.txt").write_text("mine")
+    pathlib.Path("kept.txt").chmod(0)
+    pathlib.Path("beside.py").unlink()
+    pathlib.Path("folder").mkdir()
     os.remove("kept.txt")
     shutil.rmtree("model", ignore_errors=True)
     tempfile.NamedTemporaryFile().write(b"x")
@@ -143,6 +147,7 @@ def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
     names = sorted(path.name for path in tmp_path.rglob("*") if path.name != name)
     assert (names, dict(os.environ), builtins.open, sys.stdin, sys.argv) == before
     assert (tmp_path / "kept.txt").read_text() == "old"
+    assert (tmp_path / "kept.txt").stat().st_mode & 0o400
     assert "beside" not in sys.modules
     assert torch.cuda.is_available() == (torch.version.cuda is not None and os.path.exists("/dev/nvidia0"))
 
