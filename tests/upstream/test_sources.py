@@ -29,6 +29,7 @@ NOT_UPSTREAM = {
     "_getframe": "documented, of sys",
     "_current_frames": "documented, of sys",
     "_exit": "documented, of os",
+    "_normal_accessor": "of Python 3.10's pathlib, which does not change any more",
     "_attention": "in the names of attention operators",
     "_dynamo": "a folder of torch's sources",
     "_known_values": "ours, on fake tensors",

@@ -32,8 +32,9 @@ AttentionImplementation = Literal[
 
 _KEY = "model.attn_implementation"
 
+_SOFT_CAP = "attn_logit_softcapping"
 _CHANGES_OF_SCORES = (
-    "attn_logit_softcapping",
+    _SOFT_CAP,
     *("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"),
 )
 """Config fields of soft caps, and of dropout by the names that architectures give it."""
@@ -159,6 +160,8 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     }
     if getattr(config, "alibi", False):  # Falcon's class claims support, and its forward then raises
         flags.discard("flash_attention_2")
+    if getattr(config.get_text_config(), _SOFT_CAP, None):
+        flags.discard("sdpa")  # transformers' function leaves the cap out, which not all versions' flags say
     takes_functions = all(getattr(cls, "_supports_attention_backend", False) for cls in classes)
     if takes_functions and {"flash_attention_2", "sdpa"} <= flags and _is_plain(config.get_text_config()):
         return (VARLEN_ATTENTION, *(name for name in _SUPPORT_FLAGS if name in flags), "eager")

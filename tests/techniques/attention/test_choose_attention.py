@@ -153,6 +153,17 @@ def test_unsupported_by_the_architecture_lists_what_is():
         choose("sdpa", config=hf.XLNetConfig())
 
 
+@pytest.mark.usefixtures("flash_attn_missing")
+def test_a_soft_cap_is_nothing_for_sdpa_whatever_the_class_says(monkeypatch):
+    """In transformers 5.20 Gemma 2 says that it supports sdpa, whose function leaves the cap out."""
+    monkeypatch.setattr(hf.Gemma2PreTrainedModel, "_supports_sdpa", True)
+    capped, uncapped = hf.Gemma2Config(), hf.Gemma2Config(attn_logit_softcapping=None)
+    assert choose("auto", device=CPU, config=capped).implementation == "eager"
+    assert choose("auto", device=CPU, config=uncapped).implementation == "sdpa"
+    with pytest.raises(ModelError, match="sdpa needs an architecture that supports it"):
+        choose("sdpa", config=capped)
+
+
 @pytest.mark.usefixtures("flash_attn_installed")
 def test_biases_by_distance_are_nothing_for_flash_attention():
     """Falcon's class supports it, and its forward raises where alibi takes the place of rotary positions."""
