@@ -9,8 +9,11 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
 
-KEPT = ("model", "adapter", "optimizer.state", "optimizer.master", "training.mixed_precision")
-"""What a recipe trains, and in which precision."""
+KEPT = (
+    *("model", "adapter", "optimizer.state", "optimizer.master", "training.mixed_precision"),
+    "accumulation.fusion",
+)
+"""What a recipe trains, and in which precision. Fused sums are not for several processes, which a recipe may run in."""
 
 WORTH_A_CHANGE = 0.03
 """Share of a step's seconds."""
