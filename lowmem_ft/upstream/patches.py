@@ -76,9 +76,7 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
     """
     original = existing(owner, name)
     kind = inspect.getattr_static(owner, name)
-    if isinstance(
-        kind, ClassMethodDescriptorType
-    ):  # a class method in C, as Function.apply is since torch 2.14
+    if isinstance(kind, ClassMethodDescriptorType):  # in C, as Function.apply is since torch 2.14
         kind = classmethod(functools.partial(_of_class, kind))
     is_bound = isinstance(kind, (classmethod, staticmethod))
     if is_bound:

@@ -112,7 +112,7 @@ def test_a_name_that_is_not_there_is_not_made_up(owner, name, full_name):
     message = str(caught.value)
     assert full_name in message
     assert f"torch {installed_version('torch')}" in message
-    assert "Tested is torch 2.11 to 2.14: run pip install 'torch>=2.11,<2.15'" in message
+    assert "Tested is torch 2.11 to 2.15: run pip install 'torch>=2.11,<2.16'" in message
 
 
 def test_of_an_untested_library_the_installed_version_is_named():

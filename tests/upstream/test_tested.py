@@ -55,9 +55,9 @@ def test_a_range_begins_at_the_lower_bound_and_has_the_pinned_versions(library):
         ("2.10.3", False),
         ("2.11.0", True),
         ("2.13.0+cpu", True),
-        ("2.14.9", True),
-        ("2.15.0", False),
-        ("2.15.0.dev20261101+cu130", False),
+        ("2.15.9", True),
+        ("2.16.0", False),
+        ("2.16.0.dev20261101+cu130", False),
         ("3.0.0", False),
         ("0+unknown", False),
         ("a checkout", False),
@@ -78,13 +78,13 @@ def test_what_is_advised_is_the_tested_range(library):
 
 
 def test_an_estimate_with_another_version_warns_once(versions, caplog):
-    versions |= {"torch": "2.15.0", "transformers": "6.0.0"}
+    versions |= {"torch": "2.16.0", "transformers": "6.0.0"}
     with caplog.at_level(logging.WARNING, "lowmem_ft"):
         for _ in range(2):
             with TracingMachine():
                 pass
     (record,) = caplog.records
-    for part in ("torch 2.15.0", "torch 2.11 to 2.14", "transformers 6.0.0", "transformers 5.17 to 5.23"):
+    for part in ("torch 2.16.0", "torch 2.11 to 2.15", "transformers 6.0.0", "transformers 5.17 to 5.23"):
         assert part in record.getMessage()
 
 
@@ -100,7 +100,7 @@ def test_training_with_another_version_warns_before_anything_fails(versions, cap
 
 
 def test_tested_versions_and_libraries_that_nobody_imported_are_not_mentioned(versions, caplog, monkeypatch):
-    versions |= {"torch": "2.14.1", "peft": "0.99.0"}
+    versions |= {"torch": "2.15.0", "peft": "0.99.0"}
     monkeypatch.delitem(sys.modules, "peft", raising=False)
     tested.warn_if_untested()
     assert not caplog.records

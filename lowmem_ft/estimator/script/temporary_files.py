@@ -104,7 +104,8 @@ class FilesKeptAway:
                 ("unlink rmdir rename replace symlink link chmod", self._change),
                 ("stat listdir scandir", self._look),
             ):
-                yield pathlib._normal_accessor, names, around
+                accessor = pathlib._normal_accessor  # pyright: ignore[reportAttributeAccessIssue]
+                yield accessor, names, around
 
     @contextlib.contextmanager
     def as_ever(self) -> Iterator[None]:
