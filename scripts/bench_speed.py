@@ -30,6 +30,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -47,7 +48,7 @@ import torch
 from datasets import Dataset
 from ground_truth.public_runs import PublicRun, model_on_meta
 from ground_truth.real_run import run_for_real
-from measured_on import measured_on, require_device
+from measured_on import measured_on, require_device, wait_for_the_gpu
 from peft import LoraConfig  # pyright: ignore[reportMissingImports]  # an optional package
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -201,6 +202,11 @@ class Work:
     variants: tuple[tuple[str, ...], ...] = ()
     peer: Peer
     goal: tuple[float, float]
+
+    def ours(self) -> dict[str, Work]:
+        """Return this work and its variants, by their names on a command line."""
+        more = (dataclasses.replace(self, overrides=(*self.overrides, *some)) for some in self.variants)
+        return {f"ours:{index}": work for index, work in enumerate((self, *more))}
 
 
 def train_in_full(gpu: AnyGPU, model: str, step: MicroBatches) -> None:
@@ -377,7 +383,7 @@ def main() -> None:
         require_device(arguments.device)
     if arguments.in_this_process:
         name, setting = arguments.in_this_process
-        result = (_measured if arguments.device else _by_clock)(WORKS[name], setting)
+        result = (_measured if arguments.device else _by_clock)(name, setting)
         print(json.dumps(dataclasses.asdict(result)))
         return
     if arguments.device:
@@ -401,14 +407,17 @@ def measure(names: Sequence[str], settings: Sequence[tuple[int, bool]] | None, o
     rows: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
-        for setting in (None, *(settings or WORKS[name].peer.settings)):
-            result = _in_new_process(name, setting, "--device", "cuda")
-            if result is None:
-                continue
-            row = {"work": name, "run": _title(WORKS[name], setting), **dataclasses.asdict(result)}
-            del row["outside_products"], row["fits"]
-            rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
-            out.write_text(json.dumps(rows, indent=1) + "\n")
+        titles = {setting: _title(work, None) for setting, work in WORKS[name].ours().items()}
+        titles |= {_text(one): _title(WORKS[name], one) for one in settings or WORKS[name].peer.settings}
+        with ThreadPoolExecutor(2) as pool:  # one imports everything while the other has the GPU
+            results = pool.map(functools.partial(_in_new_process, name, options=("--device", "cuda")), titles)
+            for title, result in zip(titles.values(), results, strict=True):
+                if result is None:
+                    continue
+                row = {"work": name, "run": title, **dataclasses.asdict(result)}
+                del row["outside_products"], row["fits"]
+                rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
+                out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
@@ -436,17 +445,16 @@ def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> l
     fitting: dict[tuple[int, bool], Result] = {}
     too_large: set[bool] = set()
     for rows, checkpoints in settings or work.peer.settings:  # fewer rows first
-        result = None if checkpoints in too_large else _in_new_process(name, (rows, checkpoints))
+        result = None if checkpoints in too_large else _in_new_process(name, _text((rows, checkpoints)))
         if result is not None and result.fits:
             fitting[rows, checkpoints] = result
         else:
             too_large.add(checkpoints)
-    mine = [work, *(dataclasses.replace(work, overrides=(*work.overrides, *more)) for more in work.variants)]
     setting, best = min(fitting.items(), key=lambda pair: pair[1].seconds, default=(None, None))
     its = f"{work.peer.title}: no setting fits" if setting is None else _title(work, setting)
     return [
         _line(f"{work.recipe}, {work.gpu}", its, best),
-        *(_line("", _title(one, None), ours(one), than=best, goal=work.goal) for one in mine),
+        *(_line("", _title(one, None), ours(one), than=best, goal=work.goal) for one in work.ours().values()),
     ]
 
 
@@ -465,16 +473,23 @@ def _setting(text: str) -> tuple[int, bool]:
     return int(rows), checkpoints == "on"
 
 
-def _by_clock(work: Work, setting: str) -> Result:
-    return of_peer(work, *_setting(setting))
+def _text(setting: tuple[int, bool]) -> str:
+    return f"{setting[0]}:{'on' if setting[1] else 'off'}"
 
 
-def _measured(work: Work, setting: str) -> Result:
-    gpu = ThisGPU()
-    if setting == "ours":
-        recipe = load_recipe(work.recipe, (*work.overrides, "model.weights=random", "data=any"))
+def _by_clock(name: str, setting: str) -> Result:
+    return of_peer(WORKS[name], *_setting(setting))
+
+
+def _measured(name: str, setting: str) -> Result:
+    gpu, work = ThisGPU(), WORKS[name]
+    if setting in work.ours():
+        overrides = (*work.ours()[setting].overrides, "model.weights=random", "data=any")
+        recipe = load_recipe(work.recipe, overrides)
+        wait_for_the_gpu()
         return gpu.result_of(run_for_real(recipe, num_steps=MEASURED_STEPS).seconds[1:])
     rows, checkpoints = _setting(setting)
+    wait_for_the_gpu()
     step = MicroBatches(rows=rows, number=ROWS // rows, checkpoints=checkpoints, steps=MEASURED_STEPS)
     work.peer.run(gpu, work.peer.model, step)
     return gpu.result()
@@ -523,9 +538,8 @@ def _result(estimate: MemoryEstimate, log: Sequence[LoggedWork], gpu: Gpu) -> Re
     )
 
 
-def _in_new_process(name: str, setting: tuple[int, bool] | None, *options: str) -> Result | None:
+def _in_new_process(name: str, text: str, options: Sequence[str] = ()) -> Result | None:
     """Run a peer's program, or ours, in a process of its own; None: it fails, which is printed."""
-    text = "ours" if setting is None else f"{setting[0]}:{'on' if setting[1] else 'off'}"
     command = [sys.executable, __file__, *options, "--in-this-process", name, text]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:

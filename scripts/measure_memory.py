@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import fcntl
 import itertools
 import json
 import os
@@ -48,7 +47,7 @@ from ground_truth.public_seconds import CHANGED, CUDA_ROWS
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
-from measured_on import measured_on, require_device
+from measured_on import measured_on, require_device, wait_for_the_gpu
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
@@ -59,9 +58,6 @@ from lowmem_ft.recipe import Recipe, load_recipe
 
 NUM_STEPS = {"cpu": 2, "cuda": 3}
 """Number of steps by device. A CPU has no cache that takes some steps to fill."""
-
-TURNS = Path(tempfile.gettempdir()) / "measure_memory.lock"
-"""File that a process locks while it is on the GPU."""
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -206,7 +202,7 @@ def in_new_process(device: str, name: str, overrides: Sequence[str]) -> Row | No
 def measure_here(device: str, overrides: Sequence[str]) -> None:
     """Print the measurement as one line of JSON."""
     if device == "cuda":
-        fcntl.flock(os.open(TURNS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until the process ends
+        wait_for_the_gpu()
     with tempfile.TemporaryDirectory() as folder:
         recipe = recipe_of(overrides, Path(folder))
         peaks = run_for_real(recipe, num_steps=NUM_STEPS[device])

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import datetime
+import fcntl
+import os
 import platform
 import sys
+import tempfile
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+_TURNS = Path(tempfile.gettempdir()) / "lowmem_ft_measurement.lock"
+"""File that a process locks while it is on the GPU."""
 
 
 def measured_on(device: torch.device) -> dict[str, Any]:
@@ -32,6 +38,14 @@ def require_device(device: str) -> None:
         sys.exit(
             f"--device cuda needs a CUDA device, and torch {torch.__version__} sees none on this machine."
         )
+
+
+def wait_for_the_gpu() -> None:
+    """Keep the GPU from this script's other processes until this one ends; wait while another has it.
+
+    Processes that take turns import everything at once, which takes longer than some measurements do.
+    """
+    fcntl.flock(os.open(_TURNS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)
 
 
 def _processor() -> str:
