@@ -43,7 +43,7 @@ from ground_truth.comparison import compare, estimated_peaks, measured_gpu, tabl
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
-from ground_truth.public_seconds import CHANGED, CUDA_ROWS
+from ground_truth.public_seconds import CUDA_ROWS
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
@@ -279,8 +279,9 @@ def print_errors(rows: list[Row]) -> None:
 
 def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a table of runs on a GPU: measured numbers, and how far each estimate is from them."""
-    yield "| run | tensors, GiB | estimate | reserved, GiB | estimate | process, GiB | estimate | s a step | estimate |"
-    yield "|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    columns = ("tensors, GiB", "reserved, GiB", "process, GiB", "s a step")
+    yield f"| run | day | {' | estimate | '.join(columns)} | estimate |"
+    yield f"|---|---|{'---:|---:|' * len(columns)}"
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
             estimate = estimate_memory(recipe_of(row["overrides"], Path(folder)), measured_gpu(row))
@@ -292,17 +293,16 @@ def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
                 (measured["process"], estimate.process_peak_bytes),
             )
             cells = [f"{real / GIB:.2f} | {found / real - 1:+.2%}" for real, found in bytes_of]
-            seconds = statistics.median(measured["seconds"][1:])
-            mark = "*" if CHANGED in row else ""
-            cells.append(f"{seconds:.2f}{mark} | {estimate.step.seconds / seconds - 1:+.0%}{mark}")
-            yield f"| `{row['name']}` | {' | '.join(cells)} |"
+            if seconds := measured.get("seconds"):
+                real = statistics.median(seconds[1:])
+                cells.append(f"{real:.2f} | {estimate.step.seconds / real - 1:+.0%}")
+            else:
+                cells.append("|")
+            yield f"| `{row['name']}` | {row['date'][5:]} | {' | '.join(cells)} |"
     one = rows[0]
     versions = ", ".join(f"{name} {number}" for name, number in one["versions"].items())
     yield ""
-    for changed in dict.fromkeys(row[CHANGED] for row in rows if CHANGED in row):
-        yield f"\\* measured before {changed}; the estimate is of the present one."
-        yield ""
-    yield f"{one['hardware']}, {one['date']}; {versions}."
+    yield f"{one['hardware']}, {one['date'][:4]}; {versions}."
 
 
 def _in_short(row: Row) -> str:

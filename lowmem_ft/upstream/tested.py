@@ -36,7 +36,7 @@ builds of torch for CUDA without a GPU (2026-11-26 and 27), and none failed in t
 
 Some of them have run elsewhere:
 
-- torch 2.11.0 (Triton 3.6.0), transformers 5.17.0, peft 0.21.0, accelerate 1.15.0, Python 3.12 (2026-11-26): on an H200
+- torch 2.11.0 (Triton 3.6.0), transformers 5.17.0, peft 0.21.0, accelerate 1.15.0, Python 3.12 (2026-11-27): on an H200
   the tests that need a GPU; without a GPU those of the virtual GPU, optimizers and techniques, of which some ten fail.
   Estimates of ``accumulation.fusion`` and of TRL's heads need torch 2.13, as its fake ``addmm`` takes ``out_dtype`` for
   another argument; FSDP2 does not shard weights in 4 bits; PEFT's dropout differs in float16.

@@ -35,8 +35,6 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
 CUDA_ROWS = ROWS.with_name("measured-cuda.json")
-CHANGED = "seconds_before"
-"""Key of a row of a recipe whose program runs faster or slower since: what has become of it."""
 FEW, MORE = 2, 3
 """Numbers of layers that are traced."""
 
@@ -56,7 +54,6 @@ class SecondsRow:
         micro_batches: micro-batches of a step.
         open: parts of the configuration that the source leaves open.
         same_kernels: whether the program measured runs the kernels that run here; others are predicted, not fitted to.
-        has_changed: whether the program is faster or slower since: its prediction stays that of the program measured.
     """
 
     name: str
@@ -69,7 +66,6 @@ class SecondsRow:
     micro_batches: int = 1
     open: tuple[str, ...] = ()
     same_kernels: bool = True
-    has_changed: bool = False
 
     @property
     def run(self) -> PublicRun:
@@ -96,19 +92,19 @@ def load_rows() -> list[SecondsRow]:
 
 
 def measured_rows() -> list[SecondsRow]:
-    """Return the runs of recipes that ``measure_memory.py`` timed on a GPU."""
+    """Return the runs of recipes that ``measure_memory.py`` timed on a GPU; a row without seconds has changed since."""
     return [
         SecondsRow(
-            name=f"recipe {row['name']}",
+            name=f"recipe {row['name']} {row['date']}",
             url=f"../tests/data/measured/{CUDA_ROWS.name}",
             date=row["date"],
             gpu=row["gpu"]["name"],
-            program=f"the recipe itself, before {row[CHANGED]}" if CHANGED in row else "the recipe itself",
+            program="the recipe itself",
             settings={"overrides": row["overrides"]},
             seconds=statistics.median(row["measured"]["seconds"][1:]),
-            has_changed=CHANGED in row,
         )
         for row in json.loads(CUDA_ROWS.read_text())
+        if "seconds" in row["measured"]
     ]
 
 
