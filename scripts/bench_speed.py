@@ -421,7 +421,7 @@ def measure(names: Sequence[str], settings: Sequence[tuple[int, bool]] | None, o
 
 
 def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a table of runs on a GPU: of each work the peer's fastest, then its others, then ours beside the first."""
+    """Return a table of runs on a GPU: of each work the peer's runs, the fastest first, then ours next to that."""
     lines = [
         "| work | run | s a step | tokens/s | process, GiB | ratio of tokens/s | of memory |",
         "|---|---|---:|---:|---:|---:|---:|",

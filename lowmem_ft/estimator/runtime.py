@@ -20,11 +20,12 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import compute_dtype, load_model_config, weights_dtype
 from lowmem_ft.models.master_weights import MasterWeights
-from lowmem_ft.models.quantization import log_quantization, quantization_config, quantize_linear_layers
+from lowmem_ft.models.quantization import check_quantization, quantization_config, quantize_weights
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.tensors.local_shards import rows_of
+from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
@@ -65,7 +66,7 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
     bytes_by_type = {"Params4bit": 0.5, "Int8Params": 1}
     return int(
         sum(
-            parameter.numel() * bytes_by_type.get(type(parameter).__name__, parameter.element_size())
+            logical_numel(parameter) * bytes_by_type.get(type(parameter).__name__, parameter.element_size())
             for parameter in model.parameters()
         )
     )
@@ -150,14 +151,14 @@ class VirtualRuntime(Runtime):
             for parameter in model.parameters():
                 self.machine.recorder.mark_place(parameter, "disk")
         if config.quantization != "none":
-            log_quantization(model, config.quantization)
+            check_quantization(model, config)
         return model
 
     def _quantize(self, model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig) -> None:
         dtype = compute_dtype(weights_dtype(config, hf_config), self.mixed_precision)
         bits = quantization_config(config, dtype)
         if bits is not None:
-            quantize_linear_layers(model, bits)
+            quantize_weights(model, bits)
 
     def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
         """Return a stand-in of a weight's shape, as ``weights_in_shards`` leaves where this process keeps its rows."""

@@ -6,6 +6,7 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import struct
 from pathlib import Path
@@ -31,15 +32,16 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.expert_quantizer import experts_packed
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config, lazy_weights
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.files.model_files import limit_of_positions, refuse_quantized
 from lowmem_ft.models.quantization import (
+    check_quantization,
     keep_one_layout,
-    log_quantization,
     quantization_config,
-    quantize_linear_layers,
+    quantize_weights,
 )
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
@@ -165,8 +167,8 @@ def load_model(
     if config.weights == "random":
         model = _random_model(config, hf_config, attn_implementation, device, seed)
         if bits is not None:
-            quantize_linear_layers(model, bits)
-            log_quantization(model, config.quantization)
+            quantize_weights(model, bits)
+            check_quantization(model, config)
         return model
     source = source_of(config)
     options = {
@@ -181,7 +183,8 @@ def load_model(
         options["quantization_config"] = bits
     try:
         read = _from_gguf if "gguf_file" in source else _from_safetensors
-        model, report = read(source.pop("path"), source, options)
+        with contextlib.nullcontext() if bits is None else experts_packed():
+            model, report = read(source.pop("path"), source, options)
     except torch.OutOfMemoryError:
         raise  # not the checkpoint's fault
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *_DAMAGED_GGUF) as error:
@@ -189,7 +192,7 @@ def load_model(
     _refuse_missing_weights(config, hf_config, report)
     if bits is not None:
         keep_one_layout(model)
-        log_quantization(model, config.quantization)
+        check_quantization(model, config)
     return model
 
 

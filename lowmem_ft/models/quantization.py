@@ -1,4 +1,6 @@
-"""Frozen weights of linear layers in 4 or 8 bits, by bitsandbytes through transformers.
+"""Frozen weights of decoder layers in 4 or 8 bits, by bitsandbytes through transformers.
+
+In 4 bits that includes fused experts (``packed_experts.py``); 8 bits are for linear layers alone.
 
 The head and the embeddings keep their type: they are a small part of the weights and the most sensitive one. Norms keep
 theirs too. PEFT's ``prepare_model_for_kbit_training`` would copy all of these to float32, 2.1 GB more for a model of 8B
@@ -15,10 +17,15 @@ import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.expert_quantizer import experts_packed
 from lowmem_ft.tensors.logical_size import logical_numel
 
 logger = logging.getLogger(__name__)
+
+MOST_LEFT = 0.05
+"""Largest share of a decoder's weights that may keep its type: more, and "4 bits" would mislead about memory."""
 
 
 def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -41,8 +48,8 @@ def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> Bits
     return BitsAndBytesConfig(load_in_8bit=True) if config.quantization == "int8" else None
 
 
-def quantize_linear_layers(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
-    """Quantise in place the layers that ``from_pretrained`` would, for weights that come from no checkpoint.
+def quantize_weights(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
+    """Quantise in place what ``from_pretrained`` would, for weights that come from no checkpoint.
 
     Args:
         model: its weights may be on the meta device; there the layers change, and hold nothing.
@@ -50,7 +57,8 @@ def quantize_linear_layers(model: PreTrainedModel, bits: BitsAndBytesConfig) -> 
     """
     from transformers.quantizers import AutoHfQuantizer  # imports bitsandbytes, which takes a second
 
-    quantizer: Any = AutoHfQuantizer.from_config(bits, pre_quantized=False)
+    with experts_packed():
+        quantizer: Any = AutoHfQuantizer.from_config(bits, pre_quantized=False)
     originals = dict(model.named_modules())
     quantizer.preprocess_model(model, device_map=None)
     for name, module in model.named_modules():
@@ -73,15 +81,35 @@ def keep_one_layout(model: nn.Module) -> None:
             module.support_avx512bf16_for_cpu = False  # type: ignore[assignment]
 
 
-def log_quantization(model: nn.Module, quantization: str) -> None:
-    """Log how much of a model is quantised; fused experts, which are no linear layers, are not."""
-    sizes = [(logical_numel(parameter), parameter.is_floating_point()) for parameter in model.parameters()]
+def check_quantization(model: PreTrainedModel, config: ModelConfig) -> None:
+    """Log how much of a model is quantised, and reject one of whose decoder much is not.
+
+    Raises:
+        ModelError: if more than a twentieth of the weights, without embeddings and head, keeps its type, unless the
+            recipe consents.
+    """
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    ends = {id(part.weight) for part in (*tables, model.get_output_embeddings()) if part is not None}
+    sizes = {
+        name: (logical_numel(weight), weight.is_floating_point()) for name, weight in model.named_parameters()
+    }
+    decoder = {name: sizes[name] for name, weight in model.named_parameters() if id(weight) not in ends}
     logger.info(
         "Quantization: %s for %s of %s weights; the head, embeddings and norms keep their type.",
-        quantization,
-        f"{sum(numel for numel, is_float in sizes if not is_float):,}",
-        f"{sum(numel for numel, _ in sizes):,}",
+        config.quantization,
+        f"{sum(numel for numel, is_float in sizes.values() if not is_float):,}",
+        f"{sum(numel for numel, _ in sizes.values()):,}",
     )
+    left = {name: numel for name, (numel, is_float) in decoder.items() if is_float}
+    share = sum(left.values()) / max(1, sum(numel for numel, _ in decoder.values()))
+    if share > MOST_LEFT and not config.quantize_partly:
+        raise ModelError(
+            f"model.quantization={config.quantization} must reach {1 - MOST_LEFT:.0%} of the weights of a decoder, but "
+            f"{share:.0%} of {type(model).__name__}'s are in no layer that it packs, such as "
+            f"{max(left, key=lambda name: left[name])}. Set model.quantization="
+            f"{'nf4, which packs fused experts' if config.quantization == 'int8' else 'none'}, or accept it with "
+            "model.quantize_partly=true."
+        )
 
 
 def _fill(module: Any, original: Any) -> None:

@@ -33,6 +33,18 @@ PEFT = (
     replaced(
         "peft.tuners.lora.LoraLayer", "_cast_input_dtype", "self x dtype", "leaves the type to autocast"
     ),
+    *data(
+        "peft.utils.transformers_weight_conversion",
+        "_MODEL_TO_CONVERSION_PATTERN",
+        "families whose experts it adapts",
+        "dict",
+    ),
+    *data(
+        "peft.utils.transformers_weight_conversion",
+        "_MOE_TARGET_MODULE_MAPPING",
+        "names that it takes for their experts and routers",
+        "dict",
+    ),
 )
 
 _FUNCTIONAL = "bitsandbytes.functional"

@@ -48,6 +48,18 @@ TRANSFORMERS = (
         "how a layer is recomputed. Up to 5.22 layers checkpoint their `__call__`, in 5.23 their `forward`: a "
         "technique that calls layers itself asks which",
     ),
+    called(
+        "transformers.integrations.moe",
+        "_grouped_mm",
+        "input weight offs",
+        "each expert's rows by its unpacked weight",
+    ),
+    called(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts",
+        "_apply_gate",
+        "self gate_up_out",
+        "a family's own gate, between the products of packed experts",
+    ),
     replaced(
         "transformers.integrations.moe",
         "_can_use_grouped_mm",

@@ -28,6 +28,7 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
+from lowmem_ft.tensors.logical_size import has_packed_experts
 from lowmem_ft.upstream.patches import existing
 
 __all__ = ["enable_lora"]
@@ -130,10 +131,11 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
-    frozen; for a layer's experts, the whole sum of weight and adapter is computed in each forward. The adapters are
-    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
-    its adapter; under autocast that copy is left out, since autocast would take it back.
+    Limits: experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else and in 4
+    bits they are frozen; routers are frozen unless they are named; for a layer's experts, the whole sum of weight and
+    adapter is computed in each forward. The adapters are float32, the frozen weights keep their type, norms and
+    embeddings too. PEFT copies a layer's input to float32 for its adapter; under autocast that copy is left out, since
+    autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -251,19 +253,68 @@ def _without_pefts_warnings() -> Iterator[None]:
 
 def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list[str]:
     """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
-    if config.target_modules == (ALL_LINEAR,):
-        return ALL_LINEAR
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
+    of_experts = _names_of_experts(model)
+    is_packed = has_packed_experts(model)
+    if config.target_modules == (ALL_LINEAR,):
+        routers = _names_of_routers(model)
+        if not (of_experts or routers or is_packed):
+            return ALL_LINEAR
+        left_out = {
+            name for name, module in model.named_modules() if module is model.get_output_embeddings()
+        } | routers
+        logger.info(
+            "Adapter: routers stay frozen%s.", ", and experts, which are in 4 bits" if is_packed else ""
+        )
+        names = {*short_names} - of_experts if is_packed else {*short_names} | of_experts
+        return sorted(names - left_out)
+    unable = [name for name in config.target_modules if name.rpartition(".")[2] in of_experts]
+    if is_packed and unable:
+        raise UserError(
+            f"Experts in 4 bits take no adapter, and adapter.target_modules names {', '.join(unable)}, which PEFT "
+            f"takes for experts in a {type(model).__name__}. Leave {'it' if len(unable) == 1 else 'them'} out, or set "
+            "model.quantization=none."
+        )
     problems = [
         f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
         f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} It has {', '.join(short_names)}; or write "
         "[all-linear] alone."
         for target in config.target_modules
-        if not any(name == target or name.endswith(f".{target}") for name in linear)
+        if not any(
+            name == target or name.endswith(f".{target}") for name in (*linear, *_renamed_by_peft(model))
+        )
     ]
     raise_problems(problems)
     return list(config.target_modules)
+
+
+def _names_of_experts(model: PreTrainedModel) -> frozenset[str]:
+    """Return the names that PEFT takes for a family's fused experts, which were linear layers of these names once."""
+    return frozenset(old for old, new in _renamed_by_peft(model).items() if new != f"{old}.weight")
+
+
+def _names_of_routers(model: PreTrainedModel) -> set[str]:
+    """Return the names of what chooses a token's experts: linear layers, or for families PEFT knows, parameters."""
+    names = {old for old, new in _renamed_by_peft(model).items() if new == f"{old}.weight"}
+    for block in model.modules():
+        experts = getattr(block, "experts", None)
+        num_experts = getattr(experts, "num_experts", None) or (
+            len(experts) if isinstance(experts, nn.ModuleList) else None
+        )
+        names |= {
+            name
+            for name, layer in block.named_children()
+            if isinstance(layer, nn.Linear) and layer.out_features == num_experts
+        }
+    return names
+
+
+def _renamed_by_peft(model: PreTrainedModel) -> Mapping[str, str]:
+    from peft.utils import transformers_weight_conversion as conversion
+
+    family = existing(conversion, "_MODEL_TO_CONVERSION_PATTERN").get(model.config.model_type)
+    return existing(conversion, "_MOE_TARGET_MODULE_MAPPING").get(family, {})
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:

@@ -43,7 +43,7 @@ def place_module(
     for name, module in model.named_modules():
         for tensor in place_bitsandbytes(module, device):
             on_placed(name, tensor)
-            weight = module._parameters["weight"]
+            weight = module._parameters.get("weight")
             if new_parameter is not None and weight is not None:
                 weight.data = new_parameter(weight)
         for tensors in (module._parameters, module._buffers):

@@ -28,9 +28,16 @@ def place_bitsandbytes(module: nn.Module, device: torch.device) -> list[Tensor]:
         The tensors that the layer now holds in addition to its weight: scales and tables; empty for other layers.
     """
     bitsandbytes: Any = sys.modules.get("bitsandbytes")
-    weight: Any = module._parameters.get("weight")
-    if bitsandbytes is None or weight is None or _is_placed(weight, device):
+    if bitsandbytes is None:
         return []
+    weight: Any = module._parameters.get("weight")
+    if weight is None or _is_placed(weight, device):
+        packed = [
+            name
+            for name, parameter in module._parameters.items()
+            if isinstance(parameter, bitsandbytes.nn.Params4bit) and not _is_placed(parameter, device)
+        ]
+        return [tensor for name in packed for tensor in _place_packed(module, name, device)]
     if isinstance(weight, bitsandbytes.nn.Params4bit):
         return _place_4bit(bitsandbytes.functional, module, weight, device)
     if isinstance(weight, bitsandbytes.nn.Int8Params) and not weight.has_fp16_weights:
@@ -67,7 +74,7 @@ def new_parameter(
     return _fake_parameter(data, like=like, requires_grad=like.requires_grad)
 
 
-def _is_placed(tensor: Tensor, device: torch.device) -> bool:
+def _is_placed(tensor: Tensor | None, device: torch.device) -> bool:
     return isinstance(tensor, FakeTensor) and tensor.device == device
 
 
@@ -76,6 +83,19 @@ def _place_4bit(functional: Any, module: Any, weight: Any, device: torch.device)
     dtype = before.dtype if before.dtype.is_floating_point else module.compute_dtype or torch.bfloat16
     parameter = _quantized(functional, weight, torch.empty(before.shape, dtype=dtype, device=device))
     module._parameters["weight"], module.quant_state = parameter, parameter.quant_state
+    return statistics_of(parameter)
+
+
+def _place_packed(module: nn.Module, name: str, device: torch.device) -> list[Tensor]:
+    """Move a parameter that has been packed on meta, as fused experts are, and the state that belongs to it."""
+    packed: Any = module._parameters[name]
+    on_device = torch.empty(packed.shape, dtype=packed.dtype, device=device)
+    module._parameters[name] = parameter = _fake_parameter(on_device, like=packed)
+    for scale in (packed.quant_state, packed.quant_state.state2):
+        for part in ("absmax", "code", "offset"):
+            tensor = getattr(scale, part)
+            if tensor is not None:
+                setattr(scale, part, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
     return statistics_of(parameter)
 
 

@@ -305,6 +305,7 @@ def test_fused_experts_are_adapted_saved_and_merged(tmp_path):
     model = tiny_mixture()
     adapter = enable_lora(model, lora(), base_name="base")
     assert any("mlp.experts" in name for name in adapter.parameters())
+    assert not any("mlp.gate." in name for name in adapter.parameters())
     take_steps(model, list(adapter.parameters().values()))
     adapter.save(tmp_path)
     torch.testing.assert_close(
@@ -316,6 +317,11 @@ def test_fused_experts_are_adapted_saved_and_merged(tmp_path):
     assert not torch.equal(
         merged.model.layers[0].mlp.experts.down_proj, tiny_mixture().model.layers[0].mlp.experts.down_proj
     )
+
+
+def test_a_router_has_an_adapter_only_if_it_is_named():
+    adapter = enable_lora(tiny_mixture(), lora(target_modules=("q_proj", "gate")))
+    assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.parameters()} == {"q_proj", "gate"}
 
 
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)

@@ -1,0 +1,144 @@
+"""Fused experts in 4 bits: the bytes of bitsandbytes, the products of transformers, from files and at random."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+
+pytest.importorskip("bitsandbytes")
+
+import bitsandbytes
+
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.models import packed_experts
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.packed_experts import PackedExperts, fused_experts, pack, unpack
+
+NUM_EXPERTS, HIDDEN = 5, 64
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": HIDDEN,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "num_experts_per_tok": 2,
+}
+CONFIGS = {
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=64),
+    "gpt_oss": GptOssConfig(
+        **SIZES, num_local_experts=NUM_EXPERTS
+    ),  # with biases, stored the other way round
+}
+
+
+def model_of(family):
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    for name, parameter in model.named_parameters():
+        if name.endswith("_bias"):
+            nn.init.normal_(parameter)
+    return model
+
+
+@pytest.mark.parametrize("shape", [(5, 128, 64), (3, 24, 64 * 11)], ids=["even", "scales that fill no block"])
+def test_each_expert_has_the_bytes_of_a_layer_of_its_own(shape):
+    values = torch.randn(shape)
+    packed = pack(values)
+    assert isinstance(packed, bitsandbytes.nn.Params4bit)
+    assert packed.nbytes == values.numel() // 2
+    for index, expert in enumerate(values):
+        alone = bitsandbytes.nn.Params4bit(
+            expert, requires_grad=False, quant_type="nf4", compress_statistics=True
+        ).to("cpu")
+        assert torch.equal(packed.view(len(values), -1)[index], alone.flatten())
+        whole = bitsandbytes.functional.dequantize_4bit(alone.data, alone.quant_state)
+        found = unpack(packed.data, packed.quant_state, slice(index, index + 1), torch.float32)
+        assert torch.equal(found[0], whole)
+    some = unpack(packed.data, packed.quant_state, slice(1, 3), torch.float32)
+    assert some.shape == (2, *shape[1:])
+    assert (some - values[1:3]).abs().mean() < 0.1 * values.abs().mean()
+
+
+@pytest.mark.parametrize("at_once", [1, 2, NUM_EXPERTS], ids="{} at once".format)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_products_and_gradients_are_those_of_the_same_weights_unpacked(family, at_once, monkeypatch):
+    _, module = next(fused_experts(model_of(family)))
+    module.config._experts_implementation = "grouped_mm"
+    monkeypatch.setattr(packed_experts, "_UNPACKED_BYTES", at_once * 4 * module.gate_up_proj[0].numel())
+    rows, shares = torch.randn(23, HIDDEN, requires_grad=True), torch.rand(23, 2, requires_grad=True)
+    chosen = torch.stack(
+        [torch.randperm(NUM_EXPERTS - 1)[:2] for _ in range(23)]
+    )  # nobody chooses the last one
+    packed = {name: pack(module._parameters[name].data) for name in ("gate_up_proj", "down_proj")}
+    for name, weight in packed.items():
+        exact = unpack(weight.data, weight.quant_state, slice(0, NUM_EXPERTS), torch.float32)
+        module._parameters[name].data = exact
+    expected = module(rows, chosen, shares)
+    gradients = torch.autograd.grad(expected.square().sum(), (rows, shares))
+    module._parameters.update(packed)
+    PackedExperts.install(module, torch.float32)
+    found = module(rows, chosen, shares)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+    for one, other in zip(torch.autograd.grad(found.square().sum(), (rows, shares)), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_backward_keeps_neither_weights_nor_rows_of_a_product():
+    _, module = next(fused_experts(model_of("qwen3_moe")))
+    PackedExperts.install(module, torch.float32)
+    kept = []
+    rows = torch.randn(23, HIDDEN, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+        product = module.forward._product(rows, "gate_up_proj", *ends_of(23))
+    assert [tensor.shape for tensor in kept] == [(NUM_EXPERTS,)]
+    assert product.requires_grad
+
+
+def ends_of(num_rows):
+    experts = torch.zeros(num_rows, dtype=torch.int64)
+    return experts, torch.full((NUM_EXPERTS,), num_rows, dtype=torch.int32)
+
+
+def load(folder, quantization="nf4", **options):
+    config = ModelConfig(name_or_path=str(folder), quantization=quantization, **options)
+    device = torch.device("cpu")
+    return load_model(config, load_model_config(config), attn_implementation="eager", device=device, seed=1)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_model_is_packed_as_it_is_read(family, tmp_path):
+    model = model_of(family)
+    model.save_pretrained(tmp_path)
+    read = load(tmp_path, dtype="bfloat16")
+    at_random = load(tmp_path, dtype="bfloat16", weights="random")
+    for layer, own in zip(read.model.layers, model.model.layers, strict=True):
+        for name in ("gate_up_proj", "down_proj"):
+            found = getattr(layer.mlp.experts, name)
+            expected = pack(getattr(own.mlp.experts, name).data.bfloat16())
+            assert torch.equal(found, expected)
+            assert torch.equal(found.quant_state.offset, expected.quant_state.offset)
+    assert [type(one) for one in read.parameters()] == [type(one) for one in at_random.parameters()]
+    ids = torch.arange(40).view(2, 20)
+    with torch.no_grad():
+        exact = model(input_ids=ids, labels=ids).loss
+        assert read(input_ids=ids, labels=ids).loss == pytest.approx(exact.item(), rel=0.02)
+    assert not any(
+        expert.requires_grad
+        for layer in read.model.layers
+        for expert in layer.mlp.experts.parameters()
+        if not expert.is_floating_point()
+    )
+
+
+def test_8_bits_that_leave_the_experts_out_are_refused(tmp_path):
+    model_of("qwen3_moe").save_pretrained(tmp_path)
+    with pytest.raises(
+        ModelError, match=r"int8 must reach 95%.*experts.*nf4, which packs.*quantize_partly=true"
+    ):
+        load(tmp_path, "int8")
+    assert load(tmp_path, "int8", quantize_partly=True).model.layers[0].mlp.experts.down_proj.dim() == 3
