@@ -28,7 +28,9 @@ class Architecture:
         published_parameters: the count that the authors or the hub publish.
         published_also_counts: parts of that count that are not parameters of the model, such as a tied head stored
             twice.
-        sources: where ``published_parameters`` and ``config`` come from.
+        published_active_parameters: of a mixture of experts, the parameters per token as the authors count them, with
+            or without the embedding; None: they publish no such count, or the model has no experts.
+        sources: where the published counts and ``config`` come from.
         config: the hub's config.json.
     """
 
@@ -39,6 +41,7 @@ class Architecture:
     gated: bool
     published_parameters: int
     published_also_counts: Mapping[str, int]
+    published_active_parameters: int | None
     sources: Mapping[str, str]
     config: Mapping[str, Any]
 
@@ -88,4 +91,5 @@ def _architectures_by_any_name() -> Mapping[str, Architecture]:
 
 
 def _architecture(name: str, row: dict[str, Any]) -> Architecture:
-    return Architecture(name=name, published_also_counts=row.pop("published_also_counts", {}), **row)
+    optional: dict[str, Any] = {"published_also_counts": {}, "published_active_parameters": None}
+    return Architecture(name=name, **optional | row)

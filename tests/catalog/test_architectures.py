@@ -6,30 +6,52 @@ import re
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from lowmem_ft.catalog.architectures import find_architecture, load_architectures
+from lowmem_ft.catalog.architectures import Architecture, find_architecture, load_architectures
 
 ARCHITECTURES = load_architectures()
+OF_EXPERTS = [name for name, found in ARCHITECTURES.items() if found.published_active_parameters]
+
+
+def _built(architecture: Architecture) -> PreTrainedModel:
+    config = CONFIG_MAPPING[architecture.config["model_type"]].from_dict(dict(architecture.config))
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    with torch.device("meta"):
+        return (AutoModelForCausalLM if is_causal else AutoModelForImageTextToText).from_config(config)
 
 
 def test_the_popular_families_are_there():
-    assert len(ARCHITECTURES) >= 40
-    families = "llama-2 llama-3.1 llama-3.2 qwen2.5 qwen3 mistral mixtral gemma-2 gemma-3 phi smollm2 olmo falcon gpt2"
-    for family in [*families.split(), "pythia", "deepseek-coder"]:
+    assert len(ARCHITECTURES) >= 140
+    families = """
+        llama-2 llama-3.1 llama-3.2 qwen2.5 qwen3 mistral mixtral gemma-2 gemma-3 phi smollm2 olmo falcon gpt2 pythia
+        deepseek-coder qwen3.5 qwen3-next gemma-4 gpt-oss glm-4.5 glm-4.7 lfm2 nemotron ministral-3 olmo-3 granite-4.0
+        seed-oss smollm3
+    """
+    for family in families.split():
         assert any(name.startswith(family) for name in ARCHITECTURES), family
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_built_model_has_the_published_number_of_parameters(name):
     architecture = ARCHITECTURES[name]
-    config = CONFIG_MAPPING[architecture.config["model_type"]].from_dict(dict(architecture.config))
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    built = sum(parameter.numel() for parameter in model.parameters())
+    built = sum(parameter.numel() for parameter in _built(architecture).parameters())
     also_counted = sum(architecture.published_also_counts.values())
     assert built + also_counted == architecture.published_parameters
     assert built == architecture.num_parameters
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+def test_the_experts_of_one_token_and_all_else_are_the_published_active_parameters(name):
+    architecture = ARCHITECTURES[name]
+    model = _built(architecture)
+    active = 0.0
+    for parameter_name, parameter in model.named_parameters():
+        picked = model.config.num_experts_per_tok / len(parameter) if ".experts." in parameter_name else 1
+        active += parameter.numel() * picked
+    without_embedding = active - model.get_input_embeddings().weight.numel()
+    published = architecture.published_active_parameters
+    assert pytest.approx(published, rel=0.03) in (active, without_embedding)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -41,10 +63,12 @@ def test_a_row_is_complete(name):
         for hub_id in [architecture.hub_id, *architecture.variants]
     )
     assert architecture.license
-    assert architecture.sources.keys() == {"published_parameters", "config"}
+    counts = {"published_parameters"} | ({"published_active_parameters"} if name in OF_EXPERTS else set())
+    assert architecture.sources.keys() == counts | {"config"}
     assert {"architectures", "model_type"} <= architecture.config.keys()
     assert architecture.text_config["vocab_size"] > 30000
-    assert architecture.gated or not architecture.hub_id.startswith(("meta-llama/", "google/"))
+    asks = ("meta-llama/", "google/") if architecture.license != "apache-2.0" else ()
+    assert architecture.gated or not architecture.hub_id.startswith(asks)
 
 
 def test_no_two_rows_answer_to_one_name():
