@@ -6,6 +6,7 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 
 from __future__ import annotations
 
+import json
 import logging
 import struct
 from pathlib import Path
@@ -72,7 +73,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         return language_config(catalogued)
-    hf_config = _whole_config(config)
+    hf_config = _whole_config(config, says=True)
     if (language := language_config(hf_config)) is not hf_config:
         logger.info(
             "%s is a model of several parts (%s): its language model is trained, and the others stay on the disk, and "
@@ -85,17 +86,24 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
 
 
 def other_parts_of(config: ModelConfig) -> OtherParts | None:
-    """Return what a model holds beside its language model, for an estimate; None: nothing."""
+    """Return what a run reads beside the language model, for an estimate; None: nothing."""
+    if config.weights == "random" or config.is_gguf:
+        return None
     hf_config = catalogue_config(config) or _whole_config(config)
-    return None if language_config(hf_config) is hf_config else OtherParts(hf_config.to_dict())
+    return (
+        None
+        if language_config(hf_config) is hf_config
+        else OtherParts(json.loads(hf_config.to_json_string(use_diff=False)))
+    )
 
 
-def _whole_config(config: ModelConfig) -> PretrainedConfig:
+def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfig:
+    """Read the config of all parts of a model."""
     source = source_of(config)
     path = source.pop("path")
-    if path != config.name_or_path and not Path(path).is_dir():
+    if says and path != config.name_or_path and not Path(path).is_dir():
         logger.info("model.name_or_path=%s is the hub's %s.", config.name_or_path, path)
-    if config.trust_remote_code:
+    if says and config.trust_remote_code:
         logger.warning(
             "model.trust_remote_code=true: Python code from %s runs with your rights.%s",
             path,

@@ -20,6 +20,7 @@ import torch
 import transformers
 from safetensors.torch import save_file
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import CONFIG_MAPPING, PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -140,6 +141,14 @@ class OtherParts:
     def num_bytes(self) -> int:
         """Their bytes in files, in the type that the config names."""
         return self.num_parameters * self.whole.dtype.itemsize
+
+    def in_whole(self, name: str) -> str:
+        """Return the name in :attr:`whole` of a module or weight of the language model."""
+        return self.names.in_whole(name)
+
+    def in_language_model(self, name: str) -> str | None:
+        """Return the reverse of :meth:`in_whole`; None: it belongs to another part."""
+        return self.names.in_language_model(name)
 
     def layers(self) -> list[str]:
         """Return the names of their linear layers."""
@@ -271,11 +280,11 @@ def language_names_in(folder: Path, names: Iterable[str]) -> dict[str, str]:
 def _whole_on_meta(fields: str) -> PreTrainedModel:
     written = json.loads(fields)
     config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
-    with torch.device("meta"):
-        return whole_class(config)._from_config(config)
+    with _disable_current_modes(), torch.device("meta"):  # an estimate may ask while it traces
+        return _whole_class(config)._from_config(config)
 
 
-def whole_class(config: PretrainedConfig) -> Any:
+def _whole_class(config: PretrainedConfig) -> Any:
     """Return the class of a whole model: the one that its config names, or transformers' for images and text."""
     named: Any = getattr(transformers, (config.architectures or [""])[0], None)
     is_own = named is not None and named.config_class is type(config)
