@@ -256,7 +256,7 @@ def estimate_of_trace(
 
 @functools.lru_cache(maxsize=16)
 def _other_parameters(config: ModelConfig) -> int:
-    """Return the parameters of a model beside its language model."""
+    """Return the parameters of a model that are not its language model's."""
     parts = other_parts_of(config)
     return 0 if parts is None else parts.num_parameters
 

@@ -86,7 +86,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
 
 
 def other_parts_of(config: ModelConfig) -> OtherParts | None:
-    """Return what a run reads beside the language model, for an estimate; None: nothing."""
+    """Return the parts of a model that its run does not train, without weights; None: it has no such parts."""
     if config.weights == "random" or config.is_gguf:
         return None
     hf_config = catalogue_config(config) or _whole_config(config)

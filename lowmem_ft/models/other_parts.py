@@ -1,4 +1,4 @@
-"""The parts of a checkpoint beside its language model: towers for images and sound, projectors, further heads.
+"""The parts of a checkpoint that are not its language model: towers for images and sound, projectors, further heads.
 
 A run trains the language model alone, as the causal LM that transformers has for it. The other parts take no memory:
 they stay in their files, which are kept open, and are copied bit for bit into every model that is saved.
@@ -39,7 +39,7 @@ PROCESSOR_FILES = (
     "video_preprocessor_config.json",
     "chat_template.json",
 )
-"""Files beside a tokenizer's that a processor of images, video or sound is read from."""
+"""Files that a processor of images, video or sound is read from, apart from those of its tokenizer."""
 
 _ATTRIBUTE = "lowmem_ft_other_parts"
 _BODY, _HEAD, _EMBEDDING = "model.", "lm_head.", "embed_tokens.weight"
@@ -63,7 +63,7 @@ def language_config(hf_config: PretrainedConfig) -> PretrainedConfig:
 
 @dataclass(frozen=True)
 class LanguageNames:
-    """What the whole model's names put in place of the language model's ``model.`` and ``lm_head.``."""
+    """Prefixes that the whole model's names have in place of the language model's ``model.`` and ``lm_head.``."""
 
     body: str
     head: str
@@ -211,7 +211,7 @@ class LanguageWeights:
 
     @property
     def key_mapping(self) -> dict[str, str] | None:
-        """What turns names in the files into the language model's; None: they are the same."""
+        """Patterns that turn names in the files into the language model's; None: they are the same."""
         return None if self.other_parts is None else self.other_parts.names_in_files.key_mapping
 
 

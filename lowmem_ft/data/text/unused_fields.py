@@ -1,9 +1,8 @@
 """Fields of other tools' formats that training here does not use: reported with their count, or rejected.
 
 A field that says that an answer must not be learnt is rejected if that answer would be: ``label`` and ``kto_tag`` of
-KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. So are images,
-videos and sound, without which the text would be about what the model does not see. A field with
-more about a right answer than is used (earlier turns, tools, reasoning that the template does not write) loses what it
+KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. So are
+images, videos and sound: the text would be about what the model does not see. A field with more about a right answer than is used (earlier turns, tools, reasoning that the template does not write) loses what it
 would have taught, so it is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
 and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
@@ -171,7 +170,7 @@ def fields_of(bits: int) -> Iterator[UnusedField]:
 
 
 def refuse_images(example_format: ExampleFormat, row: Row) -> None:
-    """Reject a row with images, videos or sound beside its text.
+    """Reject a row with images, videos or sound in addition to its text.
 
     Args:
         example_format: reader of the row; it rejects those within a message itself.

@@ -313,7 +313,7 @@ def _not_adaptable(model: nn.Module) -> list[str] | None:
 
 
 def _first_named(target: str, names: Iterable[str]) -> str | None:
-    """Return the first layer that a target of PEFT names; None: there is none."""
+    """Return the first layer that a target of PEFT names; None: it names no layer."""
     return next((name for name in names if name == target or name.endswith(f".{target}")), None)
 
 

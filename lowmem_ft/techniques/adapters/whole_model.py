@@ -16,7 +16,7 @@ from torch import Tensor
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE, WEIGHTS_FILE
 
 _PREFIX = "base_model.model."
-"""What PEFT puts before the name of every module."""
+"""PEFT puts this before the name of every module."""
 
 
 class WholeModel(Protocol):

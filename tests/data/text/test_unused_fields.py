@@ -34,7 +34,6 @@ TOLD = {
         {"chat_template_kwargs": {"enable_thinking": False}},
         "`chat_template_kwargs`, which the chat template is not given",
     ),
-    "TRL: images": ({"messages": CHAT}, {"images": ["a.png"]}, "lowmem_ft trains on text"),
     "TRL: thinking": (
         {"messages": chat()},
         {"messages": chat(thinking="Hm")},
@@ -66,7 +65,6 @@ TOLD = {
         {"messages": chat(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": True}])},
         "turns are learnt whole",
     ),
-    "LLaMA-Factory: videos": (ALPACA, {"videos": ["a.mp4"]}, "lowmem_ft trains on text"),
     "examples of some weight": (PAIR, {"weight": 0.5}, "every learnt token counts the same"),
     "reasoning as a column": (PAIR, {"thinking": "Hm"}, "Write it into the answer"),
 }
