@@ -2,8 +2,9 @@
 
 A field that says that an answer must not be learnt is rejected if that answer would be: ``label`` and ``kto_tag`` of
 KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. So are
-images, videos and sound: the text would be about what the model does not see. A field with more about a right answer than is used (earlier turns, tools, reasoning that the template does not write) loses what it
-would have taught, so it is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
+images, videos and sound: the text would be about what the model does not see. A field with more about a right answer
+than is used (earlier turns, tools, reasoning that the template does not write) loses what it would have taught, so it
+is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
 and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
 

@@ -200,7 +200,7 @@ def enable_lora(
     layers = adapted_layers(model)
     if whole is not None and targets == ALL_LINEAR:
         # PEFT has made it a list of every layer's name; in the files it is a short pattern.
-        lora_config.target_modules = {name.rpartition(".")[2] for name in layers}
+        lora_config.target_modules = sorted({name.rpartition(".")[2] for name in layers})
     for layer in layers.values():
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
