@@ -140,7 +140,7 @@ class OtherParts:
     @property
     def num_bytes(self) -> int:
         """Their bytes in files, in the type that the config names."""
-        return self.num_parameters * self.whole.dtype.itemsize
+        return self.num_parameters * getattr(self.whole.config.dtype, "itemsize", 4)
 
     def in_whole(self, name: str) -> str:
         """Return the name in :attr:`whole` of a module or weight of the language model."""
@@ -281,7 +281,7 @@ def _whole_on_meta(fields: str) -> PreTrainedModel:
     written = json.loads(fields)
     config = CONFIG_MAPPING[written["model_type"]].from_dict(written)
     with _disable_current_modes(), torch.device("meta"):  # an estimate may ask while it traces
-        return _whole_class(config)._from_config(config)
+        return _whole_class(config)(config)
 
 
 def _whole_class(config: PretrainedConfig) -> Any:
