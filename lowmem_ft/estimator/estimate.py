@@ -20,6 +20,8 @@ from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.loading import other_parts_of
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
@@ -248,7 +250,15 @@ def estimate_of_trace(
         f"recipe: {_settings(recipe)}",
         *estimate.choices,
     ]
-    return dataclasses.replace(estimate, choices=tuple(choice for choice in choices if choice))
+    model = dataclasses.replace(estimate.model, other_parameters=_other_parameters(recipe.model))
+    return dataclasses.replace(estimate, model=model, choices=tuple(choice for choice in choices if choice))
+
+
+@functools.lru_cache(maxsize=16)
+def _other_parameters(config: ModelConfig) -> int:
+    """Return the parameters of a model that are not its language model's."""
+    parts = other_parts_of(config)
+    return 0 if parts is None else parts.num_parameters
 
 
 def surroundings_of(recipe: Recipe, traced: TracedRecipe, gpu: Gpu | None, budget: Budget) -> Surroundings:

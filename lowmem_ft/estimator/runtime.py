@@ -18,8 +18,9 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import compute_dtype, load_model_config, weights_dtype
+from lowmem_ft.models.loading import compute_dtype, load_model_config, other_parts_of, weights_dtype
 from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.other_parts import set_other_parts
 from lowmem_ft.models.quantization import check_quantization, quantization_config, quantize_weights
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
@@ -145,6 +146,7 @@ class VirtualRuntime(Runtime):
             if host is None and not keeps_rows:
                 self.machine.warm_up_allocator(_bytes_of_weights(model))
         model = self.machine.place(model, device, self._without_memory if keeps_rows else None)
+        set_other_parts(model, other_parts_of(config))
         if keeps_rows:
             self._keep_rows(model)
         if host is not None and host.files_for("parameter") is not None:

@@ -20,11 +20,19 @@ Verdict = Literal["fits", "may not fit", "does not fit"]
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Number of a model's parameters; a tied one counts once."""
+    """Number of a model's parameters; a tied one counts once.
+
+    Args:
+        name: name of the model.
+        parameters: those of the language model.
+        trainable_parameters: those of them that are trained.
+        other_parameters: those of its checkpoint's other parts, which stay on the disk.
+    """
 
     name: str
     parameters: int
     trainable_parameters: int
+    other_parameters: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

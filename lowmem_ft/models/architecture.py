@@ -20,7 +20,7 @@ SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"
 
 
 def catalogue_config(config: ModelConfig) -> PretrainedConfig | None:
-    """Return the catalogue's architecture; None if it lacks this model, or this revision of it.
+    """Return the catalogue's architecture, whole; None if it lacks this model, or this revision of it.
 
     A local folder of the same name takes precedence, as everywhere.
     """

@@ -7,6 +7,7 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import struct
 from pathlib import Path
@@ -33,10 +34,11 @@ from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.expert_quantizer import experts_packed
-from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config, lazy_weights
+from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.files.model_files import limit_of_positions, refuse_quantized
+from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantization import (
     check_quantization,
     keep_one_layout,
@@ -59,7 +61,7 @@ _OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "Reward
 
 
 def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
-    """Load the architecture of the model, without its weights.
+    """Load the architecture of the model, without its weights: of a model of several parts, the language model's.
 
     Args:
         config: the recipe's model group.
@@ -72,12 +74,38 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             invalid or incomplete.
     """
     if architecture_only and (catalogued := catalogue_config(config)):
-        return catalogued
+        return language_config(catalogued)
+    hf_config = _whole_config(config, says=True)
+    if (language := language_config(hf_config)) is not hf_config:
+        logger.info(
+            "%s is a model of several parts (%s): its language model is trained, and the others stay on the disk, and "
+            "are copied into what is saved.",
+            config.name_or_path,
+            hf_config.model_type,
+        )
+    refuse_bidirectional(config.name_or_path or "", language)
+    return language
+
+
+def other_parts_of(config: ModelConfig) -> OtherParts | None:
+    """Return the parts of a model that its run does not train, without weights; None: it has no such parts."""
+    if config.weights == "random" or config.is_gguf:
+        return None
+    hf_config = catalogue_config(config) or _whole_config(config)
+    return (
+        None
+        if language_config(hf_config) is hf_config
+        else OtherParts(json.loads(hf_config.to_json_string(use_diff=False)))
+    )
+
+
+def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfig:
+    """Read the config of all parts of a model."""
     source = source_of(config)
     path = source.pop("path")
-    if path != config.name_or_path and not Path(path).is_dir():
+    if says and path != config.name_or_path and not Path(path).is_dir():
         logger.info("model.name_or_path=%s is the hub's %s.", config.name_or_path, path)
-    if config.trust_remote_code:
+    if says and config.trust_remote_code:
         logger.warning(
             "model.trust_remote_code=true: Python code from %s runs with your rights.%s",
             path,
@@ -91,7 +119,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
     except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
         raise _explained(config, error) from error
-    if type(hf_config) not in AutoModelForCausalLM._model_mapping:
+    if type(language_config(hf_config)) not in AutoModelForCausalLM._model_mapping:
         if "AutoModelForCausalLM" not in (getattr(hf_config, "auto_map", None) or {}):
             raise ModelError(
                 f"model.name_or_path needs a causal language model, but {config.name_or_path} is of type "
@@ -105,7 +133,6 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     )
     if written:
         refuse_incomplete(path, written, hf_config)
-    refuse_bidirectional(config.name_or_path or "", hf_config)
     return hf_config
 
 
@@ -261,7 +288,11 @@ def _from_safetensors(
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     source.pop("trust_remote_code")  # settled when the config was read
     model_class: Any = causal_lm_class(options["config"], path, **source)
-    model, report = model_class.from_pretrained(None, state_dict=lazy_weights(path, **source), **options)
+    opened = language_weights(options["config"], path, **source)
+    model, report = model_class.from_pretrained(
+        None, state_dict=opened.state_dict, key_mapping=opened.key_mapping, **options
+    )
+    set_other_parts(model, opened.other_parts)
     model.name_or_path = model.config.name_or_path = path
     model.generation_config = generation_config(model, path, **source)
     return model, report

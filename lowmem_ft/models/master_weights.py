@@ -13,8 +13,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.host.mapped_files import forget_pages
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.files.checkpoint_files import LazyWeight, causal_lm_class, lazy_weights
+from lowmem_ft.models.files.checkpoint_files import LazyWeight, causal_lm_class
 from lowmem_ft.models.loading import load_model, source_of, weights_dtype
+from lowmem_ft.models.other_parts import language_weights
 
 _FINER_THAN_BFLOAT16 = {"F16", "F32", "F64"}
 """Types of safetensors with more than 8 bits of mantissa."""
@@ -128,7 +129,8 @@ def load_master_weights(
         return MasterWeights(model, present=present)
     del source["trust_remote_code"]  # settled when the config was read
     path = source.pop("path")
-    read = lazy_weights(path, backend="mmap", **source)
+    opened = language_weights(hf_config, path, backend="mmap", **source)
+    read = opened.state_dict
     mapped = {
         name: _MappedWeight(values) for name, values in read.items() if not isinstance(values, LazyWeight)
     }
@@ -136,7 +138,9 @@ def load_master_weights(
     if _finer_share(weights.values()) < 0.5:
         return None
     model_class: Any = causal_lm_class(hf_config, path, **source)
-    model = model_class.from_pretrained(None, state_dict=weights, config=hf_config, dtype=torch.float32)
+    model = model_class.from_pretrained(
+        None, state_dict=weights, key_mapping=opened.key_mapping, config=hf_config, dtype=torch.float32
+    )
     return MasterWeights(model, {weight.address for weight in mapped.values()}, present)
 
 

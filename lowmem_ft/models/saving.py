@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.models.other_parts import LanguageNames, other_parts
 from lowmem_ft.tensors.local_shards import whole_shape
 
 logger = logging.getLogger(__name__)
@@ -28,19 +29,28 @@ Weights on a GPU are copied to the host a file at a time: with transformers' 50 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write weights (safetensors), config, generation config and tokenizer, then verify the folder.
 
+    Other parts of the checkpoint that the model was read from are written, too.
+
     Raises:
         CheckpointError: if the folder, read back, does not hold this model.
     """
     with _quiet_transformers():
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_BYTES)
+    _write_other_parts(model, folder)
     save_tokenizer(tokenizer, folder)
     verify_saved_model(model, folder)
 
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
-    """Write all of a model except its weights: config, generation config, and its remote code if it has any."""
+    """Write all of a model except its own weights: config, generation config, remote code, other parts."""
     with _quiet_transformers():
         model.save_pretrained(folder, state_dict={})
+    _write_other_parts(model, folder)
+
+
+def _write_other_parts(model: PreTrainedModel, folder: Path) -> None:
+    if parts := other_parts(model):
+        parts.write(folder, model.dtype)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -59,7 +69,9 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
     """
     try:
         with _quiet_transformers():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            parts = other_parts(model)
+            loader: Any = AutoModelForCausalLM if parts is None else type(parts.whole)
+            loaded: Any = loader.from_pretrained(
                 folder,
                 device_map={"": "meta"},
                 output_loading_info=True,
@@ -71,14 +83,17 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
         raise CheckpointError(f"The model saved in {folder} cannot be read back: {error}") from error
     reopened, report = loaded
     problems = [f"{kind}: {sorted(map(str, keys))[:5]}" for kind, keys in report.items() if keys]
+    names = None if parts is None else parts.names
     saved, live = dict(reopened.named_parameters()), dict(model.named_parameters())
+    if names is not None:
+        saved = {own: weight for name, weight in saved.items() if (own := names.in_language_model(name))}
     problems += [
         f"{name}: {_kind(saved.get(name))} saved, {_kind(parameter)} in memory"
         for name, parameter in live.items()
         if _kind(saved.get(name)) != _kind(parameter)
     ][:5]
-    if _ties(reopened) != _ties(model):
-        problems.append(f"tied weights: {_ties(reopened)} saved, {_ties(model)} in memory")
+    if _ties(reopened, names) != _ties(model):
+        problems.append(f"tied weights: {_ties(reopened, names)} saved, {_ties(model)} in memory")
     if problems:
         raise CheckpointError(
             f"The model saved in {folder} is not the one in memory ({'; '.join(problems)})."
@@ -94,11 +109,13 @@ def _has_own_code(model: PreTrainedModel) -> bool:
     return any(kind.__module__.startswith("transformers_modules.") for kind in type(model).__mro__)
 
 
-def _ties(model: PreTrainedModel) -> list[list[str]]:
-    """Return groups of names that share one parameter."""
+def _ties(model: PreTrainedModel, language: LanguageNames | None = None) -> list[list[str]]:
+    """Return groups of names that share one parameter; of a whole model, those in its language model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
+        own = name if language is None else language.in_language_model(name)
+        if own is not None:
+            names.setdefault(id(parameter), []).append(own)
     return sorted(sorted(group) for group in names.values() if len(group) > 1)
 
 

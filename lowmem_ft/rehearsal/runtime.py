@@ -19,6 +19,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.estimator.runtime import VirtualRuntime
 from lowmem_ft.estimator.traces.tracing import NUM_MICRO_BATCHES
 from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import Recipe, TrainingConfig
@@ -74,7 +75,7 @@ class Saved:
         at_step: the step after which it was written.
         weight_bytes: trained weights.
         optimizer_bytes: optimizer state; 0 in a finished model.
-        other_bytes: the tokenizer.
+        other_bytes: the tokenizer, and parts of the checkpoint that are not trained.
     """
 
     at_step: int
@@ -271,11 +272,15 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
             weight_bytes = _bytes_in_files(
                 session.unwrapped_model, adapters_alone=self._recipe.adapter.name != "none"
             )
+        other_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        parts = other_parts(session.unwrapped_model)
+        if parts is not None and self._recipe.adapter.name == "none":
+            other_bytes += parts.num_bytes
         return Saved(
             at_step=self.first_step + self.num_steps,
             weight_bytes=weight_bytes,
             optimizer_bytes=optimizer_bytes,
-            other_bytes=sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
+            other_bytes=other_bytes,
         )
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:

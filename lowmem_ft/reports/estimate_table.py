@@ -27,6 +27,7 @@ from lowmem_ft.reports.wording import (
     seconds_range,
     short_name,
     shortfall,
+    size_words,
     verdict,
     verdict_colour,
 )
@@ -140,7 +141,7 @@ def headline(estimate: MemoryEstimate) -> Text:
         " ",
         (verdict(estimate), f"bold {colour}"),
         (f"\n{warning}" if warning else "", colour),
-        f"\n{model.parameters:,} parameters, {trained}",
+        f"\n{size_words(model, f', {trained}')}",
     )
 
 

@@ -15,7 +15,7 @@ from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_toke
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
 from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
-from lowmem_ft.reports.wording import short_name, verdict_colour
+from lowmem_ft.reports.wording import short_name, size_words, verdict_colour
 
 _HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
 _TITLES = {"full": "full fine-tuning"}
@@ -102,9 +102,7 @@ def _title(results: Sequence[MethodEstimate], where: str = "") -> Text:
     methods = ", ".join(_TITLES.get(method.name, method.title) for method in _by_method(results))
     lengths = sorted({result.row_tokens for result in results if result.row_tokens is not None})
     rows = f"; rows of {' or '.join(f'{length:,}' for length in lengths)} tokens" if lengths else ""
-    return Text.assemble(
-        (short_name(model.name), "bold"), f"{where}: {methods}\n{model.parameters:,} parameters{rows}"
-    )
+    return Text.assemble((short_name(model.name), "bold"), f"{where}: {methods}\n{size_words(model, rows)}")
 
 
 def _order(results: Sequence[MethodEstimate], gpu: Gpu) -> tuple[int, float, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
 
 CATEGORY_WORDS: dict[Category, str] = {
@@ -31,6 +31,14 @@ PHASE_WORDS: dict[Phase, str] = {
     "evaluation": "evaluation",
     "save": "save",
 }
+
+
+def size_words(model: ModelSize, further: str) -> str:
+    """Return a line with the number of parameters, and another about those that no text passes through, if any."""
+    line = f"{model.parameters:,} parameters{further}"
+    if not model.other_parameters:
+        return line
+    return f"{line}\n{model.other_parameters:,} more, for images or sound, stay on the disk"
 
 
 def short_name(model: str) -> str:

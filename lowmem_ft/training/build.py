@@ -30,6 +30,7 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.loading import compute_dtype, weights_dtype
 from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
     check_optimizer,
@@ -297,7 +298,13 @@ def _adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
     """Yield the recipe's adapters, added to a model before anything that changes its forward."""
     if recipe.adapter.name == "lora":
         base_name = hub_id_of(recipe.model.name_or_path or "")
-        yield enable_lora(model, recipe.adapter, base_name=base_name, base_revision=recipe.model.revision)
+        yield enable_lora(
+            model,
+            recipe.adapter,
+            base_name=base_name,
+            base_revision=recipe.model.revision,
+            whole=other_parts(model),
+        )
 
 
 def techniques_in_forward(

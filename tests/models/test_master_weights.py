@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.units import KIB, MIB
-from lowmem_ft.models import master_weights
+from lowmem_ft.models import other_parts
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.models.master_weights import load_master_weights
@@ -99,9 +99,9 @@ class ReadAhead:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system alone decides which pages stay")
 def test_what_is_read_ahead_of_a_file_does_not_stay_in_memory(tmp_path, monkeypatch):
     save(tmp_path, torch.float32, LlamaConfig(**SIZES | {"vocab_size": 128 * KIB}))
-    mapped = master_weights.lazy_weights
+    mapped = other_parts.lazy_weights
     monkeypatch.setattr(
-        master_weights,
+        other_parts,
         "lazy_weights",
         lambda *args, **source: {name: ReadAhead(values) for name, values in mapped(*args, **source).items()},
     )

@@ -20,7 +20,7 @@ from lowmem_ft.data.sources.reading import Source, reading_error
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import DataSummary, Outcome
 from lowmem_ft.data.text.formats import ExampleFormat, choose_format, loss_on_of, naming_example
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers
+from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images
 from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
@@ -91,6 +91,7 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
             if example_format.read(row) is None:
                 num_empty += 1
             else:
+                refuse_images(example_format, row)
                 refuse_bad_answers(example_format, row, loss_on)
     if num_empty == len(rows):
         DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))

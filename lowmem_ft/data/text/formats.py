@@ -447,7 +447,7 @@ def _content(content: Any, column: str) -> str:
         if other := next((kind for kind in kinds if kind is not None and kind != "text"), None):
             raise DataError(
                 f"{column}: lowmem_ft trains on text, got a message with a part of type {_seen(other)}, which the "
-                "model would not see. Leave those chats out."
+                "model would not see. Leave those chats out, or remove the part if the text needs none."
             )
     return _text(content, f"The content of a message in {column}")
 

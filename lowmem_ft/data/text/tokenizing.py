@@ -16,7 +16,7 @@ from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.summary import Outcome
 from lowmem_ft.data.text.formats import ExampleFormat, Row, naming_example
 from lowmem_ft.data.text.masking import MarkedText, mark_learnt
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers, unused_fields
+from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images, unused_fields
 from lowmem_ft.foundation.errors import DataError
 
 TOKENIZED = datasets.Features(
@@ -100,7 +100,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 3,  # increase it when the same values give other tokens
+            "version": 4,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -108,6 +108,7 @@ class Tokenization:
             example = self.example_format.read(row)
             if example is None:
                 return None
+            refuse_images(self.example_format, row)
             refuse_bad_answers(self.example_format, row, self.loss_on)
             return mark_learnt(example, self.tokenizer, self.loss_on)
 

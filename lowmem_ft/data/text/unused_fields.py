@@ -1,9 +1,10 @@
 """Fields of other tools' formats that training here does not use: reported with their count, or rejected.
 
 A field that says that an answer must not be learnt is rejected if that answer would be: ``label`` and ``kto_tag`` of
-KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. A field with
-more about a right answer than is used (earlier turns, tools, reasoning that the template does not write) loses what it
-would have taught, so it is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
+KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. So are
+images, videos and sound: the text would be about what the model does not see. A field with more about a right answer
+than is used (earlier turns, tools, reasoning that the template does not write) loses what it would have taught, so it
+is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
 and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
 
@@ -72,11 +73,6 @@ OF_ROWS = (
         ),
     ),
     UnusedField(
-        names=("images", "image", "videos", "video", "audios", "audio"),
-        what_happens=", and lowmem_ft trains on text: the model learns to talk about what it does not see. Leave "
-        "those rows out.",
-    ),
-    UnusedField(
         names=("reasoning_content", "reasoning", "thinking"),
         what_happens=", which the model neither sees nor learns. Write it into the answer.",
     ),
@@ -129,8 +125,9 @@ OF_MESSAGES = (
 ALL = (*OF_ROWS, *OF_MESSAGES)
 
 _BAD = ("label", "kto_tag")
+_NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
 _TRAINED = ("train", "training", "loss")
-_KNOWN_OF_ROWS = {name for field in OF_ROWS for name in field.names}
+_KNOWN_OF_ROWS = {*_NOT_TEXT, *(name for field in OF_ROWS for name in field.names)}
 _USED_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call"}
 
 
@@ -171,6 +168,24 @@ def unused_fields(example_format: ExampleFormat, row: Row, template: str | None)
 def fields_of(bits: int) -> Iterator[UnusedField]:
     """Yield the fields that :func:`unused_fields` found."""
     yield from (field for bit, field in enumerate(ALL) if bits >> bit & 1)
+
+
+def refuse_images(example_format: ExampleFormat, row: Row) -> None:
+    """Reject a row with images, videos or sound in addition to its text.
+
+    Args:
+        example_format: reader of the row; it rejects those within a message itself.
+        row: the values of :func:`columns_to_read`.
+
+    Raises:
+        DataError: if it has any.
+    """
+    for name in _NOT_TEXT:
+        if name not in example_format.columns and _says_something(row.get(name)):
+            raise DataError(
+                f"lowmem_ft trains on text, got a row with {name}: the model would learn to talk about what it does "
+                f"not see. Leave those rows out, or remove the column {name} if the text needs none."
+            )
 
 
 def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn) -> None:

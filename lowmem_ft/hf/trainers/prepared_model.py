@@ -11,7 +11,13 @@ import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.models.loading import compute_dtype, load_model, load_model_config, weights_dtype
+from lowmem_ft.models.loading import (
+    compute_dtype,
+    load_model,
+    load_model_config,
+    other_parts_of,
+    weights_dtype,
+)
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
@@ -63,6 +69,11 @@ def finer_weights(model: Any) -> MasterWeights | None:
 def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     config = dataclasses.replace(recipe.model, name_or_path=name)
     config.require_packages()
+    if other_parts_of(config) is not None:
+        raise UserError(
+            f"hf.prepare_model() loads a language model, and {name} has other parts, which a trainer's checkpoints "
+            f"would lose. Train it with `lowmem-ft train model={name}`, or pass a model that you have loaded."
+        )
     hf_config = load_model_config(config)
     attention = choose_attention(
         config.attn_implementation,

@@ -29,12 +29,12 @@ class LazyWeight:
     Args:
         file: the file that holds it.
         name: its name in that file.
-        values: safetensors' slice of all of it.
+        values: safetensors' slice of all of it, which is not checked.
     """
 
     def __init__(self, file: str, name: str, values: Any) -> None:
         self.file, self.name = file, name
-        self._values = values
+        self.values = values
         self.get_shape, self.get_dtype = values.get_shape, values.get_dtype
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -43,7 +43,7 @@ class LazyWeight:
         Raises:
             ModelError: if it holds NaN or infinity.
         """
-        tensor = self._values[index]
+        tensor = self.values[index]
         if not is_finite(tensor):
             raise ModelError(
                 f"A weight must be finite, but {self.name} in {self.file} holds NaN or infinity, as every loss would. "
@@ -70,10 +70,11 @@ def lazy_weights(path: str, *, backend: str = "pread", **source: Any) -> dict[st
         FileNotFoundError: if there are no safetensors.
     """
     cut = shard_files(Path(path), MODEL)
-    if cut:
-        return {name: LazyWeight(path, name, values) for name, values in cut_tensors(cut).items()}
-    weights: dict[str, Any] = {}
-    for file in _safetensors_files(path, source):
+    weights: dict[str, Any] = {
+        name: LazyWeight(path, name, values) for name, values in cut_tensors(cut).items()
+    }
+    has_more = not cut or (Path(path) / INDEX_FILE).is_file()
+    for file in _safetensors_files(path, source) if has_more else ():
         opened: Any = safe_open(file, framework="pt", backend=backend)
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118 (no mapping)
         if backend == "pread":

@@ -220,12 +220,11 @@ def damage(file: Path) -> str | None:
 
 
 def _weight_files(folder: Path) -> list[str]:
-    if cut := shard_files(folder, MODEL):
-        return [file.name for file in cut]
+    cut = [file.name for file in shard_files(folder, MODEL)]
     if not (folder / INDEX_FILE).is_file():
-        return [WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else []
+        return cut or ([WEIGHTS_FILE] if (folder / WEIGHTS_FILE).is_file() else [])
     try:
-        return sorted(set(json.loads((folder / INDEX_FILE).read_text("utf-8"))["weight_map"].values()))
+        return cut + sorted(set(json.loads((folder / INDEX_FILE).read_text("utf-8"))["weight_map"].values()))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(
             f"{folder / INDEX_FILE} does not say which file holds which weight: {error!r}. Download the model again."

@@ -24,6 +24,12 @@ from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.whole_model import (
+    WholeModel,
+    for_language_model,
+    name_for_whole,
+    named_for_language_model,
+)
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
@@ -53,10 +59,13 @@ class Lora(Technique):
 
     is_trained = True
 
-    def __init__(self, model: Any, peft_model: Any, *undo: Callable[[], object]) -> None:
+    def __init__(
+        self, model: Any, peft_model: Any, *undo: Callable[[], object], whole: WholeModel | None = None
+    ) -> None:
         super().__init__(*undo)
         self.model = model
         self.peft_model = peft_model
+        self._whole = whole
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' parameters, the only trained ones, by their names in the model."""
@@ -74,8 +83,11 @@ class Lora(Technique):
         # The state is passed explicitly: without it PEFT would collect that of the whole base first.
         self.peft_model.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
         (folder / "README.md").unlink()  # PEFT's model card; the run writes its own
+        if self._whole is not None:
+            name_for_whole(folder, self._whole)
         state = self._as_in_files(named)
-        _compare(state, _read(folder), f"The adapter saved in {folder} is not the one in memory")
+        saved = self._read(folder)
+        _compare(state, saved, f"The adapter saved in {folder} is not the one in memory")
         return True
 
     def load(self, folder: Path) -> None:
@@ -84,12 +96,16 @@ class Lora(Technique):
         Raises:
             CheckpointError: if the adapter does not have these layers and this rank.
         """
-        saved, live = _read(folder), self._as_in_files(self._named_for_peft(self.parameters()))
+        saved, live = self._read(folder), self._as_in_files(self._named_for_peft(self.parameters()))
         problem = f"The adapter in {folder} does not fit this run's"
         _compare(live, saved, problem, by_value=False)
         for name, parameter in live.items():
             set_whole(parameter, saved[name])
         _compare(self._as_in_files(self._gathered()), saved, problem)
+
+    def _read(self, folder: Path) -> dict[str, Tensor]:
+        tensors = _read(folder)
+        return tensors if self._whole is None else named_for_language_model(tensors, self._whole)
 
     def _gathered(self) -> dict[str, Tensor]:
         """Gather the whole adapter; if several processes hold parts of it, each of them must call this."""
@@ -124,6 +140,7 @@ def enable_lora(
     *,
     base_name: str | None = None,
     base_revision: str | None = None,
+    whole: WholeModel | None = None,
 ) -> Lora:
     """Add low-rank adapters to linear layers, in place, and freeze all else.
 
@@ -144,6 +161,7 @@ def enable_lora(
         config: rank, scale, dropout, layers and kind.
         base_name: the base that the saved adapter names, a hub id or folder; None: the model's own name.
         base_revision: the hub revision of that base.
+        whole: the model whose language model this is, and for which the adapters are saved; None: it is a whole one.
 
     Returns:
         A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
@@ -157,13 +175,14 @@ def enable_lora(
     from peft import LoraConfig, get_peft_model
 
     _refuse_dora_of_8bit_on_cpu(model, config)
-    targets = _target_modules(model, config)
+    targets = _target_modules(model, config, whole)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
     lora_config = LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
         lora_dropout=config.lora_dropout,
         target_modules=targets,
+        exclude_modules=_not_adaptable(model) if targets == ALL_LINEAR else None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -181,11 +200,14 @@ def enable_lora(
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
     layers = adapted_layers(model)
+    if whole is not None and targets == ALL_LINEAR:
+        # PEFT has made it a list of every layer's name; in the files it is a short pattern.
+        lora_config.target_modules = sorted({name.rpartition(".")[2] for name in layers})
     for layer in layers.values():
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
     _log(model, config, layers)
-    return Lora(model, peft_model, *undo, peft_model.unload)
+    return Lora(model, peft_model, *undo, peft_model.unload, whole=whole)
 
 
 def merge_adapter(
@@ -193,6 +215,7 @@ def merge_adapter(
     folder: Path,
     dtype: torch.dtype,
     track: Callable[[list[Any]], Iterable[Any]] = iter,
+    whole: WholeModel | None = None,
 ) -> int:
     """Add a saved adapter to its base weights, one matrix at a time, in float32 and then rounded once.
 
@@ -201,6 +224,7 @@ def merge_adapter(
         folder: of an adapter in PEFT's format.
         dtype: the type that the merged weights are rounded to.
         track: wraps the list of layers to iterate over, to show progress.
+        whole: the model whose language model this is, if the adapter is named for that.
 
     Returns:
         The number of matrices that have changed.
@@ -220,8 +244,8 @@ def merge_adapter(
             f"{some_of(not_finite)}. Merge an earlier checkpoint of that run."
         )
     try:
-        with _without_pefts_warnings():
-            peft_model: Any = PeftModel.from_pretrained(model, str(folder), torch_device=str(model.device))
+        with _without_pefts_warnings(), for_language_model(folder, whole) as read_from:
+            peft_model: Any = PeftModel.from_pretrained(model, str(read_from), torch_device=str(model.device))
     except (ValueError, RuntimeError, KeyError) as error:
         raise UserError(
             f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
@@ -251,7 +275,9 @@ def _without_pefts_warnings() -> Iterator[None]:
         yield
 
 
-def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list[str]:
+def _target_modules(
+    model: PreTrainedModel, config: AdapterConfig, whole: WholeModel | None
+) -> str | list[str]:
     """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
     linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
@@ -276,15 +302,21 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
             f"takes for experts in a {type(model).__name__}. Leave {'it' if len(unable) == 1 else 'them'} out, or set "
             "model.quantization=none."
         )
-    problems = [
-        f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
-        f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} It has {', '.join(short_names)}; or write "
-        "[all-linear] alone."
-        for target in config.target_modules
-        if not any(
-            name == target or name.endswith(f".{target}") for name in (*linear, *_renamed_by_peft(model))
+    way_out = f"It has {', '.join(short_names)}; or write [all-linear] alone."
+    problems: list[str] = []
+    for target in config.target_modules:
+        if _first_named(target, (*linear, *_renamed_by_peft(model))) is not None:
+            continue
+        if whole is not None and (other := _first_named(target, whole.layers())) is not None:
+            problems.append(
+                f"adapter.target_modules names layers of the language model, which alone is trained, and {target!r} "
+                f"is a layer of another part ({other}). Name layers of {type(model).__name__}. {way_out}"
+            )
+            continue
+        problems.append(
+            f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
+            f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} {way_out}"
         )
-    ]
     raise_problems(problems)
     return list(config.target_modules)
 
@@ -315,6 +347,23 @@ def _renamed_by_peft(model: PreTrainedModel) -> Mapping[str, str]:
 
     family = existing(conversion, "_MODEL_TO_CONVERSION_PATTERN").get(model.config.model_type)
     return existing(conversion, "_MOE_TARGET_MODULE_MAPPING").get(family, {})
+
+
+def _not_adaptable(model: nn.Module) -> list[str] | None:
+    """Return the short names of linear layers that return more than a product, such as Llama 4's routers."""
+    names = {
+        name.rpartition(".")[2]
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and type(module).forward is not nn.Linear.forward
+        and type(module).__module__.startswith("transformers.models.")
+    }
+    return sorted(names) or None
+
+
+def _first_named(target: str, names: Iterable[str]) -> str | None:
+    """Return the first layer that a target of PEFT names; None: it names no layer."""
+    return next((name for name in names if name == target or name.endswith(f".{target}")), None)
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, by_file, cut_tensors, num_rows, shard_files
+from lowmem_ft.models.other_parts import language_names_in
 from lowmem_ft.models.saving import save_model, save_tokenizer
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.training.distributed.processes import Processes
@@ -110,8 +111,10 @@ def weights_saved_in(folder: Path) -> Callable[[str], torch.Tensor | None]:
     """Return a function that reads a checkpoint's weight by its name, and returns None if there is no such weight."""
     weights = _TensorsOfFiles(sorted(folder.glob("model*.safetensors")))
     cut_weights = cut_tensors(shard_files(folder, MODEL))
+    in_files = language_names_in(folder, [*weights, *cut_weights])
 
-    def saved_weight(name: str) -> torch.Tensor | None:
+    def saved_weight(own_name: str) -> torch.Tensor | None:
+        name = in_files.get(own_name, own_name)
         return cut_weights[name][...] if name in cut_weights else weights.get(name)
 
     return saved_weight

@@ -22,6 +22,7 @@ _NAMES = re.compile(
     r"(generation_|adapter_)?config\.json|README\.md"
     r"|(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?"
     r"|(tokenizer|tokenizer_config|special_tokens_map|added_tokens|chat_template|\w*vocab)\.json"
+    r"|(pre|video_pre)?processor_config\.json"
     r"|vocab\.txt|merges\.txt|(\w+\.)?(tokenizer|spiece|sentencepiece|spm|bpe)\.model"
     r"|chat_template\.jinja|additional_chat_templates/\w+\.jinja"
     r"|shard-\d{5}-of-\d{5}-(model|optimizer)-\d{5}\.safetensors"

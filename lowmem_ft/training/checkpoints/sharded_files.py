@@ -13,6 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, Part, ShardWriter
 from lowmem_ft.models.gathering import saved_tensors, write_gathered_weights
+from lowmem_ft.models.other_parts import name_in_files
 from lowmem_ft.models.saving import save_config, save_tokenizer, verify_saved_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state
 from lowmem_ft.tensors.local_shards import first_element, is_held_once, local_part
@@ -75,8 +76,8 @@ def save_shards(
 
 def _weights(model: PreTrainedModel, *, is_main: bool) -> Iterator[tuple[str, Part]]:
     """Yield this process's parts of the weights; the main process also yields weights that every process holds."""
-    for name, tensor in saved_tensors(model).items():
-        here = local_part(tensor)
+    for own_name, tensor in saved_tensors(model).items():
+        name, here = name_in_files(model, own_name), local_part(tensor)
         if not is_held_once(tensor):
             if is_main:
                 yield name, Part(here, [0] * tensor.ndim, tensor.shape)

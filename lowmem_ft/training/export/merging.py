@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.lora import merge_adapter
@@ -53,7 +54,7 @@ def merge_into_base(
     model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
     merged_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
     _warn_of_rounded_base(adapter)
-    num_layers = merge_adapter(model, adapter, merged_dtype, track)
+    num_layers = merge_adapter(model, adapter, merged_dtype, track, other_parts(model))
     with explaining_write_errors(target), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
         card = merged_model_card(target.name, adapter, config.name_or_path or "")

@@ -34,7 +34,6 @@ TOLD = {
         {"chat_template_kwargs": {"enable_thinking": False}},
         "`chat_template_kwargs`, which the chat template is not given",
     ),
-    "TRL: images": ({"messages": CHAT}, {"images": ["a.png"]}, "lowmem_ft trains on text"),
     "TRL: thinking": (
         {"messages": chat()},
         {"messages": chat(thinking="Hm")},
@@ -66,7 +65,6 @@ TOLD = {
         {"messages": chat(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": True}])},
         "turns are learnt whole",
     ),
-    "LLaMA-Factory: videos": (ALPACA, {"videos": ["a.mp4"]}, "lowmem_ft trains on text"),
     "examples of some weight": (PAIR, {"weight": 0.5}, "every learnt token counts the same"),
     "reasoning as a column": (PAIR, {"thinking": "Hm"}, "Write it into the answer"),
 }
@@ -172,11 +170,29 @@ REFUSED = {
         {},
         "Message 2 has weight: 0",
     ),
+    "TRL's images": (
+        [{"messages": CHAT, "images": []}, {"messages": CHAT, "images": ["a.png"]}],
+        {},
+        r"Example 1 of .*trains on text, got a row with images.*Leave those rows out",
+    ),
+    "LLaMA-Factory's videos": ([ALPACA | {"videos": ["a.mp4"]}], {}, "got a row with videos"),
+    "an image in a message": (
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]},
+                    CHAT[1],
+                ]
+            }
+        ],
+        {},
+        r"Example 0 of .*trains on text, got a message with a part of type 'image'.*Leave those chats out",
+    ),
 }
 
 
 @pytest.mark.parametrize("rows,config,words", REFUSED.values(), ids=REFUSED)
-def test_an_answer_that_must_not_be_learnt_is_refused(rows, config, words, write_jsonl, load):
+def test_a_row_that_must_not_be_learnt_is_refused(rows, config, words, write_jsonl, load):
     path = write_jsonl(rows)
     with pytest.raises(DataError, match=words):
         early_checks.check_small_local_data(DataConfig(path=path, **config))
