@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lowmem_ft.foundation.devices import compute_capability, kernels_of
+from lowmem_ft.upstream.layer_configs import layer_configs
 from lowmem_ft.virtual_gpu.kernels.attention_choice import SdpaCall, choose_sdpa
 
 REPEATED_HEADS = "sdpa_repeated_heads"
@@ -64,10 +65,18 @@ def model_needs_repeated_heads(
     config: PreTrainedConfig, dtype: torch.dtype, compute_capability: tuple[int, int]
 ) -> bool:
     """Return whether a model's heads are grouped so; False if its config does not tell."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    return any(
+        _layer_needs_repeated_heads(layer, dtype, compute_capability)
+        for layer in layer_configs(config.get_text_config())
+    )
+
+
+def _layer_needs_repeated_heads(
+    config: Any, dtype: torch.dtype, compute_capability: tuple[int, int]
+) -> bool:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     return _needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
 
 
