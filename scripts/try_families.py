@@ -66,7 +66,10 @@ def main() -> None:
             begin = time.perf_counter()
             row[technique] = in_a_process(model_type, technique)
             seconds = time.perf_counter() - begin
-            print(f"{number}/{len(model_types)} {model_type}, {technique}: {row[technique]} ({seconds:.0f} s)", flush=True)
+            print(
+                f"{number}/{len(model_types)} {model_type}, {technique}: {row[technique]} ({seconds:.0f} s)",
+                flush=True,
+            )
             arguments.data.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
 
 

@@ -55,7 +55,9 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     if own_code or "text_config" in written:
         return  # remote code, and models of several parts, may know their sizes
     defaults = type(hf_config)()
-    stored = defaults.to_dict()  # some have a size from another field: Nemotron-H counts its `layers_block_type`
+    stored = (
+        defaults.to_dict()
+    )  # some have a size from another field: Nemotron-H counts its `layers_block_type`
     first, first_by_default = (layer_configs(config)[0] for config in (hf_config, defaults))
     missing = [
         field

@@ -200,7 +200,9 @@ def _stock_loss(model: Any, batch: Batch, num_labels: int, *, computes_it: bool)
         return model(**inputs, labels=batch.labels_BT, num_items_in_batch=num_labels).loss
     logits_BTV = model(**inputs).logits[:, :-1].float()
     labels_BT = batch.labels_BT[:, 1:]
-    return functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum") / num_labels
+    return (
+        functional.cross_entropy(logits_BTV.flatten(0, 1), labels_BT.flatten(), reduction="sum") / num_labels
+    )
 
 
 def _windows(*, packed: bool = False, apart: bool = False) -> list[list[Batch]]:
@@ -220,7 +222,9 @@ def _batches(ids_BT: torch.Tensor, *, packed: bool, apart: bool) -> list[Batch]:
     if apart:
         parts = (slice(0, _CUT), slice(_CUT, LENGTH))
         return [_batch(ids_BT[:, part], labels_BT[:, part], None) for part in parts]
-    positions_BT = torch.cat([torch.arange(_CUT), torch.arange(LENGTH - _CUT)]).repeat(ROWS, 1) if packed else None
+    positions_BT = (
+        torch.cat([torch.arange(_CUT), torch.arange(LENGTH - _CUT)]).repeat(ROWS, 1) if packed else None
+    )
     return [_batch(ids_BT, labels_BT, positions_BT)]
 
 

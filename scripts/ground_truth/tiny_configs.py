@@ -28,15 +28,36 @@ _SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(
         (
-            *("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_dim", "word_embed_proj_dim", "lru_width"),
+            *(
+                "hidden_size",
+                "n_embd",
+                "d_model",
+                "emb_dim",
+                "embedding_dim",
+                "word_embed_proj_dim",
+                "lru_width",
+            ),
             *("embedding_size", "input_embedding_size", "output_embedding_size", "rnn_hidden_size"),
         ),
         _WIDTH,
     ),
     **dict.fromkeys(
         (
-            *("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size", "dff", "dim_ff"),
-            *("intermediate_size_mlp", "dense_intermediate_size", "shared_intermediate_size", "feed_forward_size"),
+            *(
+                "intermediate_size",
+                "ffn_dim",
+                "encoder_ffn_dim",
+                "decoder_ffn_dim",
+                "ffn_hidden_size",
+                "dff",
+                "dim_ff",
+            ),
+            *(
+                "intermediate_size_mlp",
+                "dense_intermediate_size",
+                "shared_intermediate_size",
+                "feed_forward_size",
+            ),
             "n_inner",
             "d_inner",
         ),
@@ -51,7 +72,14 @@ _SIZES: dict[str, int] = {
     ),
     **dict.fromkeys(
         (
-            *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads"),
+            *(
+                "num_attention_heads",
+                "n_head",
+                "n_heads",
+                "num_heads",
+                "attention_heads",
+                "swa_num_attention_heads",
+            ),
             *("encoder_attention_heads", "decoder_attention_heads", "num_encoder_attention_heads"),
             *("num_decoder_attention_heads", "num_key_value_heads_dense"),
         ),
@@ -63,7 +91,13 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(
         (
             *("head_dim", "swa_head_dim", "d_head", "attention_head_size", "dim_head", "kv_channels"),
-            *("v_head_dim", "qk_nope_head_dim", "linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"),
+            *(
+                "v_head_dim",
+                "qk_nope_head_dim",
+                "linear_key_head_dim",
+                "linear_value_head_dim",
+                "linear_head_dim",
+            ),
             *("index_head_dim", "kv_lora_rank", "q_lora_rank", "query_pre_attn_scalar", "o_lora_rank"),
             *("ngram_embed_dim", "swa_v_head_dim", "index_hidden_size"),
         ),
@@ -82,7 +116,13 @@ _SIZES: dict[str, int] = {
     **dict.fromkeys(("index_topk", "index_block_size", "index_topk_blocks"), 4),
     **dict.fromkeys(
         (
-            *("sliding_window", "sliding_window_size", "attention_chunk_size", "window_size", "local_attention"),
+            *(
+                "sliding_window",
+                "sliding_window_size",
+                "attention_chunk_size",
+                "window_size",
+                "local_attention",
+            ),
             *("attention_window_size", "keep_window_size", "floor_scale", "rel_extent"),
         ),
         16,
@@ -97,7 +137,14 @@ _SIZES: dict[str, int] = {
 }
 """Value of each size, by its name in any config."""
 
-_COUNTS_OF_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers")
+_COUNTS_OF_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "decoder_layers",
+    "encoder_layers",
+)
 
 _ONE_KEY_HEAD_PER_HEAD: dict[str, Any] = {"num_key_value_heads": _HEADS}
 _HUNYUAN: dict[str, Any] = {
@@ -125,7 +172,15 @@ _GEMMA3N: dict[str, Any] = {
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
-            *("axk2", "bailing_hybrid", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "kimi_linear", "hy_v4"),
+            *(
+                "axk2",
+                "bailing_hybrid",
+                "deepseek_v32",
+                "glm4_moe_lite",
+                "glm_moe_dsa",
+                "kimi_linear",
+                "hy_v4",
+            ),
             "minicpm3",
         ),
         _ONE_KEY_HEAD_PER_HEAD,
@@ -133,15 +188,24 @@ _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         ("axk1", "deepseek_v3", "longcat_flash", "youtu"), {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": _ROTATED}
     ),
-    "dbrx": {"attn_config": {"kv_n_heads": 2}, "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48}},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48},
+    },
     "dots3_note_text": {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": 2 * _HEAD_SIZE + _ROTATED},
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
         "rope_parameters": {"sliding_attention": _ROPE, "full_attention": None},
     },
     "deepseek_v2": {**_ONE_KEY_HEAD_PER_HEAD, "num_experts_per_tok": 2},
     "dots1": {
-        **{"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1, "num_experts_per_tok": 2},
+        **{
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "num_experts_per_tok": 2,
+        },
         **{"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
     },
     "gemma3n_text": _GEMMA3N,
@@ -150,7 +214,12 @@ _OWN: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": {**_HUNYUAN, "num_experts": 4, "moe_topk": 2},
     "jamba": {"num_hidden_layers": 4, "attn_layer_period": 4, "attn_layer_offset": 1},
-    "lfm2": {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"], "full_attn_idxs": None, "block_auto_adjust_ff_dim": False},
+    "lfm2": {
+        "num_hidden_layers": 2,
+        "layer_types": ["conv", "full_attention"],
+        "full_attn_idxs": None,
+        "block_auto_adjust_ff_dim": False,
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "ministral": {"head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
@@ -193,7 +262,10 @@ def _shrunk(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
             result[name] = _kept_layer_fields(fields, layers, own)
         elif "drop" in name and isinstance(value, float):
             result[name] = 0.0
-    return {**result, **{name: value for name, value in own.items() if not isinstance(result.get(name), dict)}}
+    return {
+        **result,
+        **{name: value for name, value in own.items() if not isinstance(result.get(name), dict)},
+    }
 
 
 def _kept_layer_fields(

@@ -130,7 +130,7 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
+    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
     frozen; for a layer's experts, the whole sum of weight and adapter is computed in each forward. The adapters are
     float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
     its adapter; under autocast that copy is left out, since autocast would take it back.
@@ -162,6 +162,7 @@ def enable_lora(
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
         lora_dropout=config.lora_dropout,
         target_modules=targets,
+        exclude_modules=_with_another_forward(model) or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -253,7 +254,8 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
     """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
     if config.target_modules == (ALL_LINEAR,):
         return ALL_LINEAR
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    others = set(_with_another_forward(model))
+    linear = [name for name in _linear_layers(model) if name not in others]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
     problems = [
         f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
@@ -264,6 +266,23 @@ def _target_modules(model: PreTrainedModel, config: AdapterConfig) -> str | list
     ]
     raise_problems(problems)
     return list(config.target_modules)
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def _with_another_forward(model: nn.Module) -> list[str]:
+    """Return the names of linear layers by class alone, whose output is no product: routers (Llama 4), groups of heads.
+
+    PEFT would add its own product to whatever they return.
+    """
+    return [
+        name
+        for name, module in _linear_layers(model).items()
+        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        and not type(module).__module__.startswith("bitsandbytes.")
+    ]
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:

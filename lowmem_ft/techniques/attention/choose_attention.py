@@ -164,8 +164,10 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     if any(getattr(layer, _SOFT_CAP, None) for layer in layer_configs(config.get_text_config())):
         flags.discard("sdpa")  # transformers' function leaves the cap out, which not all versions' flags say
     takes_functions = all(getattr(cls, "_supports_attention_backend", False) for cls in classes)
-    if takes_functions and {"flash_attention_2", "sdpa"} <= flags and all(
-        map(_is_plain, layer_configs(config.get_text_config()))
+    if (
+        takes_functions
+        and {"flash_attention_2", "sdpa"} <= flags
+        and all(map(_is_plain, layer_configs(config.get_text_config())))
     ):
         return (VARLEN_ATTENTION, *(name for name in _SUPPORT_FLAGS if name in flags), "eager")
     return (*(name for name in _SUPPORT_FLAGS if name in flags), "eager")

@@ -71,9 +71,7 @@ def model_needs_repeated_heads(
     )
 
 
-def _layer_needs_repeated_heads(
-    config: Any, dtype: torch.dtype, compute_capability: tuple[int, int]
-) -> bool:
+def _layer_needs_repeated_heads(config: Any, dtype: torch.dtype, compute_capability: tuple[int, int]) -> bool:
     heads = getattr(config, "num_attention_heads", None) or 1
     key_heads = getattr(config, "num_key_value_heads", None) or heads
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
@@ -136,6 +134,14 @@ def _repeated_heads_forward(
     )
 
 
+def target_dtype(query: Tensor, module: nn.Module) -> torch.dtype:
+    """Return the type that attention computes in: autocast's, that of a linear layer around it, or the query's."""
+    has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())  # GPT-2's has none
+    if query.dtype == torch.float32 and not has_linear and not torch.is_autocast_enabled(query.device.type):
+        return query.dtype
+    return get_target_dtype(query, module) or query.dtype
+
+
 def causal_attention(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -159,7 +165,7 @@ def causal_attention(
         The output, B x T x H x D.
     """
     device = query_BHTD.device
-    dtype = get_target_dtype(query_BHTD, module) or query_BHTD.dtype  # sdpa casts under autocast
+    dtype = target_dtype(query_BHTD, module)
     repeats = kernels_of(device) == "cuda" and _needs_repeated_heads(
         query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), dtype, compute_capability(device)
     )
