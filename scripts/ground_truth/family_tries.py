@@ -23,7 +23,7 @@ from lowmem_ft.models.loading import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.causality_check import refuse_bidirectional_weights
+from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.step import train_step
 
 NUM_STEPS, ROWS, LENGTH = 2, 2, 32
@@ -148,6 +148,8 @@ def _session(recipe: Recipe, folder: Path) -> Any:
     session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
     if recipe.adapter.name == "none" and recipe.offload.parameters != "stream":
         refuse_bidirectional_weights(session, str(recipe.model.name_or_path))
+    if recipe.data.packing:
+        refuse_leaking_documents(session, str(recipe.model.name_or_path))
     return session
 
 

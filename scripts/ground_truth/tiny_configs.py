@@ -152,6 +152,7 @@ _HUNYUAN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_DOTS3: dict[str, Any] = {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": 2 * _HEAD_SIZE + _ROTATED}
 _QWEN4: dict[str, Any] = {
     "indexer_n_heads": 2,
     "indexer_kv_heads": 1,
@@ -189,10 +190,11 @@ _OWN: dict[str, dict[str, Any]] = {
         ("axk1", "deepseek_v3", "longcat_flash", "youtu"), {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": _ROTATED}
     ),
     "dbrx": {
-        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0},
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48},
     },
-    "dots3_note_text": {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": 2 * _HEAD_SIZE + _ROTATED},
+    "dots3_note": {"text_config": _DOTS3, "audio_config": {"adapter_in_dim": _WIDTH}},
+    "dots3_note_text": _DOTS3,
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],
