@@ -19,14 +19,10 @@ import time
 from pathlib import Path
 
 import accelerate.utils  # noqa: F401  imported here once, and not in the process of each try
-import marked_table
 import transformers
 import transformers.generation  # noqa: F401
-from ground_truth import family_tries
 from ground_truth.family_tries import TECHNIQUES, try_technique
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-from lowmem_ft.models.causality import refuse_bidirectional
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"

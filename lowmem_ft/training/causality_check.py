@@ -8,6 +8,7 @@ from torch import nn
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.models.loading import vocab_size
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
@@ -31,7 +32,7 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
         name: the model, as the user names it.
 
     Raises:
-        ModelError: if the two losses differ.
+        ModelError: if the two losses differ, or the model cannot process text alone.
     """
     if _is_vouched_for(session.unwrapped_model):
         return
@@ -43,6 +44,14 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
     session.model.eval()
     try:
         before, after = (float(evaluation_loss(session, [_batch(ids)])[0]) for ids in (ids_T, other_ids_T))
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_failed_allocation(error):
+            raise
+        raise ModelError(
+            f"model.name_or_path needs a causal language model that takes text alone, but the forward of {name} "
+            f"({type(session.unwrapped_model).__name__}) fails with it: {type(error).__name__}: {error} Choose a "
+            "decoder, such as one of `lowmem-ft models`."
+        ) from error
     finally:
         session.model.train()
     if abs(after - before) > TOLERANCE * abs(before):

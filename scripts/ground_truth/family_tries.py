@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ground_truth.families import VOCABULARY
+from ground_truth.tiny_configs import tiny_config
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from ground_truth.families import VOCABULARY
-from ground_truth.tiny_configs import tiny_config
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.estimator import estimate_memory

@@ -9,16 +9,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import CONFIG_MAPPING, PretrainedConfig
-
 from ground_truth.families import MAX_POSITIONS, VOCABULARY
+from transformers import CONFIG_MAPPING, PretrainedConfig
 
 _HEADS, _HEAD_SIZE, _ROTATED, _WIDTH = 4, 16, 8, 64
 
 _TOKENS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 _SIZES: dict[str, int] = {
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size", "encoder_hash_byte_group_vocab"),
+        VOCABULARY,
+    ),
     **dict.fromkeys(
         (
             *("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"),
@@ -37,7 +39,13 @@ _SIZES: dict[str, int] = {
                 "word_embed_proj_dim",
                 "lru_width",
             ),
-            *("embedding_size", "input_embedding_size", "output_embedding_size", "rnn_hidden_size"),
+            *(
+                "embedding_size",
+                "input_embedding_size",
+                "output_embedding_size",
+                "rnn_hidden_size",
+                "hidden_size_global",
+            ),
         ),
         _WIDTH,
     ),
@@ -152,6 +160,7 @@ _HUNYUAN: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+_LATENT: dict[str, Any] = {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": _ROTATED}
 _DOTS3: dict[str, Any] = {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": 2 * _HEAD_SIZE + _ROTATED}
 _QWEN4: dict[str, Any] = {
     "indexer_n_heads": 2,
@@ -186,14 +195,12 @@ _OWN: dict[str, dict[str, Any]] = {
         ),
         _ONE_KEY_HEAD_PER_HEAD,
     ),
-    **dict.fromkeys(
-        ("axk1", "deepseek_v3", "longcat_flash", "youtu"), {**_ONE_KEY_HEAD_PER_HEAD, "head_dim": _ROTATED}
-    ),
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), _LATENT),
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48},
     },
-    "dots3_note": {"text_config": _DOTS3, "audio_config": {"adapter_in_dim": _WIDTH}},
+    "dots3_note": {"text_config": _DOTS3, "audio_config": {"adapter_in_dim": _WIDTH, "d_model": _WIDTH}},
     "dots3_note_text": _DOTS3,
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -202,13 +209,12 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**_ONE_KEY_HEAD_PER_HEAD, "num_experts_per_tok": 2},
     "dots1": {
-        **{
-            "n_routed_experts": 4,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "num_experts_per_tok": 2,
-        },
-        **{"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "num_experts_per_tok": 2,
+        "sliding_window": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
     },
     "gemma3n_text": _GEMMA3N,
     "gemma4_unified_assistant": {},

@@ -130,7 +130,8 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
+    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
+    are one tensor get adapters if PEFT knows the family (with ``all-linear``), else they are
     frozen; for a layer's experts, the whole sum of weight and adapter is computed in each forward. The adapters are
     float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
     its adapter; under autocast that copy is left out, since autocast would take it back.
