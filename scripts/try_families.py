@@ -15,10 +15,14 @@ import gc
 import json
 import logging
 import multiprocessing
+import multiprocessing.connection
+import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import accelerate.utils  # noqa: F401  imported here once, and not in the process of each try
+import marked_table
 import transformers
 import transformers.generation  # noqa: F401
 from ground_truth.family_tries import TECHNIQUES, try_technique
@@ -28,6 +32,10 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "families.md"
 DATA = ROOT / "tests" / "data" / "families.json"
 LIMIT_SECONDS = 300
+
+_NOT_CAUSAL = "refused: model.name_or_path needs a causal language model, whose"
+_NAMES_AND_NUMBERS = re.compile(r"\w*[a-z][A-Z]\w*|[0-9.]+|\b[a-z]+_[a-z_]+|'\w+'")
+"""What differs between two families that are refused for one reason."""
 
 Results = dict[str, dict[str, str]]
 """What came of each technique, by model type."""
@@ -96,7 +104,34 @@ def _send(sender: multiprocessing.connection.Connection, model_type: str, techni
 
 def with_table(page: str, results: Results) -> str:
     """Return the page with the current table between its marks."""
-    raise NotImplementedError
+    trained = {name: row for name, row in results.items() if not row["plain"].startswith(_NOT_CAUSAL)}
+    lines = [f"| model type | {' | '.join(TECHNIQUES)} |", f"|{'---|' * (len(TECHNIQUES) + 1)}"]
+    lines += [
+        f"| `{name}` | {' | '.join(row[technique].partition(':')[0] for technique in TECHNIQUES)} |"
+        for name, row in sorted(trained.items())
+    ]
+    encoders = ", ".join(f"`{name}`" for name in sorted(results.keys() - trained.keys()))
+    lines += [
+        "",
+        f"Refused in every column, as their tokens see later ones: {encoders}.",
+        "",
+        *_reasons(trained),
+    ]
+    return marked_table.with_table(page, "try_families.py", "\n".join(lines) + "\n")
+
+
+def _reasons(results: Results) -> Iterator[str]:
+    """Yield a line for each reason of a refusal, with the families that it holds for and the first one's error."""
+    families: dict[tuple[str, str], list[str]] = {}
+    for name, row in sorted(results.items()):
+        for technique, cell in row.items():
+            if cell.startswith("refused"):
+                families.setdefault(
+                    (technique, _NAMES_AND_NUMBERS.sub("", cell.replace(name, ""))), []
+                ).append(name)
+    for (technique, _), names in sorted(families.items()):
+        message = " ".join(results[names[0]][technique].removeprefix("refused: ").split())
+        yield f"- {technique}, {', '.join(f'`{name}`' for name in names)}: {message}"
 
 
 if __name__ == "__main__":

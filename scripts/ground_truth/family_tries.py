@@ -30,6 +30,10 @@ NUM_STEPS, ROWS, LENGTH = 2, 2, 32
 TOLERANCE = 1e-5
 """Relative difference of a loss up to which two orders of sums are the same mathematics."""
 
+CHOICES = 5e-5
+"""Likewise in tiles and packed rows, where rounding may change what sparse attention chooses, and large biases of
+positions round more."""
+
 Losses = list[float]
 
 _EPS = 1e-4
@@ -69,7 +73,8 @@ def try_technique(model_type: str, technique: str) -> str:
     try:
         with tempfile.TemporaryDirectory() as folder:
             tiny_config(model_type).save_pretrained(folder)
-            return _cell(TECHNIQUES[technique](Path(folder)))
+            limit = CHOICES if technique in ("tiles", "packing") else TOLERANCE
+            return _cell(TECHNIQUES[technique](Path(folder)), limit)
     except UserError as error:
         return f"refused: {error}".replace(folder, model_type)
     except Exception as error:  # whatever a family does
@@ -77,10 +82,10 @@ def try_technique(model_type: str, technique: str) -> str:
         return f"FAILED: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
-def _cell(difference: float) -> str:
+def _cell(difference: float, limit: float) -> str:
     if difference == 0:
         return "ok"
-    return f"{difference:.0e}" if difference <= TOLERANCE else f"WRONG: {difference:.0e}"
+    return f"{difference:.0e}" if difference <= limit else f"WRONG: {difference:.0e}"
 
 
 def _plain(folder: Path) -> float:

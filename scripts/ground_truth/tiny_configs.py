@@ -179,6 +179,18 @@ _GEMMA3N: dict[str, Any] = {
     "activation_sparsity_pattern": [0.95, 0.0, 0.0, 0.0],
 }
 
+_DRAFT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": _WIDTH,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": _HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": _HEAD_SIZE,
+    "num_kv_shared_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -200,7 +212,10 @@ _OWN: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48},
     },
-    "dots3_note": {"text_config": _DOTS3, "audio_config": {"adapter_in_dim": _WIDTH, "d_model": _WIDTH}},
+    "dots3_note": {
+        "text_config": _DOTS3,
+        "audio_config": {"adapter_input_size": _WIDTH, "adapter_out_dim": _WIDTH},
+    },
     "dots3_note_text": _DOTS3,
     "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {
@@ -217,7 +232,10 @@ _OWN: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "gemma3n_text": _GEMMA3N,
-    "gemma4_unified_assistant": {},
+    "gemma4_assistant": {
+        "text_config": {**_DRAFT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+    },
+    "gemma4_unified_assistant": {"text_config": {**_DRAFT, "model_type": "gemma4_unified_text"}},
     "granitemoehybrid": {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},
     "hunyuan_v1_dense": _HUNYUAN,
     "hunyuan_v1_moe": {**_HUNYUAN, "num_experts": 4, "moe_topk": 2},
@@ -245,8 +263,9 @@ def tiny_config(model_type: str) -> PretrainedConfig:
     """Return a tiny config of a type, in which every kind of layer of its family is present."""
     config_class = CONFIG_MAPPING[model_type]
     own = _OWN.get(model_type, {})
-    known = {} if own.get("_from_nothing") else config_class().to_dict()
-    return config_class(**_shrunk(known, own))
+    if model_type.endswith("_assistant"):
+        return config_class(**own)  # these have no defaults that they accept
+    return config_class(**_shrunk(config_class().to_dict(), own))
 
 
 def _shrunk(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

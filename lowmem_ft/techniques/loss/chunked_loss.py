@@ -328,7 +328,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
         return
     tokens_BT = torch.randint(len(weight), (1, 8), generator=torch.Generator().manual_seed(0))
     tokens_BT = tokens_BT.to(weight.device)
-    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True}
+    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True, "use_cache": False}
     num_labels = tokens_BT.numel() - 1  # the first token is not predicted
     # flash-attn does not support fp32, so fp32 weights with it will train under autocast; compare them there.
     flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
