@@ -80,7 +80,7 @@ def refuse_leaking_documents(session: Session, name: str) -> None:
     first = max(0, middle - NUM_TOKENS)
     ids_T = torch.arange(first, first + NUM_TOKENS)
     other_ids_T = ids_T.clone()
-    other_ids_T[: NUM_TOKENS // 2] = ids_T[: NUM_TOKENS // 2].flip(0)
+    other_ids_T[: NUM_TOKENS // 2] += NUM_TOKENS
     session.model.eval()
     try:
         before, after = (

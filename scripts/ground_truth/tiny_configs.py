@@ -253,6 +253,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]},
     "qwen4_exp_text": _QWEN4,
     "qwen4_exp": {"text_config": _QWEN4},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }

@@ -360,6 +360,11 @@ def _stock_outputs(causal_lm: Any, inputs: dict[str, Any]) -> Any:
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if is_failed_allocation(error):
             raise
+        if getattr(causal_lm, "hf_quantizer", None) is not None:
+            raise ModelError(
+                f"model.quantization packs the weights of linear layers, but the forward of {type(causal_lm).__name__} "
+                f"fails with packed ones: {type(error).__name__}: {error} Set model.quantization=none."
+            ) from error
         raise ModelError(
             f"loss.chunk_tokens needs a model that takes text alone, but the forward of {type(causal_lm).__name__} "
             f"fails with it: {type(error).__name__}: {error} Use a decoder-only text model, such as one of "
