@@ -35,10 +35,10 @@ LIMIT_SECONDS = 300
 
 _NOT_CAUSAL = "refused: model.name_or_path needs a causal language model, whose"
 _NAMES_AND_NUMBERS = re.compile(r"\w*[a-z][A-Z]\w*|[0-9.]+|\b[a-z]+_[a-z_]+|'\w+'")
-"""What differs between two families that are refused for one reason."""
+"""Words that differ between two families that are refused for one reason."""
 
 Results = dict[str, dict[str, str]]
-"""What came of each technique, by model type."""
+"""The cell of each technique, by model type."""
 
 
 def main() -> None:
@@ -74,11 +74,21 @@ def main() -> None:
                 f"{number}/{len(model_types)} {model_type}, {technique}: {row[technique]} ({seconds:.0f} s)",
                 flush=True,
             )
-            arguments.data.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n")
+            write(results, arguments.data)
+
+
+def write(results: Results, path: Path) -> None:
+    """Write the results in the order of transformers' types and of the table's columns."""
+    ordered = {
+        name: {technique: results[name][technique] for technique in TECHNIQUES if technique in results[name]}
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in results
+    }
+    path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def is_wrong(cell: str) -> bool:
-    """Return whether a cell says that something is left to mend."""
+    """Return whether a cell says that something is left to fix."""
     return cell.startswith(("FAILED", "WRONG"))
 
 

@@ -1,4 +1,4 @@
-"""Tries of a technique on a tiny model of a family: its losses beside those of stock transformers or of a plain run."""
+"""Tries of a technique on a tiny model of a family: its losses against stock transformers' or a plain run's."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _LORA = ("adapter.name=lora", "adapter.r=4")
 _QLORA = (*_LORA, "model.quantization=nf4")
 _ONE_DOCUMENT, _SEVERAL = "data.packing=false", "data.packing=true"
 _CUT = 20
-"""Where one document of a packed row ends and the next begins."""
+"""First token of the second document of a packed row."""
 
 
 def try_technique(model_type: str, technique: str) -> str:

@@ -215,6 +215,7 @@ _OWN: dict[str, dict[str, Any]] = {
     "dots3_note": {
         "text_config": _DOTS3,
         "audio_config": {"adapter_input_size": _WIDTH, "adapter_out_dim": _WIDTH},
+        "vision_config": {"adapter_in_dim": _WIDTH, "adapter_out_dim": _WIDTH},
     },
     "dots3_note_text": _DOTS3,
     "bamba": {"attn_layer_indices": [1]},
@@ -233,7 +234,12 @@ _OWN: dict[str, dict[str, Any]] = {
     },
     "gemma3n_text": _GEMMA3N,
     "gemma4_assistant": {
-        "text_config": {**_DRAFT, "model_type": "gemma4_text", "hidden_size_per_layer_input": 0}
+        "text_config": {
+            **_DRAFT,
+            "model_type": "gemma4_text",
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+        }
     },
     "gemma4_unified_assistant": {"text_config": {**_DRAFT, "model_type": "gemma4_unified_text"}},
     "granitemoehybrid": {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"]},

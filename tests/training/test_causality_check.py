@@ -74,7 +74,7 @@ def test_a_model_whose_documents_see_one_another_is_not_packed(tiny, tmp_path, r
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(recipes_folder / "tiny" / name, folder)
     settings = (f"model={folder}", "training.max_steps=1", "training.save_steps=null")
-    with pytest.raises(ModelError, match="change the loss of its second.*data.packing=false"):
+    with pytest.raises(ModelError, match=r"change the loss of its second.*data\.packing=false"):
         train(tiny(*settings, "data.packing=true"))
 
 

@@ -45,7 +45,7 @@ class ForwardInTiles:
 
         Args:
             hidden_states: B x T x H.
-            others: further arguments of the stock forward, which are None, or a number for each token: the token ids
+            others: further arguments of the stock forward, each None or a number for each token: the token ids
                 by which some routers choose.
         """
         given = {name: value for name, value in others.items() if value is not None}
