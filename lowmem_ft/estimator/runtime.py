@@ -6,19 +6,23 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import compute_dtype, load_model_config, other_parts_of, weights_dtype
+from lowmem_ft.models.loading import (
+    compute_dtype,
+    load_model_config,
+    model_of_config,
+    other_parts_of,
+    weights_dtype,
+)
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.other_parts import set_other_parts
 from lowmem_ft.models.quantization import check_quantization, quantization_config, quantize_weights
@@ -37,26 +41,7 @@ def model_on_meta(
     config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str = "eager"
 ) -> PreTrainedModel:
     """Return the model's modules and shapes, without weights."""
-    return _model_from_config(config, hf_config, attn_implementation, torch.device("meta"))
-
-
-def _model_from_config(
-    config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str, device: torch.device
-) -> PreTrainedModel:
-    try:
-        with device:
-            model = AutoModelForCausalLM.from_config(
-                hf_config,
-                dtype=weights_dtype(config, hf_config),
-                attn_implementation=attn_implementation,
-                trust_remote_code=config.trust_remote_code,
-            )
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ModelError(
-            f"The config of {config.name_or_path} cannot build a {hf_config.model_type} model: {type(error).__name__} "
-            f"{error}. Compare its config.json with that of a published model of the family."
-        ) from error
-    return cast(PreTrainedModel, model)
+    return model_of_config(config, hf_config, attn_implementation, torch.device("meta"))
 
 
 def _bytes_of_weights(model: PreTrainedModel) -> int:
@@ -137,7 +122,7 @@ class VirtualRuntime(Runtime):
         keeps_rows = self._is_sharded and (config.weights != "random" or device.type != "cpu")
         if config.weights == "random" and not keeps_rows:
             # Initialised where they will be: a tied head has its own weights until the end.
-            model = _model_from_config(config, hf_config, attn_implementation, device)
+            model = model_of_config(config, hf_config, attn_implementation, device)
             self._quantize(model, config, hf_config)
         else:
             with _disable_current_modes():

@@ -13,6 +13,7 @@ from lowmem_ft.catalog.architectures import find_architecture
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
+from lowmem_ft.upstream.layer_configs import layer_configs
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +55,18 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     if own_code or "text_config" in written:
         return  # remote code, and models of several parts, may know their sizes
     defaults = type(hf_config)()
+    stored = (
+        defaults.to_dict()
+    )  # some have a size from another field: Nemotron-H counts its `layers_block_type`
+    first, first_by_default = (layer_configs(config)[0] for config in (hf_config, defaults))
     missing = [
         field
         for field in SIZES
-        if hasattr(hf_config, field)
-        and not {field, hf_config.attribute_map.get(field, field)} & written.keys()
+        if hasattr(first, field)
+        and (name := hf_config.attribute_map.get(field, field)) in stored
+        and not {field, name} & written.keys()
         # If the file has the size under an old name (bloom's n_embed), it differs from the default's.
-        and getattr(hf_config, field) == getattr(defaults, field)
+        and getattr(first, field) == getattr(first_by_default, field)
     ]
     if missing:
         raise ModelError(

@@ -29,6 +29,7 @@ from transformers import (
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, is_panic
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
+from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
@@ -325,16 +326,36 @@ def _random_model(
     logger.info(
         "Weights are initialised at random from the config alone (model.weights=random, seed %d).", seed
     )
-    with torch.random.fork_rng(), device:
+    with torch.random.fork_rng():
         torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(
-            hf_config,
-            dtype=weights_dtype(config, hf_config),
-            attn_implementation=attn_implementation,
-            trust_remote_code=config.trust_remote_code,
-        )
+        model = model_of_config(config, hf_config, attn_implementation, device)
     model.generation_config = GenerationConfig.from_model_config(model.config)
     return model
+
+
+def model_of_config(
+    config: ModelConfig, hf_config: PretrainedConfig, attn_implementation: str, device: torch.device
+) -> PreTrainedModel:
+    """Return a model with the weights that its class begins with.
+
+    Raises:
+        ModelError: if the class rejects the config, or needs a package that is not installed.
+    """
+    try:
+        with device:
+            return AutoModelForCausalLM.from_config(
+                hf_config,
+                dtype=weights_dtype(config, hf_config),
+                attn_implementation=attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+            )
+    except (ImportError, LookupError, RuntimeError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
+        if is_failed_allocation(error):
+            raise
+        raise ModelError(
+            f"The config of {config.name_or_path} cannot build a {hf_config.model_type} model: {type(error).__name__} "
+            f"{' '.join(str(error).split())}. Compare its config.json with that of a published model of the family."
+        ) from error
 
 
 def _dequantize_gguf() -> Any:

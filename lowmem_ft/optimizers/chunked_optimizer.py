@@ -95,6 +95,7 @@ class ChunkedOptimizer(Optimizer):
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._first_elements: dict[nn.Parameter, int] = {}
+        self._updated: dict[nn.Parameter, dict[int, int]] = {}  # of parameters in mid-step: elements by slice
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -142,7 +143,7 @@ class ChunkedOptimizer(Optimizer):
     ) -> None:
         """Update the given slices of parameters now.
 
-        A parameter's step number increases with the slice that holds its last element.
+        A parameter's step number increases once all its slices have been updated, in whatever order they come.
 
         Args:
             slices: slices with finished gradients; an iterator is advanced as late as copies allow, so that its
@@ -458,7 +459,10 @@ class ChunkedOptimizer(Optimizer):
 
     def _after(self, update: SliceUpdate) -> None:
         write_back(update.weight, update.parameter)
-        if update.stop == local_part(update.parameter).numel():
+        updated = self._updated.setdefault(update.parameter, {})
+        updated[update.start] = update.stop - update.start
+        if sum(updated.values()) == local_part(update.parameter).numel():
             self.state[update.parameter]["step"] = update.number
+            del self._updated[update.parameter]
         for after in update.after:
             after()

@@ -1,4 +1,4 @@
-"""Check of a model's weights, if its code does not tell: whether later tokens change its output for earlier ones."""
+"""Checks of a model's weights, if its code does not tell: which other tokens change its output for a token."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from torch import nn
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.models.loading import vocab_size
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
@@ -16,6 +17,8 @@ NUM_TOKENS = 16
 TOLERANCE = 0.01
 """Tolerance as a share of the loss. A causal model's loss differs by rounding alone, most with 8-bit weights, whose
 outliers are found over all tokens of a batch."""
+EXACT_TOLERANCE = 1e-5
+"""Tolerance of float32 weights. What masked attention leaves out adds exact zeros."""
 
 
 def refuse_bidirectional_weights(session: Session, name: str) -> None:
@@ -29,7 +32,7 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
         name: the model, as the user names it.
 
     Raises:
-        ModelError: if the two losses differ.
+        ModelError: if the two losses differ, or the model cannot process text alone.
     """
     if _is_vouched_for(session.unwrapped_model):
         return
@@ -41,6 +44,14 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
     session.model.eval()
     try:
         before, after = (float(evaluation_loss(session, [_batch(ids)])[0]) for ids in (ids_T, other_ids_T))
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_failed_allocation(error):
+            raise
+        raise ModelError(
+            f"model.name_or_path needs a causal language model that takes text alone, but the forward of {name} "
+            f"({type(session.unwrapped_model).__name__}) fails with it: {type(error).__name__}: {error} Choose a "
+            "decoder, such as one of `lowmem-ft models`."
+        ) from error
     finally:
         session.model.train()
     if abs(after - before) > TOLERANCE * abs(before):
@@ -49,6 +60,56 @@ def refuse_bidirectional_weights(session: Session, name: str) -> None:
             f"changing the last token changes the loss of earlier tokens from {before:.4f} to {after:.4f}. Choose a "
             "decoder, such as one of `lowmem-ft models`."
         )
+
+
+def refuse_leaking_documents(session: Session, name: str) -> None:
+    """Refuse to pack if a document of a row changes the loss of the one after it.
+
+    Attention is masked by the borders of documents; states of recurrent layers, convolutions, choices of an indexer and
+    positions that a model counts by itself pass over them in many models. The check takes two forward passes of one
+    row.
+
+    Args:
+        session: the built model, before its first step.
+        name: the model, as the user names it.
+
+    Raises:
+        ModelError: if the loss of the second document depends on the tokens of the first.
+    """
+    middle = (vocab_size(session.unwrapped_model.config) or 4 * NUM_TOKENS) // 2
+    first = max(0, middle - NUM_TOKENS)
+    ids_T = torch.arange(first, first + NUM_TOKENS)
+    other_ids_T = ids_T.clone()
+    other_ids_T[: NUM_TOKENS // 2] += NUM_TOKENS
+    session.model.eval()
+    try:
+        before, after = (
+            float(evaluation_loss(session, [_two_documents(ids)])[0]) for ids in (ids_T, other_ids_T)
+        )
+    finally:
+        session.model.train()
+    is_exact = next(session.unwrapped_model.parameters()).dtype == torch.float32
+    if abs(after - before) > (EXACT_TOLERANCE if is_exact else TOLERANCE) * abs(before):
+        raise ModelError(
+            f"data.packing=true needs a model whose documents do not see one another; in {name} other tokens in a "
+            f"row's first document change the loss of its second from {before:.4f} to {after:.4f}. Set "
+            "data.packing=false."
+        )
+
+
+def _two_documents(input_ids_T: torch.Tensor) -> Batch:
+    """Return a row of two documents of one length, of which the second alone has labels."""
+    half = NUM_TOKENS // 2
+    labels_BT = input_ids_T[None].clone()
+    labels_BT[:, : half + 1] = IGNORED_LABEL
+    return Batch(
+        input_ids_BT=input_ids_T[None],
+        labels_BT=labels_BT,
+        position_ids_BT=torch.arange(half).repeat(2)[None],
+        sample_ids=(0,),
+        num_label_tokens=half - 1,
+        num_tokens=NUM_TOKENS,
+    )
 
 
 def _is_vouched_for(model: nn.Module) -> bool:

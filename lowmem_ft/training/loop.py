@@ -28,7 +28,7 @@ from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training.build import build_session, plan_session, resumed
-from lowmem_ft.training.causality_check import refuse_bidirectional_weights
+from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.deterministic_kernels import deterministic_kernels
@@ -239,6 +239,8 @@ class TrainingRun:
             in_pieces = progress.cut.max_tokens is not None
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
             refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
+            if recipe.data.packing:
+                refuse_leaking_documents(session, recipe.model.name_or_path or "")
             # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
             seed_generators(config, runtime.process_index)
             if resume_from is not None:

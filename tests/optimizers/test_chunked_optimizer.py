@@ -131,6 +131,22 @@ def test_formats_of_averages_that_a_rule_does_not_have_are_refused():
         build("adafactor", state={"exp_avg_sq": "bf16"})
 
 
+@pytest.mark.parametrize("starts", [(0, 1000, 2000), (2000, 1000, 0), (1000, 2000, 0)])
+def test_slices_in_any_order_are_one_step(starts):
+    at_once, sliced = build(shapes=((3000,),)), build(shapes=((3000,),))
+    for step in range(3):
+        gradient = torch.randn(3000, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
+        for optimizer, slices in (
+            (at_once, [(0, 3000)]),
+            (sliced, [(start, start + 1000) for start in starts]),
+        ):
+            (parameter,) = parameters_of(optimizer)
+            for start, stop in slices:
+                optimizer.update([GradientSlice(parameter, gradient[start:stop].clone(), start)])
+            assert optimizer.state[parameter]["step"] == step + 1
+    assert torch.equal(*(parameters_of(optimizer)[0] for optimizer in (at_once, sliced)))
+
+
 def test_the_step_number_goes_up_with_the_last_element():
     optimizer = build()
     parameter = parameters_of(optimizer)[0]

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig, OPTConfig
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
@@ -65,6 +65,17 @@ def test_own_code_that_does_not_look_ahead_trains(tiny, own_model):
     recipe = tiny(*ONE_STEP, f"model={own_model(is_causal=True)}", "model.trust_remote_code=true")
     finished = train(recipe).model_folder
     AutoModelForCausalLM.from_pretrained(finished, trust_remote_code=True)
+
+
+def test_a_model_whose_documents_see_one_another_is_not_packed(tiny, tmp_path, recipes_folder):
+    """The state of a recurrent model passes over the borders of documents."""
+    folder = tmp_path / "mamba"
+    MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=8).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(recipes_folder / "tiny" / name, folder)
+    settings = (f"model={folder}", "training.max_steps=1", "training.save_steps=null")
+    with pytest.raises(ModelError, match=r"change the loss of its second.*data\.packing=false"):
+        train(tiny(*settings, "data.packing=true"))
 
 
 @pytest.mark.parametrize("use", [train, estimate_memory])

@@ -37,6 +37,7 @@ class VerticalAccumulation(Technique):
     Attributes:
         max_tokens: limit on the tokens of the rows that pass through a layer together; None: no limit beyond the
             recipe's rows.
+        shape_BT: rows and tokens of the batch that the model is processing.
     """
 
     takes_whole_window = True
@@ -45,6 +46,12 @@ class VerticalAccumulation(Technique):
         super().__init__()
         self._rows_per_micro_batch = rows_per_micro_batch
         self.max_tokens: int | None = None
+        self.shape_BT: tuple[int, ...] = ()
+
+    def take_shape(self, _: nn.Module, args: tuple[Any, ...]) -> None:
+        """Remember the shape of the tokens that the embedding is about to look up."""
+        if args and isinstance(args[0], Tensor):
+            self.shape_BT = tuple(args[0].shape)
 
     def rows_at_once(self, length: int) -> int:
         """Return how many rows of ``length`` tokens pass through a layer together."""
@@ -86,6 +93,8 @@ def enable_vertical_accumulation(
     layers = decoder_layers(model)
     norms = _norms_beside(layers, model)
     accumulation = VerticalAccumulation(rows_per_micro_batch)
+    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
+    accumulation.undo_first(embedding.register_forward_pre_hook(accumulation.take_shape).remove)
     for layer in layers:
         by_rows = functools.partial(_by_rows, accumulation=accumulation, are_alike=keeps_inputs_alone)
         if _checkpoints_all_of(layer):
@@ -211,8 +220,11 @@ def _by_rows(
         num_rows, at_once = len(hidden_BTH), accumulation.rows_at_once(hidden_BTH.shape[1])
         if not torch.is_grad_enabled() or num_rows <= at_once:
             return forward(*args, **kwargs)
-        if hidden_BTH.ndim != 3:
-            raise _cannot_be_cut(f"hidden states of {hidden_BTH.ndim} axes")
+        # Several streams of a token may be the third axis (hyper-connections) or the first (Gemma 3n).
+        if hidden_BTH.ndim != 3 and hidden_BTH.shape[:2] != accumulation.shape_BT:
+            raise _cannot_be_cut(
+                f"hidden states of {hidden_BTH.ndim} axes, of which the first two are not rows and tokens"
+            )
         starts = range(0, num_rows, at_once)
         micro_batches = [slice(start, min(start + at_once, num_rows)) for start in starts]
         gradients: dict[int, _GradientOfAllRows] = {}

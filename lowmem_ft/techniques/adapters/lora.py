@@ -148,11 +148,11 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: experts that are one tensor get adapters if PEFT knows the family (with ``all-linear``), else and in 4
-    bits they are frozen; routers are frozen unless they are named; for a layer's experts, the whole sum of weight and
-    adapter is computed in each forward. The adapters are float32, the frozen weights keep their type, norms and
-    embeddings too. PEFT copies a layer's input to float32 for its adapter; under autocast that copy is left out, since
-    autocast would take it back.
+    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
+    are one tensor get adapters if PEFT knows the family (with ``all-linear``), else and in 4 bits they are frozen;
+    routers are frozen unless they are named; for a layer's experts, the whole sum of weight and adapter is computed in
+    each forward. The adapters are float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a
+    layer's input to float32 for its adapter; under autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -182,7 +182,7 @@ def enable_lora(
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
         lora_dropout=config.lora_dropout,
         target_modules=targets,
-        exclude_modules=_not_adaptable(model) if targets == ALL_LINEAR else None,
+        exclude_modules=_with_another_forward(model) or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -279,7 +279,8 @@ def _target_modules(
     model: PreTrainedModel, config: AdapterConfig, whole: WholeModel | None
 ) -> str | list[str]:
     """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
-    linear = [name for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))]
+    others = set(_with_another_forward(model))
+    linear = [name for name in _linear_layers(model) if name not in others]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
     of_experts = _names_of_experts(model)
     is_packed = has_packed_experts(model)
@@ -349,21 +350,26 @@ def _renamed_by_peft(model: PreTrainedModel) -> Mapping[str, str]:
     return existing(conversion, "_MOE_TARGET_MODULE_MAPPING").get(family, {})
 
 
-def _not_adaptable(model: nn.Module) -> list[str] | None:
-    """Return the short names of linear layers that return more than a product, such as Llama 4's routers."""
-    names = {
-        name.rpartition(".")[2]
-        for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
-        and type(module).forward is not nn.Linear.forward
-        and type(module).__module__.startswith("transformers.models.")
-    }
-    return sorted(names) or None
-
-
 def _first_named(target: str, names: Iterable[str]) -> str | None:
     """Return the first layer that a target of PEFT names; None: it names no layer."""
     return next((name for name in names if name == target or name.endswith(f".{target}")), None)
+
+
+def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+
+
+def _with_another_forward(model: nn.Module) -> list[str]:
+    """Return the names of linear layers by class alone, whose output is no product: routers (Llama 4), groups of heads.
+
+    PEFT would add its own product to whatever they return.
+    """
+    return [
+        name
+        for name, module in _linear_layers(model).items()
+        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
+        and not type(module).__module__.startswith("bitsandbytes.")
+    ]
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:

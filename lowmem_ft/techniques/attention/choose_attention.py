@@ -25,6 +25,7 @@ from lowmem_ft.techniques.device_rules import (
     flash_attention_obstacle,
     varlen_attention_obstacle,
 )
+from lowmem_ft.upstream.layer_configs import layer_configs
 
 AttentionImplementation = Literal[
     "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"
@@ -160,16 +161,20 @@ def _supported_by(config: PreTrainedConfig) -> tuple[str, ...]:
     }
     if getattr(config, "alibi", False):  # Falcon's class claims support, and its forward then raises
         flags.discard("flash_attention_2")
-    if getattr(config.get_text_config(), _SOFT_CAP, None):
+    if any(getattr(layer, _SOFT_CAP, None) for layer in layer_configs(config.get_text_config())):
         flags.discard("sdpa")  # transformers' function leaves the cap out, which not all versions' flags say
     takes_functions = all(getattr(cls, "_supports_attention_backend", False) for cls in classes)
-    if takes_functions and {"flash_attention_2", "sdpa"} <= flags and _is_plain(config.get_text_config()):
+    if (
+        takes_functions
+        and {"flash_attention_2", "sdpa"} <= flags
+        and all(map(_is_plain, layer_configs(config.get_text_config())))
+    ):
         return (VARLEN_ATTENTION, *(name for name in _SUPPORT_FLAGS if name in flags), "eager")
     return (*(name for name in _SUPPORT_FLAGS if name in flags), "eager")
 
 
 def _is_plain(config: PreTrainedConfig) -> bool:
-    """Return whether torch's kernel covers all that the layers do with scores; flash-attn's extras do not count."""
+    """Return whether torch's kernel covers all that a layer does with scores; flash-attn's extras do not count."""
     heads = getattr(config, "num_attention_heads", None) or 1
     size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     has_more = any(getattr(config, name, None) for name in _CHANGES_OF_SCORES)
@@ -178,7 +183,8 @@ def _is_plain(config: PreTrainedConfig) -> bool:
 
 def _has_windows(config: PreTrainedConfig) -> bool:
     """Return whether layers may see only a window of tokens, which the kernel supports; sdpa needs a mask for it."""
-    return getattr(config.get_text_config(), "sliding_window", None) is not None
+    layers = layer_configs(config.get_text_config())
+    return any(getattr(layer, "sliding_window", None) is not None for layer in layers)
 
 
 def _leanest(

@@ -28,6 +28,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lowmem_ft.foundation.devices import compute_capability, kernels_of
+from lowmem_ft.upstream.layer_configs import layer_configs
 from lowmem_ft.virtual_gpu.kernels.attention_choice import SdpaCall, choose_sdpa
 
 REPEATED_HEADS = "sdpa_repeated_heads"
@@ -64,10 +65,16 @@ def model_needs_repeated_heads(
     config: PreTrainedConfig, dtype: torch.dtype, compute_capability: tuple[int, int]
 ) -> bool:
     """Return whether a model's heads are grouped so; False if its config does not tell."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    key_heads = getattr(text, "num_key_value_heads", None) or heads
-    size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // heads
+    return any(
+        _layer_needs_repeated_heads(layer, dtype, compute_capability)
+        for layer in layer_configs(config.get_text_config())
+    )
+
+
+def _layer_needs_repeated_heads(config: Any, dtype: torch.dtype, compute_capability: tuple[int, int]) -> bool:
+    heads = getattr(config, "num_attention_heads", None) or 1
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    size = getattr(config, "head_dim", None) or getattr(config, "hidden_size", 0) // heads
     return _needs_repeated_heads(heads, key_heads, size, dtype, compute_capability)
 
 
@@ -127,6 +134,14 @@ def _repeated_heads_forward(
     )
 
 
+def target_dtype(query: Tensor, module: nn.Module) -> torch.dtype:
+    """Return the type that attention computes in: autocast's, that of a linear layer around it, or the query's."""
+    has_linear = any(isinstance(layer, nn.Linear) for layer in module.modules())  # GPT-2's has none
+    if query.dtype == torch.float32 and not has_linear and not torch.is_autocast_enabled(query.device.type):
+        return query.dtype
+    return get_target_dtype(query, module) or query.dtype
+
+
 def causal_attention(
     module: nn.Module,
     query_BHTD: Tensor,
@@ -150,7 +165,7 @@ def causal_attention(
         The output, B x T x H x D.
     """
     device = query_BHTD.device
-    dtype = get_target_dtype(query_BHTD, module) or query_BHTD.dtype  # sdpa casts under autocast
+    dtype = target_dtype(query_BHTD, module)
     repeats = kernels_of(device) == "cuda" and _needs_repeated_heads(
         query_BHTD.size(1), key_BKTD.size(1), query_BHTD.size(3), dtype, compute_capability(device)
     )

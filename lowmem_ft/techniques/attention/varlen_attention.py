@@ -24,11 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
-from transformers.integrations.flash_attention import get_target_dtype
 
 from lowmem_ft.foundation.devices import sent_to
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.techniques.attention.grouped_attention import causal_attention
+from lowmem_ft.techniques.attention.grouped_attention import causal_attention, target_dtype
 
 VARLEN_ATTENTION = "varlen_attn"
 """The value of ``model.attn_implementation``, named after torch's function."""
@@ -194,7 +193,7 @@ def _end_to_end(
 
     size, value_size = operands[0].size(-1), operands[2].size(-1)
     width = -(-max(size, value_size) // 8) * 8  # the kernel takes one size, a multiple of 8
-    half = get_target_dtype(operands[0], module) or operands[0].dtype
+    half = target_dtype(operands[0], module)
     query, key, value = (
         _padded(operand.to(half), width).transpose(1, 2).flatten(0, 1) for operand in operands
     )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.techniques.kernels.liger_patches import Operator, Patch
+from lowmem_ft.upstream.layer_configs import layer_configs
 
 _TOKENS = 64
 
@@ -80,7 +81,7 @@ def _problem_of(
 ) -> str | None:
     generator = torch.Generator().manual_seed(0)
     if patch.operator == "rotary":
-        runs = [_rotary_run(patch, config.get_text_config(), generator, device, dtype)]
+        runs = [_rotary_run(patch, layer_configs(config.get_text_config())[0], generator, device, dtype)]
     else:
         runs = [_module_run(patch, size, generator, device, dtype) for size in _num_tokens(patch)]
     problems = (_problem_of_run(patch, values, device, dtype, compute) for values in runs)

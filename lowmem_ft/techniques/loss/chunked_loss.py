@@ -20,6 +20,7 @@ from torch.nn import functional as F
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
@@ -327,7 +328,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
         return
     tokens_BT = torch.randint(len(weight), (1, 8), generator=torch.Generator().manual_seed(0))
     tokens_BT = tokens_BT.to(weight.device)
-    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True}
+    inputs = {"input_ids": tokens_BT, "labels": tokens_BT, "return_dict": True, "use_cache": False}
     num_labels = tokens_BT.numel() - 1  # the first token is not predicted
     # flash-attn does not support fp32, so fp32 weights with it will train under autocast; compare them there.
     flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
@@ -338,7 +339,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
             Handle(set_attribute(causal_lm, "forward", stock_forward)),
             head.linear.register_forward_pre_hook(lambda module, args: logits.append(head.logits(args[0]))),
         ):
-            stock = causal_lm(**inputs)
+            stock = _stock_outputs(causal_lm, inputs)
         equal = (
             len(logits) == 1
             and _close(logits[0], stock.logits, dtype)
@@ -350,6 +351,25 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
         f"loss.chunk_tokens needs a loss that is the cross-entropy of a linear head with a known scale and softcap; "
         f"{type(causal_lm).__name__} computes something else from its hidden states. Set loss.chunk_tokens=null."
     )
+
+
+def _stock_outputs(causal_lm: Any, inputs: dict[str, Any]) -> Any:
+    """Run the stock forward, which in models of several parts may need more than text."""
+    try:
+        return causal_lm(**inputs)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if is_failed_allocation(error):
+            raise
+        if getattr(causal_lm, "hf_quantizer", None) is not None:
+            raise ModelError(
+                f"model.quantization packs the weights of linear layers, but the forward of {type(causal_lm).__name__} "
+                f"fails with packed ones: {type(error).__name__}: {error} Set model.quantization=none."
+            ) from error
+        raise ModelError(
+            f"loss.chunk_tokens needs a model that takes text alone, but the forward of {type(causal_lm).__name__} "
+            f"fails with it: {type(error).__name__}: {error} Use a decoder-only text model, such as one of "
+            "`lowmem-ft models`."
+        ) from error
 
 
 def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:

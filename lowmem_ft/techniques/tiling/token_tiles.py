@@ -9,6 +9,7 @@ Axes: B rows, T tokens of a row, N tokens of the batch (B * T), H hidden size, C
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, float32_sum_of
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
@@ -35,10 +37,20 @@ class ForwardInTiles:
     def __init__(self, module: nn.Module, num_tiles: int) -> None:
         self.module = module
         self._num_tiles = num_tiles
-        self._stock_forward: Callable[[Tensor], Tensor] = module.forward
+        self._stock_forward: Callable[..., Tensor] = module.forward
+        self._of_tokens: dict[str, Tensor] = {}
 
-    def __call__(self, hidden_states: Tensor) -> Tensor:
-        """Return the module's output, connected to the graph."""
+    def __call__(self, hidden_states: Tensor, **others: Any) -> Tensor:
+        """Return the module's output, connected to the graph.
+
+        Args:
+            hidden_states: B x T x H.
+            others: further arguments of the stock forward, each None or a number for each token: the token ids
+                by which some routers choose.
+        """
+        given = {name: value for name, value in others.items() if value is not None}
+        if given:
+            return self._with(given, hidden_states)(hidden_states)
         parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         if not torch.is_grad_enabled() or not (hidden_states.requires_grad or parameters):
             return self.in_tiles(hidden_states).view_as(hidden_states)
@@ -48,10 +60,26 @@ class ForwardInTiles:
         # The view is created out here: autograd forbids changing a view that a Function returns, as Falcon's layers do.
         return _InTiles.apply(same, self, kept, sums, *stand_ins).view_as(hidden_states)
 
+    def _with(self, given: dict[str, Any], hidden_BTH: Tensor) -> ForwardInTiles:
+        """Return the same forward for one call, in which each tile gets its tokens of further arguments."""
+        for name, value in given.items():
+            if not isinstance(value, Tensor) or value.shape != hidden_BTH.shape[:-1] or value.requires_grad:
+                raise ModelError(
+                    f"tiling.mlp cuts what an MLP takes by tokens, but {type(self.module).__name__} was given {name}, "
+                    "which is not a number for each token. Set tiling.mlp=1."
+                )
+        once = copy.copy(self)
+        once._of_tokens = {name: value.reshape(1, -1) for name, value in given.items()}
+        return once
+
+    def _of_tile(self, hidden_1CH: Tensor, tokens: slice) -> Tensor:
+        others = {name: value[:, tokens] for name, value in self._of_tokens.items()}
+        return self._stock_forward(hidden_1CH, **others)
+
     def in_tiles(self, hidden_BTH: Tensor) -> Tensor:
         """Return the module's output, one tile after the other, as 1 x N x H; for calls without a graph."""
         hidden_1NH = _one_row(hidden_BTH)
-        tiles = [self._stock_forward(hidden_1NH[:, tokens]) for tokens in self._tokens_of(hidden_1NH)]
+        tiles = [self._of_tile(hidden_1NH[:, tokens], tokens) for tokens in self._tokens_of(hidden_1NH)]
         return torch.cat(tiles, dim=1)
 
     def differentiated(
@@ -64,7 +92,7 @@ class ForwardInTiles:
             for tokens in self._tokens_of(hidden_1NH):
                 hidden_1CH = hidden_1NH[:, tokens].detach().requires_grad_()
                 with torch.enable_grad():
-                    output_1CH = self._stock_forward(hidden_1CH)
+                    output_1CH = self._of_tile(hidden_1CH, tokens)
                 d_hidden_1NH[:, tokens], *by_autograd = torch.autograd.grad(
                     output_1CH,
                     [hidden_1CH, *gradients.trained],

@@ -127,6 +127,11 @@ def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
         kwargs["generator"] = torch.Generator()  # of no use here, but the operator takes one
     real_args, real_kwargs = _known_or_raise(args), _known_or_raise(kwargs)
     with unset_fake_temporarily():
+        if (
+            func is aten.histc.default and not real_args[0].is_floating_point()
+        ):  # which CUDA counts, and a CPU refuses
+            counts = func(real_args[0].double(), *real_args[1:], **real_kwargs)
+            return counts.to(real_args[0].dtype)
         return func(*real_args, **real_kwargs)
 
 
