@@ -70,16 +70,16 @@ def try_technique(model_type: str, technique: str) -> str:
         ``ok``; the relative difference of the losses if it is not 0; ``refused: `` and our own error; or ``FAILED: ``
         and the error of another library.
     """
-    try:
-        with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
             tiny_config(model_type).save_pretrained(folder)
             limit = CHOICES if technique in ("tiles", "packing") else TOLERANCE
             return _cell(TECHNIQUES[technique](Path(folder)), limit)
-    except UserError as error:
-        return f"refused: {error}".replace(folder, model_type)
-    except Exception as error:  # whatever a family does
-        place = traceback.extract_tb(error.__traceback__)[-1]
-        return f"FAILED: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
+        except UserError as error:
+            return f"refused: {error}".replace(folder, model_type)
+        except Exception as error:  # whatever a family does
+            place = traceback.extract_tb(error.__traceback__)[-1]
+            return f"FAILED: {type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _cell(difference: float, limit: float) -> str:

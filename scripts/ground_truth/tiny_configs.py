@@ -291,9 +291,8 @@ def _shrunk(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
             result[name] = len(layers)
         elif name in _TOKENS:
             result[name] = _TOKENS[name]
-        elif name == "layer_types" or (isinstance(value, list) and len(value) == _num_layers(fields)):
-            if value is not None:
-                result[name] = [value[index] for index in layers]
+        elif isinstance(value, list) and (name == "layer_types" or len(value) == _num_layers(fields)):
+            result[name] = [value[index] for index in layers]
         elif name == "per_layer_config" and isinstance(value, dict):
             result[name] = _kept_layer_fields(fields, layers, own)
         elif "drop" in name and isinstance(value, float):
