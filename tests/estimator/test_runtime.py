@@ -46,10 +46,11 @@ def test_its_attributes_are_those_of_one_process_on_the_machines_device():
 
 
 @pytest.mark.parametrize("weights", ["pretrained", "random"])
-def test_a_model_is_loaded_with_a_storage_for_each_weight_and_no_values(weights):
+def test_a_model_is_loaded_with_a_storage_for_each_weight_and_no_values(weights, tmp_path):
+    tiny_config().save_pretrained(tmp_path)
     with VirtualGPU("l4") as gpu:
         runtime = VirtualRuntime(gpu, TrainingConfig())
-        config = ModelConfig(name_or_path="tiny", weights=weights)
+        config = ModelConfig(name_or_path=str(tmp_path), weights=weights)
         model = runtime.load_model(config, tiny_config(), attn_implementation="sdpa", seed=1)
         prepared, _ = runtime.prepare(model, torch.optim.SGD(model.parameters()))
         assert prepared is model

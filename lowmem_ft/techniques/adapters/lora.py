@@ -369,7 +369,19 @@ def _with_another_forward(model: nn.Module) -> list[str]:
         for name, module in _linear_layers(model).items()
         if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
         and not type(module).__module__.startswith("bitsandbytes.")
+        and not _returns_a_product(module)
     ]
+
+
+@torch.no_grad()
+def _returns_a_product(layer: Any) -> bool:
+    """Return whether a layer with a forward of its own takes a row of inputs to one of outputs, as Falcon's do."""
+    num_outputs, num_inputs = layer.weight.shape
+    try:
+        output = layer(layer.weight.new_zeros(1, 2, num_inputs))
+    except (RuntimeError, TypeError, ValueError, LookupError):
+        return False
+    return isinstance(output, Tensor) and output.shape == (1, 2, num_outputs)
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:
