@@ -40,7 +40,7 @@ TRIED = [
 
 LEFT = {
     # An error of another library.
-    *(("gemma3n_text", "QLoRA"), ("gemma4", "estimate"), ("llama4", "estimate"), ("llama4_text", "estimate")),
+    *(("gemma3n_text", "QLoRA"), ("llama4", "estimate"), ("llama4_text", "estimate")),
     *(("rwkv", "lowest rung"), ("rwkv", "LoRA")),
     # Sparse attention and routers choose by scores that rounding changes, or among the tokens of a whole row.
     *((name, "packing") for name in ("axk2", "deepseek_v32", "doge", "dots3_note", "dots3_note_text")),
