@@ -48,7 +48,7 @@ def wide(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("order", ["horizontal", "vertical"])
+@pytest.mark.parametrize("order", [pytest.param("horizontal", marks=pytest.mark.slow), "vertical"])
 def test_a_few_shapes_tell_the_seconds_of_all(order, recipe, chats, wide, monkeypatch):
     draw = random.Random(0)
     settings = (
