@@ -17,7 +17,7 @@ from lowmem_ft.hf.script.untranslated import Reading, script_estimate
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import ALL_LINEAR
+from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.tensors.logical_size import logical_numel

@@ -1,6 +1,6 @@
 """LoRA by PEFT: the model's own weights are frozen, and small matrices next to its linear layers are trained.
 
-Only this module and ``fused_adapter.py`` import peft.
+Only this module, ``target_modules.py`` and ``fused_adapter.py`` import peft.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.foundation.errors import CheckpointError, UserError, did_you_mean, raise_problems
+from lowmem_ft.foundation.errors import CheckpointError, UserError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR, target_modules, with_another_forward
 from lowmem_ft.techniques.adapters.whole_model import (
     WholeModel,
     for_language_model,
@@ -34,14 +34,12 @@ from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
-from lowmem_ft.tensors.logical_size import has_packed_experts
 from lowmem_ft.upstream.patches import existing
 
 __all__ = ["enable_lora"]
 
 logger = logging.getLogger(__name__)
 
-ALL_LINEAR = "all-linear"
 _NAME = "default"
 """PEFT's name for the only adapter of a model; files do not contain it."""
 
@@ -175,14 +173,14 @@ def enable_lora(
     from peft import LoraConfig, get_peft_model
 
     _refuse_dora_of_8bit_on_cpu(model, config)
-    targets = _target_modules(model, config, whole)
+    targets = target_modules(model, config, whole)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
     lora_config = LoraConfig(
         r=config.r,
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
         lora_dropout=config.lora_dropout,
         target_modules=targets,
-        exclude_modules=_with_another_forward(model) or None,
+        exclude_modules=with_another_forward(model) or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
@@ -273,115 +271,6 @@ def _without_pefts_warnings() -> Iterator[None]:
         # PEFT asks a transformers 5 model by an old name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
-
-
-def _target_modules(
-    model: PreTrainedModel, config: AdapterConfig, whole: WholeModel | None
-) -> str | list[str]:
-    """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
-    others = set(_with_another_forward(model))
-    linear = [name for name in _linear_layers(model) if name not in others]
-    short_names = sorted({name.rpartition(".")[2] for name in linear})
-    of_experts = _names_of_experts(model)
-    is_packed = has_packed_experts(model)
-    if config.target_modules == (ALL_LINEAR,):
-        routers = _names_of_routers(model)
-        if not (of_experts or routers or is_packed):
-            return ALL_LINEAR
-        left_out = {
-            name for name, module in model.named_modules() if module is model.get_output_embeddings()
-        } | routers
-        logger.info(
-            "Adapter: routers stay frozen%s.", ", and experts, which are in 4 bits" if is_packed else ""
-        )
-        names = {*short_names} - of_experts if is_packed else {*short_names} | of_experts
-        return sorted(names - left_out)
-    unable = [name for name in config.target_modules if name.rpartition(".")[2] in of_experts]
-    if is_packed and unable:
-        raise UserError(
-            f"Experts in 4 bits take no adapter, and adapter.target_modules names {', '.join(unable)}, which PEFT "
-            f"takes for experts in a {type(model).__name__}. Leave {'it' if len(unable) == 1 else 'them'} out, or set "
-            "model.quantization=none."
-        )
-    way_out = f"It has {', '.join(short_names)}; or write [all-linear] alone."
-    problems: list[str] = []
-    for target in config.target_modules:
-        if _first_named(target, (*linear, *_renamed_by_peft(model))) is not None:
-            continue
-        if whole is not None and (other := _first_named(target, whole.layers())) is not None:
-            problems.append(
-                f"adapter.target_modules names layers of the language model, which alone is trained, and {target!r} "
-                f"is a layer of another part ({other}). Name layers of {type(model).__name__}. {way_out}"
-            )
-            continue
-        problems.append(
-            f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
-            f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} {way_out}"
-        )
-    raise_problems(problems)
-    return list(config.target_modules)
-
-
-def _names_of_experts(model: PreTrainedModel) -> frozenset[str]:
-    """Return the names that PEFT takes for a family's fused experts, which were linear layers of these names once."""
-    return frozenset(old for old, new in _renamed_by_peft(model).items() if new != f"{old}.weight")
-
-
-def _names_of_routers(model: PreTrainedModel) -> set[str]:
-    """Return the names of what chooses a token's experts: linear layers, or for families PEFT knows, parameters."""
-    names = {old for old, new in _renamed_by_peft(model).items() if new == f"{old}.weight"}
-    for block in model.modules():
-        experts = getattr(block, "experts", None)
-        num_experts = getattr(experts, "num_experts", None) or (
-            len(experts) if isinstance(experts, nn.ModuleList) else None
-        )
-        names |= {
-            name
-            for name, layer in block.named_children()
-            if isinstance(layer, nn.Linear) and layer.out_features == num_experts
-        }
-    return names
-
-
-def _renamed_by_peft(model: PreTrainedModel) -> Mapping[str, str]:
-    from peft.utils import transformers_weight_conversion as conversion
-
-    family = existing(conversion, "_MODEL_TO_CONVERSION_PATTERN").get(model.config.model_type)
-    return existing(conversion, "_MOE_TARGET_MODULE_MAPPING").get(family, {})
-
-
-def _first_named(target: str, names: Iterable[str]) -> str | None:
-    """Return the first layer that a target of PEFT names; None: it names no layer."""
-    return next((name for name in names if name == target or name.endswith(f".{target}")), None)
-
-
-def _linear_layers(model: nn.Module) -> dict[str, nn.Module]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
-
-
-def _with_another_forward(model: nn.Module) -> list[str]:
-    """Return the names of linear layers by class alone, whose output is no product: routers (Llama 4), groups of heads.
-
-    PEFT would add its own product to whatever they return.
-    """
-    return [
-        name
-        for name, module in _linear_layers(model).items()
-        if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
-        and not type(module).__module__.startswith("bitsandbytes.")
-        and not _returns_a_product(module)
-    ]
-
-
-@torch.no_grad()
-def _returns_a_product(layer: Any) -> bool:
-    """Return whether a layer with a forward of its own takes a row of inputs to one of outputs, as Falcon's do."""
-    num_outputs, num_inputs = layer.weight.shape
-    try:
-        output = layer(layer.weight.new_zeros(1, 2, num_inputs))
-    except (RuntimeError, TypeError, ValueError, LookupError):
-        return False
-    return isinstance(output, Tensor) and output.shape == (1, 2, num_outputs)
 
 
 def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:
