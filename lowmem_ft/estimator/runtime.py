@@ -25,7 +25,7 @@ from lowmem_ft.models.loading import (
 )
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.other_parts import set_other_parts
-from lowmem_ft.models.quantization import check_quantization, quantization_config, quantize_weights
+from lowmem_ft.models.quantizing.quantization import check_quantization, quantization_config, quantize_weights
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2

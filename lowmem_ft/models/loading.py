@@ -34,13 +34,13 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.expert_quantizer import experts_packed
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.files.model_files import limit_of_positions, refuse_quantized
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
-from lowmem_ft.models.quantization import (
+from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
+from lowmem_ft.models.quantizing.quantization import (
     check_quantization,
     keep_one_layout,
     quantization_config,

@@ -1,0 +1,1 @@
+"""Frozen weights in fewer bits: linear layers and fused experts."""
