@@ -13,6 +13,7 @@ A file mentions a technique if its code, docstrings and comments apart, has
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,12 @@ def mentions_in(path: Path, known: Known) -> list[str]:
     """Return the mentions in a file, each with its line."""
     patterns = [rf"\b{re.escape(key)}\b" for key in known.keys]
     is_mention = re.compile("|".join([*patterns, known.words]), re.IGNORECASE)
-    return [f"{line} {text[:50]!r}" for line, text in texts_in(path) if is_mention.search(text)]
+    return [f"{line} {text[:50]!r}" for line, text in all_texts(path) if is_mention.search(text)]
+
+
+@functools.cache
+def all_texts(path: Path) -> list[tuple[int, str]]:
+    return list(texts_in(path))
 
 
 def texts_in(path: Path):

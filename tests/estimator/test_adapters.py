@@ -44,8 +44,8 @@ def make_recipe(tmp_path):
     "settings",
     [
         (),
-        ("model.dtype=bfloat16", "training.mixed_precision=bf16"),
-        ("model.dtype=bfloat16", "adapter.use_dora=true"),
+        pytest.param(("model.dtype=bfloat16", "training.mixed_precision=bf16"), marks=pytest.mark.slow),
+        pytest.param(("model.dtype=bfloat16", "adapter.use_dora=true"), marks=pytest.mark.slow),
         ("model.quantization=nf4", "model.dtype=bfloat16", "training.mixed_precision=bf16"),
         ("model.quantization=nf4", "adapter.use_dora=true"),
     ],

@@ -242,9 +242,9 @@ def test_settings_choose_the_methods_and_go_into_each(folder):
 @pytest.mark.parametrize(
     "typed, rows",
     [
-        (["training.per_device_train_batch_size=2"], 16),
-        (["training.gradient_accumulation_steps=2"], 16),
-        (["training.per_device_train_batch_size=32"], 32),
+        pytest.param(["training.per_device_train_batch_size=2"], 16, marks=pytest.mark.slow),
+        pytest.param(["training.gradient_accumulation_steps=2"], 16, marks=pytest.mark.slow),
+        pytest.param(["training.per_device_train_batch_size=32"], 32, marks=pytest.mark.slow),
         (["training.per_device_train_batch_size=2", "training.gradient_accumulation_steps=3"], 6),
     ],
 )

@@ -106,7 +106,7 @@ COMPACT = ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=
     "num_processes, strategy, optimizer",
     [
         pytest.param(2, "fsdp2", (), marks=pytest.mark.slow),
-        (3, "fsdp2", ()),
+        pytest.param(3, "fsdp2", (), marks=pytest.mark.slow),
         (3, "fsdp2", COMPACT),
         pytest.param(2, "ddp", (), marks=pytest.mark.slow),
         (3, "ddp", ("optimizer.name=adafactor",)),

@@ -11,12 +11,11 @@ from lowmem_ft.host.copy_engine import CopyEngine
 from lowmem_ft.host.pinned_memory import HostMemory
 
 SHORT = (
-    "pageable, clipped",
     "+ weights streamed, not clipped",
     "all activations of stored layers",
     "adapters over 4 bits",
 )
-"""Between them every kind of copy; `slow` has the rest, and all of them at random."""
+"""Between them every kind of copy with pinned memory; `slow` has the rest, and all of them at random."""
 _slow = pytest.mark.slow
 
 

@@ -48,7 +48,7 @@ def kinds(report):
     return {growth.site.rpartition(" ")[2]: growth for growth in report.growths}
 
 
-@pytest.mark.parametrize("gpu", [None, "t4"])
+@pytest.mark.parametrize("gpu", [pytest.param(None, marks=pytest.mark.slow), "t4"])
 def test_a_clean_loop_has_no_leak(gpu):
     if gpu is None:
         assert find_leaks(Model().step).growths == ()

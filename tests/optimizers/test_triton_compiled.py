@@ -96,7 +96,10 @@ print(json.dumps([launches, len(variants), sorted(fused)]))
 """
 
 
-@pytest.mark.parametrize("name,state,master", [("adamw", "8bit", "split24"), ("lion", "bf16", "split16")])
+@pytest.mark.parametrize(
+    "name,state,master",
+    [("adamw", "8bit", "split24"), pytest.param("lion", "bf16", "split16", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("sizes,expected", [([2**14, 2048, 4096, 512], 1), ([2**14, 2048, 1, 701], 2)])
 def test_a_configuration_is_compiled_once(name, state, master, sizes, expected, tmp_path):
     """And once more where a parameter does not end with a vector: keys, element, rate and step change nothing."""

@@ -10,9 +10,7 @@ import pytest
 from lowmem_ft.planner.search import Need
 
 
-@pytest.mark.parametrize(
-    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 12))]
-)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_a_plan_is_the_simplest_of_the_fastest_and_more_memory_is_never_slower(seed, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWMEM_FT_TRACE_CACHE", str(tmp_path / "traces"))
     monkeypatch.setenv("LOWMEM_FT_TRACE_PROCESSES", "1")

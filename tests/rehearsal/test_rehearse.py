@@ -33,7 +33,7 @@ STREAMED = (
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param((), id="two micro-batches"),
+        pytest.param((), id="two micro-batches", marks=pytest.mark.slow),
         pytest.param(
             ("training.gradient_accumulation_steps=1",), id="one micro-batch", marks=pytest.mark.slow
         ),
@@ -130,7 +130,9 @@ def seconds_of(shapes):
 @pytest.mark.parametrize(
     "settings",
     [
-        ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"),
+        pytest.param(
+            ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"), marks=pytest.mark.slow
+        ),
         ("optimizer.in_backward=true", "training.gradient_accumulation_steps=1"),
     ],
     ids=["vertical", "in backward"],

@@ -105,7 +105,10 @@ def test_rows_of_other_kernels_are_predicted_and_not_fitted_to():
     assert predictions[-1] == pytest.approx(other.row.seconds / 9, rel=0.02)
 
 
-@pytest.mark.parametrize("quantization,length,tolerance", [("none", 4096, 0.01), ("nf4", 512, 0.08)])
+@pytest.mark.parametrize(
+    "quantization,length,tolerance",
+    [pytest.param("none", 4096, 0.01, marks=pytest.mark.slow), ("nf4", 512, 0.08)],
+)
 def test_seconds_grow_by_a_layer_at_a_time(quantization, length, tolerance):
     """Less so where calls of bitsandbytes' functions keep the host: few layers hide behind the head's kernels."""
     row = next(

@@ -20,7 +20,12 @@ ALL_FLOAT32 = "Weights and products are float32"
             ["checkpointing.mode=none"],
             f"{ALL_FLOAT32} without checkpointing (checkpointing.mode=full). On NVIDIA L4 ",
         ),
-        ("l4", [], f"{ALL_FLOAT32}. On NVIDIA L4 training.mixed_precision=bf16, or "),
+        pytest.param(
+            "l4",
+            [],
+            f"{ALL_FLOAT32}. On NVIDIA L4 training.mixed_precision=bf16, or ",
+            marks=pytest.mark.slow,
+        ),
         ("l4", ["training.mixed_precision=bf16"], None),
         ("t4", [], None),
     ],

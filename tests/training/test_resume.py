@@ -63,12 +63,15 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
             "training.lr_scheduler_type=linear",
             "training.warmup_steps=3",
         ),
-        (
-            "data.streaming=true",
-            "data.eval_size=null",
-            "training.mixed_precision=bf16",
-            "checkpointing.mode=none",
-            "loss.chunk_tokens=null",
+        pytest.param(
+            (
+                "data.streaming=true",
+                "data.eval_size=null",
+                "training.mixed_precision=bf16",
+                "checkpointing.mode=none",
+                "loss.chunk_tokens=null",
+            ),
+            marks=pytest.mark.slow,
         ),
         (
             "model.dtype=bfloat16",

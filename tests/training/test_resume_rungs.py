@@ -46,8 +46,8 @@ def overrides_of(rung, folder: Path) -> list[str]:
     return [*tiling, *SHORT, "training.use_cpu=true", f"training.output_dir={folder}"]
 
 
-DIFFER_MOST = ("+ checkpointing, chunked loss", "+ split24 master, 8-bit state", "+ MLP and head in tiles")
-"""Those that `make test` tries: plain state, compact state, and all that the ladder has on the host or in tiles."""
+DIFFER_MOST = ("+ checkpointing, chunked loss", "+ MLP and head in tiles")
+"""Those that `make test` tries: plain state, and all that the ladder has, compact, on the host or in tiles."""
 
 
 @pytest.mark.parametrize(

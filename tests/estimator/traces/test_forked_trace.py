@@ -80,7 +80,14 @@ def test_the_longer_trace_comes_from_the_other_process(forks, model, alone):
     assert without_time(done["result"]) == without_time(alone)
 
 
-@pytest.mark.parametrize("there", ["raise RuntimeError('only there')", "os._exit(9)", "time.sleep(60)"])
+@pytest.mark.parametrize(
+    "there",
+    [
+        "raise RuntimeError('only there')",
+        "os._exit(9)",
+        pytest.param("time.sleep(60)", marks=pytest.mark.slow),
+    ],
+)
 def test_what_the_other_process_does_not_give_is_traced_here(forks, model, alone, there):
     done = run(forks, model, "0.1", there)
     assert len(done["depths"]) == 2

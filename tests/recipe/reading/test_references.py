@@ -153,7 +153,7 @@ def test_the_command_line_is_the_shells_and_stays_as_typed(write):
     assert "must be a whole number" in problems_of(write(MODEL), f"training.seed={text}")[0]
 
 
-@pytest.mark.parametrize("first", ["x" * 100, "", "[]"])
+@pytest.mark.parametrize("first", ["x" * 100, pytest.param("", marks=pytest.mark.slow), "[]"])
 def test_a_few_lines_cannot_fill_the_memory_by_references(write, first):
     lines = [f"a0: {first!r}" if first != "[]" else "a0: []"]
     repeated = lambda n: ", ".join([f"'${{a{n}}}'"] * 10) if first == "[]" else f"${{a{n}}}" * 10  # noqa: E731

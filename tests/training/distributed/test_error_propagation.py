@@ -101,7 +101,14 @@ def assert_goes_on(forks, run, whole, metrics):
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("where", ["step", pytest.param("evaluation", marks=pytest.mark.slow), "save"])
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("step", marks=pytest.mark.slow),
+        pytest.param("evaluation", marks=pytest.mark.slow),
+        "save",
+    ],
+)
 def test_the_other_says_that_a_process_was_killed(forks, whole, metrics, tmp_path, where):
     run = tmp_path / "run"
     left, killed = meet_with(forks, "killed", where, run)

@@ -57,7 +57,7 @@ RUNGS = {
 }
 
 
-DIFFER_MOST = ("fp16 scale", "vertical, dropout", "streamed", "fused sums, in backward")
+DIFFER_MOST = ("vertical, dropout", "streamed")
 
 
 class OutOfMemoryAt(StorageTracker):
