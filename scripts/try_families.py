@@ -135,12 +135,14 @@ def _reasons(results: Results) -> Iterator[str]:
     families: dict[tuple[str, str], list[str]] = {}
     for name, row in sorted(results.items()):
         for technique, cell in row.items():
-            if cell.startswith("refused"):
+            if cell.startswith(("refused", "varies")):
                 families.setdefault(
                     (technique, _NAMES_AND_NUMBERS.sub("", cell.replace(name, ""))), []
                 ).append(name)
     for (technique, _), names in sorted(families.items()):
-        message = " ".join(results[names[0]][technique].removeprefix("refused: ").split())
+        message = " ".join(
+            results[names[0]][technique].removeprefix("refused: ").removeprefix("varies: ").split()
+        )
         yield f"- {technique}, {', '.join(f'`{name}`' for name in names)}: {message}"
 
 

@@ -89,7 +89,9 @@ class StreamedEmbedding(Handle):
         self._written().synchronize()  # the host reads the rows itself
         rows_NH = nn.Parameter(self._rows_on_device(ids_N), requires_grad=self._is_trained())
         if rows_NH.requires_grad:
-            hook = functools.partial(self._take_gradient, ids_N=ids_BT.flatten())
+            # Models that take the ids to their weight's device (Llama 4) have taken them to the host.
+            on_device_N = ids_BT.to(self._device).flatten()
+            hook = functools.partial(self._take_gradient, ids_N=on_device_N)
             rows_NH.register_post_accumulate_grad_hook(hook)
         positions_BT = torch.arange(len(ids_N), device=self._device).view(ids_BT.shape)
         # The stock forward, which may scale, on a table of these rows only.
