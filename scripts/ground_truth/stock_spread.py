@@ -1,4 +1,4 @@
-"""Why stock transformers' own loss of a model is not one number: what no technique can then be compared with."""
+"""Finds why a stock model's own loss is not one number: no technique can be compared with it then."""
 
 from __future__ import annotations
 

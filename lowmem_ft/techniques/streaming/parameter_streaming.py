@@ -99,10 +99,11 @@ def enable_parameter_streaming(
             f"offload.resident_layers must be at most {len(layers)}, the number of the model's layers, got "
             f"{config.resident_layers}. Set offload.parameters=device to keep all weights on the device."
         )
-    if getattr(model.config, "model_type", None) == "rwkv" and model.config.rescale_every > 0:
+    rescale_every = getattr(model.config, "rescale_every", 0)  # of RWKV
+    if rescale_every > 0:
         problems.append(
             "offload.parameters=stream needs a model whose forward writes no weights; RWKV's scales them wherever "
-            f"training and evaluation take turns, as its config has rescale_every={model.config.rescale_every}. Set "
+            f"training and evaluation take turns, as its config has rescale_every={rescale_every}. Set "
             "offload.parameters=device, or rescale_every to 0 in its config.json."
         )
     raise_problems(problems)
