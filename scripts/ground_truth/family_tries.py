@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import multiprocessing
+import os
+import socket
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +30,7 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
+from lowmem_ft.training.distributed.launch import as_launched, read_launch
 from lowmem_ft.training.step import train_step
 
 NUM_STEPS, ROWS, LENGTH = 2, 2, 32
@@ -125,6 +131,32 @@ def _packed(folder: Path) -> float:
     return _difference(together, alone)
 
 
+def _in_two_processes(folder: Path) -> float:
+    """Compare a model that two processes of FSDP2 share with a plain run of the same rows."""
+    own_loss = _takes_own_loss(folder)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
+        ranks = [processes.submit(_losses_of_rank, folder, own_loss, rank, port) for rank in range(2)]
+        shared, _ = (rank.result() for rank in ranks)
+    return _difference(shared, _losses(folder, own_loss))
+
+
+def _losses_of_rank(folder: Path, own_loss: str, rank: int, port: int) -> Losses:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    logging.disable(logging.WARNING)
+    try:
+        return _losses(folder, own_loss, "distributed.strategy=fsdp2", rank=rank)
+    except UserError:
+        raise
+    except Exception as error:
+        raise RuntimeError(
+            f"{type(error).__name__}: {error}"
+        ) from error  # which crosses to the other process
+
+
 def _estimated(folder: Path) -> float:
     """Trace the lowest rung, or the plain step where the lowest is refused, as another column says."""
     try:
@@ -141,6 +173,7 @@ TECHNIQUES: dict[str, Callable[[Path], float]] = {
     "LoRA": _beside_plain(*_LORA, *_FROZEN, beside=_LORA),
     "QLoRA": _beside_plain(*_QLORA, *_FROZEN, beside=_QLORA),
     "packing": _packed,
+    "FSDP2": _in_two_processes,
     "estimate": _estimated,
 }
 """The tries, each of which returns a relative difference of losses."""
@@ -162,7 +195,8 @@ def _takes_own_loss(folder: Path) -> str:
 
 
 def _session(recipe: Recipe, folder: Path) -> Any:
-    runtime = AccelerateRuntime.create(recipe.training, folder)
+    recipe = as_launched(recipe, read_launch(use_cpu=True))
+    runtime = AccelerateRuntime.create(recipe.training, folder, recipe.distributed)
     plan = plan_session(recipe, runtime, load_model_config(recipe.model))
     torch.manual_seed(0)
     session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)
@@ -173,13 +207,13 @@ def _session(recipe: Recipe, folder: Path) -> Any:
     return session
 
 
-def _losses(folder: Path, *settings: str, apart: bool = False) -> Losses:
-    """Return the loss of each step, the second of which has seen one update."""
+def _losses(folder: Path, *settings: str, apart: bool = False, rank: int | None = None) -> Losses:
+    """Return the loss of each step, the second of which has seen one update; of one of two processes, if so."""
     recipe = _recipe(folder, settings)
     session = _session(recipe, folder)
     torch.manual_seed(0)
     losses = []
-    for window in _windows(packed=recipe.data.packing or apart, apart=apart):
+    for window in _windows(packed=recipe.data.packing or apart, apart=apart, rank=rank):
         result = train_step(session, window)
         assert result.applied
         losses.append(result.loss)
@@ -227,11 +261,13 @@ def _stock_loss(model: Any, batch: Batch, num_labels: int, *, computes_it: bool)
     )
 
 
-def _windows(*, packed: bool = False, apart: bool = False) -> list[list[Batch]]:
+def _windows(*, packed: bool = False, apart: bool = False, rank: int | None = None) -> list[list[Batch]]:
     generator = torch.Generator().manual_seed(0)
     windows = []
     for _ in range(NUM_STEPS):
         window = [torch.randint(3, VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2)]
+        if rank is not None:
+            window = [ids_BT[rank::2] for ids_BT in window]
         windows.append([batch for ids_BT in window for batch in _batches(ids_BT, packed=packed, apart=apart)])
     return windows
 
@@ -255,7 +291,7 @@ def _batch(ids_BT: torch.Tensor, labels_BT: torch.Tensor, positions_BT: torch.Te
         input_ids_BT=ids_BT.contiguous(),
         labels_BT=labels_BT.contiguous(),
         position_ids_BT=positions_BT,
-        sample_ids=tuple(range(ROWS)),
+        sample_ids=tuple(range(len(ids_BT))),
         num_label_tokens=int((labels_BT != IGNORED_LABEL).sum()),
         num_tokens=ids_BT.numel(),
     )
