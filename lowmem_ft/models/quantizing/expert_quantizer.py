@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts, pack, weights_of
+from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts, pack
+from lowmem_ft.upstream.grouped_experts import weights_of
 
 _METHOD = "bitsandbytes_4bit"
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from transformers.integrations import moe
+
+from lowmem_ft.upstream.grouped_experts import GroupedExperts, weights_of
 
 BLOCK = 64
 """Weights that share a scale; an expert has a multiple of it, so that no block belongs to two."""
@@ -35,13 +36,6 @@ def fused_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         weights = [module._parameters.get(weight) for weight in weights_of(module)]
         if weights and all(weight is not None and _can_be_packed(weight) for weight in weights):
             yield name, module
-
-
-def weights_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the names of a module's tensors of experts; none unless transformers multiplies them by its interface."""
-    if not hasattr(module, "has_gate") or not hasattr(module, "is_transposed"):
-        return ()
-    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")
 
 
 def _can_be_packed(weight: nn.Parameter) -> bool:
@@ -116,57 +110,41 @@ def unpack(packed: Tensor, state: Any, experts: slice, dtype: torch.dtype) -> Te
     ).view(num, *shape)
 
 
-class PackedExperts:
+class PackedExperts(GroupedExperts):
     """The forward pass of a module whose experts have been packed, in the place of its own.
 
     Args:
         module: an experts module of transformers.
-        compute_dtype: type of its products.
+        dtype: type of its products.
     """
 
-    def __init__(self, module: Any, compute_dtype: torch.dtype) -> None:
-        self.module, self.compute_dtype = module, compute_dtype
+    def __init__(self, module: Any, dtype: torch.dtype) -> None:
+        super().__init__(module)
+        self._dtype = dtype
         # By name, as FSDP2 makes parameters that lack the state.
         self._states = {name: module._parameters[name].quant_state for name in weights_of(module)}
 
     @classmethod
-    def install(cls, module: nn.Module, compute_dtype: torch.dtype) -> None:
+    def install(cls, module: nn.Module, dtype: torch.dtype) -> None:
         """Pack the tensors of a module that are not packed yet, and replace its forward."""
         for name in weights_of(module):
             weight = module._parameters[name]
             assert weight is not None
             if not hasattr(weight, "quant_state"):
                 module._parameters[name] = pack(weight.data)
-        module.forward = cls(module, compute_dtype)  # type: ignore[method-assign]
+        module.forward = cls(module, dtype)  # type: ignore[method-assign]
 
-    def __call__(self, hidden_TI: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
-        """Return the weighted sum of each token's experts, shape (T, I); see transformers' ``integrations/moe.py``."""
-        module, (to_inner, to_outer) = self.module, weights_of(self.module)
-        experts_S, order_S = experts_TK.flatten().sort(stable=True)
-        everyone_E = torch.arange(module.num_experts, device=experts_S.device)
-        ends_E = torch.searchsorted(experts_S, everyone_E, right=True, out_int32=True)
-        rows = hidden_TI[order_S // experts_TK.shape[1]]
-        rows = self._product(rows, to_inner, experts_S, ends_E)
-        rows = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
-        rows = self._product(rows, to_outer, experts_S, ends_E)
-        if getattr(module, "has_post_expert_norm", False):  # since transformers 5.20
-            rows = module.post_expert_norm(rows)
-        rows = rows * shares_TK.flatten()[order_S].unsqueeze(-1)
-        of_tokens = rows[order_S.argsort()].view(*experts_TK.shape, -1)
-        return of_tokens.sum(1).to(hidden_TI.dtype)
-
-    def _product(self, rows: Tensor, name: str, experts_S: Tensor, ends_E: Tensor) -> Tensor:
-        product = _Product.apply(rows, ends_E, self, name)
-        bias = getattr(self.module, f"{name}_bias", None) if self.module.has_bias else None
-        return product if bias is None else product + bias[experts_S]
+    def compute_dtype(self, name: str) -> torch.dtype:
+        """Return the type that a weight is unpacked to."""
+        return self._dtype
 
     def multiply(self, rows: Tensor, ends_E: Tensor, name: str, *, swapped: bool) -> Tensor:
         """Multiply each expert's rows by its weight, or by the weight with its axes swapped; shape (S, O) or (S, I)."""
         packed, state = self.module._parameters[name], self._states[name]
         num_experts, *shape = state.shape
-        size_of_one = math.prod(shape) * self.compute_dtype.itemsize
+        size_of_one = math.prod(shape) * self._dtype.itemsize
         at_once = min(num_experts, max(1, _UNPACKED_BYTES // size_of_one))
-        rows = rows.to(self.compute_dtype)
+        rows = rows.to(self._dtype)
         if at_once == num_experts:
             return self._part(rows, ends_E, packed, state, slice(0, num_experts), swapped)
         result = rows.new_empty(len(rows), shape[0] if swapped else shape[1])
@@ -184,24 +162,5 @@ class PackedExperts:
     def _part(
         self, rows: Tensor, ends: Tensor, packed: Any, state: Any, experts: slice, swapped: bool
     ) -> Tensor:
-        weight = unpack(packed.data, state, experts, self.compute_dtype)
+        weight = unpack(packed.data, state, experts, self._dtype)
         return moe._grouped_mm(rows, weight.transpose(1, 2) if swapped else weight, ends)
-
-
-class _Product(torch.autograd.Function):
-    """The product of each expert's rows and its packed weight, which is frozen."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, ends_E: Tensor, experts: PackedExperts, name: str) -> Tensor:
-        ctx.save_for_backward(ends_E)
-        ctx.experts, ctx.of_weight, ctx.dtype = experts, name, rows.dtype
-        swapped = not experts.module.is_transposed
-        return experts.multiply(rows, ends_E, name, swapped=swapped).to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (ends_E,) = ctx.saved_tensors
-        swapped = ctx.experts.module.is_transposed
-        d_rows = ctx.experts.multiply(d_product, ends_E, ctx.of_weight, swapped=swapped)
-        return d_rows.to(ctx.dtype), None, None, None

@@ -94,14 +94,13 @@ def test_backward_keeps_neither_weights_nor_rows_of_a_product():
     kept = []
     rows = torch.randn(23, HIDDEN, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
-        product = module.forward._product(rows, "gate_up_proj", *ends_of(23))
+        product = module.forward.product(rows, "gate_up_proj", ends_of(23))
     assert [tensor.shape for tensor in kept] == [(NUM_EXPERTS,)]
     assert product.requires_grad
 
 
 def ends_of(num_rows):
-    experts = torch.zeros(num_rows, dtype=torch.int64)
-    return experts, torch.full((NUM_EXPERTS,), num_rows, dtype=torch.int32)
+    return torch.full((NUM_EXPERTS,), num_rows, dtype=torch.int32)
 
 
 def load(folder, quantization="nf4", **options):
