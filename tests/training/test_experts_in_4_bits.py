@@ -74,6 +74,7 @@ def run(tiny, base, tmp_path):
     return train_one
 
 
+INT8 = "model.quantization=int8"
 EXPERTS = "adapter.target_parameters=[mlp.experts.gate_up_proj, mlp.experts.down_proj]"
 
 
@@ -110,8 +111,8 @@ def test_the_merged_model_has_the_experts_of_the_base_unless_they_are_adapted(ru
 
 @pytest.mark.parametrize(
     "settings",
-    [(), LOWEST, (EXPERTS,), (EXPERTS, *LOWEST)],
-    ids=["plain", "lowest", "experts adapted", "experts adapted, lowest"],
+    [(), LOWEST, (EXPERTS,), (EXPERTS, *LOWEST), (EXPERTS, INT8), (INT8, *LOWEST)],
+    ids=["plain", "lowest", "experts adapted", "both", "8 bits, experts adapted", "8 bits, lowest"],
 )
 def test_the_estimate_is_what_a_step_takes(base, settings):
     batch = ("data=any", "data.max_length=64", "training.gradient_accumulation_steps=2")

@@ -9,7 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts, unpack
+from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
+from lowmem_ft.models.quantizing.nf4_experts import unpack
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
@@ -47,8 +48,8 @@ def model_of(family="qwen3_moe", *, packed=False):
             nn.init.normal_(parameter)
     if packed:
         pytest.importorskip("bitsandbytes")
-        for _, module in list(fused_experts(model)):
-            PackedExperts.install(module, torch.float32)
+        for _, module in list(fused_experts(model, "nf4")):
+            PackedExperts.install(module, torch.float32, "nf4")
     return model
 
 
@@ -56,7 +57,7 @@ def unpacked(model):
     """Return a model of the same weights in float32."""
     plain = model_of(model.config.model_type)
     modules = dict(model.named_modules())
-    for name, module in list(fused_experts(plain)):
+    for name, module in list(fused_experts(plain, "nf4")):
         for weight in weights_of(module):
             packed = modules[name]._parameters[weight]
             exact = unpack(packed.data, packed.quant_state, slice(0, NUM_EXPERTS), torch.float32)
