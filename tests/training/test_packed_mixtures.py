@@ -78,7 +78,9 @@ INT8 = "model.quantization=int8"
 EXPERTS = "adapter.target_parameters=[mlp.experts.gate_up_proj, mlp.experts.down_proj]"
 
 
-@pytest.mark.parametrize("adapted", [(), (EXPERTS,)], ids=["experts frozen", "experts adapted"])
+@pytest.mark.parametrize(
+    "adapted", [(), (EXPERTS,), (EXPERTS, INT8)], ids=["experts frozen", "experts adapted", "8 bits"]
+)
 def test_the_lowest_rung_and_a_resumed_run_learn_what_the_plain_one_learns(run, metrics, tmp_path, adapted):
     run("plain", *adapted)
     run("lowest", *adapted, *LOWEST)
@@ -93,7 +95,7 @@ def test_the_lowest_rung_and_a_resumed_run_learn_what_the_plain_one_learns(run, 
     for one, other in zip(metrics(tmp_path / "lowest"), metrics(tmp_path / "plain"), strict=True):
         assert one == pytest.approx(other, rel=1e-3)  # sums of gradients in another order, in bfloat16
     assert lowest.keys() == plain.keys()
-    assert sum("experts" in name for name in plain) == (2 * 2 * 2 if adapted else 0)
+    assert sum("experts" in name for name in plain) == (8 if adapted else 0)
     config = json.loads((tmp_path / "plain" / "model" / "adapter_config.json").read_text())
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
@@ -111,8 +113,8 @@ def test_the_merged_model_has_the_experts_of_the_base_unless_they_are_adapted(ru
 
 @pytest.mark.parametrize(
     "settings",
-    [(), LOWEST, (EXPERTS,), (EXPERTS, *LOWEST), (EXPERTS, INT8), (INT8, *LOWEST)],
-    ids=["plain", "lowest", "experts adapted", "both", "8 bits, experts adapted", "8 bits, lowest"],
+    [(), LOWEST, (EXPERTS,), (EXPERTS, *LOWEST)],
+    ids=["plain", "lowest", "experts adapted", "experts adapted, lowest"],
 )
 def test_the_estimate_is_what_a_step_takes(base, settings):
     batch = ("data=any", "data.max_length=64", "training.gradient_accumulation_steps=2")
