@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.expert_adapter import add_in_products, adapts_experts
+from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
 from lowmem_ft.techniques.adapters.lora import adapted_layers, other_state
 from lowmem_ft.techniques.modules.early_saving import (
     SavedTensors,

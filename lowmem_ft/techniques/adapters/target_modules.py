@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
+from lowmem_ft.foundation.errors import did_you_mean, raise_problems
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
 from lowmem_ft.tensors.logical_size import has_packed_experts
@@ -41,7 +41,8 @@ def target_modules(
             name for name, module in model.named_modules() if module is model.get_output_embeddings()
         } | routers
         logger.info(
-            "Adapter: routers stay frozen%s.", _WITHOUT_ADAPTERS if is_packed and not config.target_parameters else ""
+            "Adapter: routers stay frozen%s.",
+            _WITHOUT_ADAPTERS if is_packed and not config.target_parameters else "",
         )
         keeps_experts_out = is_packed or config.target_parameters
         names = {*short_names} - of_experts if keeps_experts_out else {*short_names} | of_experts

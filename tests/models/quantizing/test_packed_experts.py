@@ -12,11 +12,11 @@ pytest.importorskip("bitsandbytes")
 import bitsandbytes
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models.quantizing import int8_experts, packed_experts
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, load_model_config
-from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
+from lowmem_ft.models.quantizing import int8_experts, packed_experts
 from lowmem_ft.models.quantizing.nf4_experts import pack, unpack
+from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 
 NUM_EXPERTS, HIDDEN = 5, 64
 SIZES = {

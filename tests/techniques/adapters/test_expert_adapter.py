@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 from lowmem_ft.models.quantizing.nf4_experts import unpack
+from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
