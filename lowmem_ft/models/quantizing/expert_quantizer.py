@@ -46,7 +46,7 @@ def _quantizer_class(kind: Format) -> type:
                 name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()
             }
             modules = self.hf_quantizer.modules_of_experts
-            packed = {
+            packed: dict[str, Tensor] = {
                 name: pack(modules[name], value, kind) for name, value in read.items() if name in modules
             }
             others = {name: value for name, value in read.items() if name not in modules}

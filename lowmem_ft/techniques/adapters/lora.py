@@ -152,8 +152,9 @@ def enable_lora(
     Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
     are one tensor get adapters where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the
     family and they are not packed; routers are frozen unless they are named. PEFT's own forward computes the whole sum
-    of a layer's experts and adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a
-    layer's input to float32 for its adapter; under autocast that copy is left out, since autocast would take it back.
+    of a layer's experts and adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are
+    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
+    its adapter; under autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -169,7 +170,8 @@ def enable_lora(
 
     Raises:
         UserError: if a value is out of range, a name in ``adapter.target_modules`` does not belong to a linear layer or
-            one in ``adapter.target_parameters`` to a parameter, or the kind of adapter does not go with a layer; the model is then as it was.
+            one in ``adapter.target_parameters`` to a parameter, or the kind of adapter does not go with a layer; the
+            model is then as it was.
         MissingPackageError: if peft is not installed.
     """
     check_adapter(config)
@@ -323,7 +325,8 @@ def _experts_as_float32(model: nn.Module) -> Iterator[None]:
     finally:
         for (module, name), weight in own.items():
             assert weight is not None
-            module._parameters[name] = weight.requires_grad_(False)
+            weight.requires_grad = False
+            module._parameters[name] = weight
 
 
 def _restore_requires_grad(model: nn.Module) -> list[Callable[[], object]]:
