@@ -143,6 +143,7 @@ def test_adapters_begin_as_float32_draws_and_packed_experts_as_before():
     for name, parameter in draws[0].items():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, draws[1][name])
+        assert not torch.equal(parameter, parameter.bfloat16().float()), name
     kept = [parameter for parameter in other.parameters() if not parameter.requires_grad]
     assert {id(parameter) for parameter in kept} == own
 
