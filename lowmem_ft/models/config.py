@@ -51,7 +51,7 @@ class ModelConfig:
     )
     quantization: Literal["none", "nf4", "int8"] = knob(
         "none",
-        "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation; fused experts, too) or 8 "
+        "Frozen weights of the decoder layers, fused experts, too, in 4 bits (NF4, double quantisation) or 8 "
         "(LLM.int8); needs an adapter.",
         frees="nf4: 1.48 of 2 bytes a weight of a linear layer; int8: 1",
         costs="rounded weights, unpacked for each use",

@@ -9,13 +9,22 @@ from torch import Tensor, nn
 from lowmem_ft.tensors.local_shards import whole_shape
 
 
-def logical_numel(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter; bitsandbytes' 4-bit ones record the shape they were made from."""
+def logical_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the weights in a parameter; bitsandbytes' 4-bit ones record what they were made from."""
     state = getattr(parameter, "quant_state", None)
-    return math.prod(whole_shape(parameter) if state is None else state.shape)
+    return tuple(whole_shape(parameter) if state is None else state.shape)
+
+
+def logical_numel(parameter: Tensor) -> int:
+    """Return the number of weights in a parameter."""
+    return math.prod(logical_shape(parameter))
+
+
+def is_packed(parameter: Tensor) -> bool:
+    """Return whether a parameter holds weights in 4 or 8 bits."""
+    return not parameter.is_floating_point()
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    """Return whether a 4-bit parameter holds a layer's experts, which are tensors of three axes."""
-    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
-    return any(state is not None and len(state.shape) == 3 for state in states)
+    """Return whether a packed parameter holds a layer's experts, which are tensors of three axes."""
+    return any(is_packed(one) and len(logical_shape(one)) == 3 for one in model.parameters())

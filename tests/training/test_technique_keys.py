@@ -26,6 +26,7 @@ VALUES = {
     "checkpointing.mode": ["full", "selective"],
     "offload.folder": ["{folder}"],
     "adapter.target_modules": ["[q_proj]"],
+    "adapter.target_parameters": ["[embed_tokens.weight]"],
 }
 
 FULL = ("checkpointing.mode=full",)

@@ -52,13 +52,13 @@ TRANSFORMERS = (
         "transformers.integrations.moe",
         "_grouped_mm",
         "input weight offs",
-        "each expert's rows by its unpacked weight",
+        "each expert's rows by its weight",
     ),
     called(
         "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeExperts",
         "_apply_gate",
         "self gate_up_out",
-        "a family's own gate, between the products of packed experts",
+        "a family's own gate, between the products of experts",
     ),
     replaced(
         "transformers.integrations.moe",

@@ -33,7 +33,6 @@ _OTHER_WEIGHTS = {
     "rank_pattern": "gives some layers other ranks",
     "layers_to_transform": "leaves layers out",
     "exclude_modules": "leaves modules out",
-    "target_parameters": "adapts parameters outside linear layers",
     "trainable_token_indices": "trains rows of the embedding",
 }
 """Settings of PEFT's that a recipe has no key for, and that change what is trained."""
@@ -108,6 +107,7 @@ def adapter_config(model: nn.Module, reading: Reading) -> AdapterConfig:
         lora_alpha=float(config.lora_alpha),
         lora_dropout=float(config.lora_dropout),
         target_modules=_adapted_layers(base_model(model), config.target_modules),
+        target_parameters=tuple(sorted(getattr(config, "target_parameters", None) or ())),
         use_dora=bool(config.use_dora),
         use_rslora=bool(config.use_rslora),
     )

@@ -1,6 +1,6 @@
 """Frozen weights of decoder layers in 4 or 8 bits, by bitsandbytes through transformers.
 
-In 4 bits that includes fused experts (``packed_experts.py``); 8 bits are for linear layers alone.
+That includes fused experts (``packed_experts.py``).
 
 The head and the embeddings keep their type: they are a small part of the weights and the most sensitive one. Norms keep
 theirs too. PEFT's ``prepare_model_for_kbit_training`` would copy all of these to float32, 2.1 GB more for a model of 8B
@@ -33,7 +33,7 @@ def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> Bits
 
     Args:
         config: the recipe's model group.
-        compute_dtype: type that 4-bit weights are unpacked to for each product.
+        compute_dtype: type that 4-bit weights, and experts, are unpacked to for each product.
 
     Returns:
         NF4 with its scales quantised too (Dettmers et al., "QLoRA", 2023), or LLM.int8 (Dettmers et al., 2022).
@@ -45,7 +45,10 @@ def quantization_config(config: ModelConfig, compute_dtype: torch.dtype) -> Bits
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=compute_dtype,
         )
-    return BitsAndBytesConfig(load_in_8bit=True) if config.quantization == "int8" else None
+    if config.quantization == "int8":
+        # The type is that of experts; Linear8bitLt takes its input's.
+        return BitsAndBytesConfig(load_in_8bit=True, bnb_4bit_compute_dtype=compute_dtype)
+    return None
 
 
 def quantize_weights(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
@@ -106,8 +109,7 @@ def check_quantization(model: PreTrainedModel, config: ModelConfig) -> None:
         raise ModelError(
             f"model.quantization={config.quantization} must reach {1 - MOST_LEFT:.0%} of the weights of a decoder, but "
             f"{share:.0%} of {type(model).__name__}'s are in no layer that it packs, such as "
-            f"{max(left, key=lambda name: left[name])}. Set model.quantization="
-            f"{'nf4, which packs fused experts' if config.quantization == 'int8' else 'none'}, or accept it with "
+            f"{max(left, key=lambda name: left[name])}. Set model.quantization=none, or accept it with "
             "model.quantize_partly=true."
         )
 

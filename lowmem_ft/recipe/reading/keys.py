@@ -63,6 +63,7 @@ UPSTREAM_NAMES = {
     "lora_target": "adapter.target_modules",
     "lora_target_linear": "adapter.target_modules",
     "lora_target_modules": "adapter.target_modules",
+    "lora_target_parameters": "adapter.target_parameters",
     "lr": "training.learning_rate",
     "lr_scheduler": "training.lr_scheduler_type",
     "max_seq_len": "data.max_length",

@@ -40,6 +40,11 @@ class AdapterConfig:
         ("all-linear",),
         ("Names of the layers that get adapters; all-linear: every linear layer except for the head."),
     )
+    target_parameters: tuple[str, ...] = knob(
+        (),
+        "Names of parameters that get adapters, for experts that are one tensor: [mlp.experts.gate_up_proj, "
+        "mlp.experts.down_proj]; all-linear then means linear layers alone.",
+    )
     use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
     kernel: Literal["fused", "peft"] = knob(
@@ -63,10 +68,21 @@ class AdapterConfig:
             yield f"adapter.lora_alpha must be above 0, got {self.lora_alpha}. Try 2 * adapter.r."
         if not 0 <= self.lora_dropout < 1:
             yield f"adapter.lora_dropout is from 0 to below 1, got {self.lora_dropout}. Try 0.05."
-        if not self.target_modules or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
+        is_empty = not (self.target_modules or self.target_parameters)
+        if is_empty or ("all-linear" in self.target_modules and len(self.target_modules) > 1):
             yield (
                 "adapter.target_modules is [all-linear], or names of layers such as [q_proj, v_proj]; got "
                 f"[{', '.join(self.target_modules)}]. Set it to [all-linear]."
+            )
+        if self.target_parameters and self.lora_dropout:
+            yield (
+                "adapter.target_parameters takes no dropout, which a sum of weight and adapter cannot have; got "
+                f"adapter.lora_dropout={self.lora_dropout}. Set it to 0, or leave adapter.target_parameters out."
+            )
+        if self.target_parameters and self.use_dora:
+            yield (
+                "adapter.target_parameters takes no DoRA, which PEFT has for layers alone; got adapter.use_dora=true. "
+                "Set it to false, or leave adapter.target_parameters out."
             )
 
     def refuse_rank(self, hidden_size: int) -> None:

@@ -9,7 +9,7 @@ Axes: N tokens, I inputs of the layer, O outputs, R rank of the adapter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,8 +19,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import adapted_layers
+from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
+from lowmem_ft.techniques.adapters.lora import adapted_layers, other_state
 from lowmem_ft.techniques.modules.early_saving import (
     SavedTensors,
     last_of_each_decoder_layer,
@@ -30,7 +32,7 @@ from lowmem_ft.techniques.modules.early_saving import (
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.techniques.modules.surroundings import Surroundings
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.local_shards import is_partitioned
+from lowmem_ft.tensors.logical_size import is_packed
 
 __all__ = ["enable_fused_adapters"]
 
@@ -50,11 +52,13 @@ def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
     clock of an H200: 3.11 s a step instead of 4.02).
     Saves time: the adapter's product is added to the layer's output while it is computed; and a checkpointed layer that
     ends with an adapted layer does not compute it again, as all that it saves it saves before.
+    For fused experts: the adapter is two grouped products more, where PEFT adds it to the whole weight, of all experts,
+    in each forward; they need the rows of each product until backward. Packed experts have no other forward.
     Equals: PEFT's LoRA up to rounding: the scaled product is not rounded before it is added. Dropout draws the same
     numbers.
-    Limits: PEFT's forward stays for DoRA, 8-bit layers, layers that are stored the other way round, fused experts,
-    trained base weights and weights cut by ZeRO-3; and while adapters are merged, disabled or several. No second
-    derivative.
+    Limits: PEFT's forward stays for DoRA, 8-bit layers, layers that are stored the other way round, experts that
+    transformers does not multiply by its interface, trained base weights and weights cut by ZeRO-3; and while adapters
+    are merged, disabled or several. No second derivative.
     Source: Unsloth, 2024 (github.com/unslothai/unsloth), which fuses whole MLPs, without dropout.
 
     Args:
@@ -63,22 +67,38 @@ def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
 
     Returns:
         A handle whose ``remove()`` restores PEFT's forward.
+
+    Raises:
+        UserError: if PEFT's forward is asked for, and adapted experts are packed.
     """
-    if config.kernel == "peft":
-        return Technique()
     layers = list(adapted_layers(model).values())
+    of_experts = [layer for layer in layers if adapts_experts(layer)]
+    if config.kernel == "peft":
+        _refuse_packed(of_experts)
+        return Technique()
     fused = [layer for layer in layers if _is_plain(layer)]
-    others = len(layers) - len(fused)
+    others = len(layers) - len(fused) - len(of_experts)
     logger.info(
-        "Fused adapters: %d linear layers and their adapters are one operation each%s.",
+        "Fused adapters: %d linear layers and their adapters are one operation each%s%s.",
         len(fused),
+        f"; {len(of_experts)} tensors of experts have theirs in grouped products" if of_experts else "",
         f"; {others} of another kind compute as PEFT does" if others else "",
     )
     said: set[str] = set()
     last = last_of_each_decoder_layer(model, fused)
     return Technique(
-        *(call_around(layer, "forward", partial(_forward, layer, layer in last, said)) for layer in fused)
+        *(call_around(layer, "forward", partial(_forward, layer, layer in last, said)) for layer in fused),
+        *add_in_products(of_experts, said),
     )
+
+
+def _refuse_packed(of_experts: Sequence[Any]) -> None:
+    for layer in of_experts:
+        if is_packed(layer.get_param()):
+            raise UserError(
+                f"adapter.kernel=peft adds an adapter to a whole weight, and the experts' {layer.parameter_name} is "
+                "packed in fewer bits. Set adapter.kernel=fused, which adds it to their products."
+            )
 
 
 def _is_plain(layer: Any) -> bool:
@@ -126,22 +146,13 @@ def _forward(
 
 def _reason_for_peft(layer: Any, x: Tensor) -> str:
     """Return what about a layer and its input is PEFT's to compute at the moment; empty: nothing."""
-    if layer.disable_adapters:
-        return "disabled adapters"
-    if layer.merged:
-        return "merged adapters"
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
-    if len(active) != 1:
-        return f"{len(active)} active adapters"
-    (name,) = active
+    if otherwise := other_state(layer):
+        return otherwise
+    (name,) = (name for name in layer.active_adapters if name in layer.lora_A)
     if name in layer.lora_variant or layer.lora_bias[name] or layer.base_layer.weight.requires_grad:
         return "another kind of adapter, or a weight that is trained itself"
     if not (layer.lora_A[name].weight.requires_grad and layer.lora_B[name].weight.requires_grad):
         return "a frozen adapter"
-    if is_partitioned(
-        layer.lora_A[name].weight
-    ):  # ZeRO-3 gathers a module's weights when that module is called
-        return "weights that ZeRO-3 has cut"
     if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
         return "weights that bitsandbytes has packed for inference on this CPU"
     if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and _autocast_dtype(x)):

@@ -24,6 +24,7 @@ from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR, target_modules, with_another_forward
+from lowmem_ft.techniques.adapters.target_parameters import target_parameters
 from lowmem_ft.techniques.adapters.whole_model import (
     WholeModel,
     for_language_model,
@@ -33,7 +34,9 @@ from lowmem_ft.techniques.adapters.whole_model import (
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
-from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
+from lowmem_ft.tensors.local_shards import is_partitioned, set_whole, whole_shape, whole_tensor
+from lowmem_ft.tensors.logical_size import logical_shape
+from lowmem_ft.upstream.grouped_experts import weights_of
 from lowmem_ft.upstream.patches import existing
 
 __all__ = ["enable_lora"]
@@ -140,17 +143,18 @@ def enable_lora(
     base_revision: str | None = None,
     whole: WholeModel | None = None,
 ) -> Lora:
-    """Add low-rank adapters to linear layers, in place, and freeze all else.
+    """Add low-rank adapters to linear layers and fused experts, in place, and freeze all else.
 
     Frees: gradients and optimizer state of the model's own weights; the weights may then be quantised, too.
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
     Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
-    are one tensor get adapters if PEFT knows the family (with ``all-linear``), else and in 4 bits they are frozen;
-    routers are frozen unless they are named; for a layer's experts, the whole sum of weight and adapter is computed in
-    each forward. The adapters are float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a
-    layer's input to float32 for its adapter; under autocast that copy is left out, since autocast would take it back.
+    are one tensor get adapters where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the
+    family and they are not packed; routers are frozen unless they are named. PEFT's own forward computes the whole sum
+    of a layer's experts and adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are
+    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
+    its adapter; under autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -165,14 +169,16 @@ def enable_lora(
         A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
 
     Raises:
-        UserError: if a value is out of range, a name in ``adapter.target_modules`` does not belong to a linear layer,
-            or the kind of adapter does not go with a layer; the model is then as it was.
+        UserError: if a value is out of range, a name in ``adapter.target_modules`` does not belong to a linear layer or
+            one in ``adapter.target_parameters`` to a parameter, or the kind of adapter does not go with a layer; the
+            model is then as it was.
         MissingPackageError: if peft is not installed.
     """
     check_adapter(config)
     from peft import LoraConfig, get_peft_model
 
     _refuse_dora_of_8bit_on_cpu(model, config)
+    parameters = target_parameters(model, config)
     targets = target_modules(model, config, whole)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
     lora_config = LoraConfig(
@@ -180,21 +186,22 @@ def enable_lora(
         lora_alpha=config.lora_alpha,  # type: ignore[arg-type]  # PEFT divides it; a whole number is only its habit
         lora_dropout=config.lora_dropout,
         target_modules=targets,
+        target_parameters=parameters or None,
         exclude_modules=with_another_forward(model) or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",
     )
-    with _without_pefts_warnings(), _made_in_float32():
-        try:
+    try:
+        with _without_pefts_warnings(), _made_in_float32(), _experts_as_float32(model):
             peft_model: Any = get_peft_model(model, lora_config)
-        except ValueError as error:
-            Handle(*undo, partial(_take_layers_off, model)).remove()
-            raise UserError(
-                f"PEFT does not support such an adapter for a layer of {type(model).__name__}: {error} Set "
-                "adapter.use_dora=false and adapter.lora_dropout=0, or name linear layers other than experts in "
-                "adapter.target_modules, such as [q_proj, k_proj, v_proj, o_proj]."
-            ) from error
+    except ValueError as error:
+        Handle(*undo, partial(_take_layers_off, model)).remove()
+        raise UserError(
+            f"PEFT does not support such an adapter for a layer of {type(model).__name__}: {error} Set "
+            "adapter.use_dora=false and adapter.lora_dropout=0, or name linear layers other than experts in "
+            "adapter.target_modules, such as [q_proj, k_proj, v_proj, o_proj]."
+        ) from error
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
     layers = adapted_layers(model)
@@ -300,6 +307,28 @@ def _made_in_float32() -> Handle:
     return Handle(set_attribute(LoraLayer, "_get_base_layer_device_and_dtype", device_and_float32))
 
 
+@contextlib.contextmanager
+def _experts_as_float32(model: nn.Module) -> Iterator[None]:
+    """Show PEFT, while it adds adapters, one element for each tensor of experts, expanded to the weights' own shape.
+
+    It takes an adapter's shape and type from the parameter, and a packed one has neither.
+    """
+    own = {
+        (module, name): module._parameters[name] for module in model.modules() for name in weights_of(module)
+    }
+    for (module, name), weight in own.items():
+        assert weight is not None
+        element = torch.zeros((), dtype=torch.float32, device=weight.device)
+        module._parameters[name] = nn.Parameter(element.expand(logical_shape(weight)), requires_grad=False)
+    try:
+        yield
+    finally:
+        for (module, name), weight in own.items():
+            assert weight is not None
+            weight.requires_grad = False
+            module._parameters[name] = weight
+
+
 def _restore_requires_grad(model: nn.Module) -> list[Callable[[], object]]:
     return [
         partial(parameter.requires_grad_, parameter.requires_grad)
@@ -320,6 +349,19 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
+
+
+def other_state(layer: Any) -> str:
+    """Return what keeps a layer of PEFT from being its base plus one adapter at the moment; empty: nothing."""
+    if layer.disable_adapters:
+        return "disabled adapters"
+    if layer.merged:
+        return "merged adapters"
+    active = [name for name in layer.active_adapters if name in layer.lora_A]
+    if len(active) != 1:
+        return f"{len(active)} active adapters"
+    # ZeRO-3 gathers a module's weights when that module is called.
+    return "weights that ZeRO-3 has cut" if is_partitioned(layer.lora_A[active[0]].weight) else ""
 
 
 def _adapted_weight(layer: Any) -> nn.Parameter:
@@ -367,13 +409,17 @@ def _compare(
 
 def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> None:
     kinds = [kind for kind, chosen in (("DoRA", config.use_dora), ("rsLoRA", config.use_rslora)) if chosen]
-    names = sorted({name.rpartition(".")[2] for name in layers})
+    of_experts = [layer for layer in layers.values() if hasattr(layer, "parameter_name")]
+    names = sorted(
+        {getattr(layer, "parameter_name", name.rpartition(".")[2]) for name, layer in layers.items()}
+    )
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
-        "Adapter: %s of rank %d on %d linear layers (%s), %s parameters in float32.",
+        "Adapter: %s of rank %d on %d linear layers%s (%s), %s parameters in float32.",
         " and ".join(kinds) or "LoRA",
         config.r,
-        len(layers),
+        len(layers) - len(of_experts),
+        f" and {len(of_experts)} tensors of experts" if of_experts else "",
         ", ".join(names),
         f"{trained:,}",
     )

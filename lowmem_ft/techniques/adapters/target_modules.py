@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
+from lowmem_ft.foundation.errors import did_you_mean, raise_problems
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
 from lowmem_ft.tensors.logical_size import has_packed_experts
@@ -20,6 +20,8 @@ from lowmem_ft.upstream.patches import existing
 logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
+
+_WITHOUT_ADAPTERS = ", and packed experts, unless adapter.target_parameters names them"
 
 
 def target_modules(
@@ -30,26 +32,21 @@ def target_modules(
     linear = [name for name in _linear_layers(model) if name not in others]
     short_names = sorted({name.rpartition(".")[2] for name in linear})
     of_experts = _names_of_experts(model)
-    is_packed = has_packed_experts(model)
     if config.target_modules == (ALL_LINEAR,):
         routers = _names_of_routers(model)
-        if not (of_experts or routers or is_packed):
+        is_packed = has_packed_experts(model)
+        if not (of_experts or routers or is_packed or config.target_parameters):
             return ALL_LINEAR
         left_out = {
             name for name, module in model.named_modules() if module is model.get_output_embeddings()
         } | routers
         logger.info(
-            "Adapter: routers stay frozen%s.", ", and experts, which are in 4 bits" if is_packed else ""
+            "Adapter: routers stay frozen%s.",
+            _WITHOUT_ADAPTERS if is_packed and not config.target_parameters else "",
         )
-        names = {*short_names} - of_experts if is_packed else {*short_names} | of_experts
+        keeps_experts_out = is_packed or config.target_parameters
+        names = {*short_names} - of_experts if keeps_experts_out else {*short_names} | of_experts
         return sorted(names - left_out)
-    unable = [name for name in config.target_modules if name.rpartition(".")[2] in of_experts]
-    if is_packed and unable:
-        raise UserError(
-            f"Experts in 4 bits take no adapter, and adapter.target_modules names {', '.join(unable)}, which PEFT "
-            f"takes for experts in a {type(model).__name__}. Leave {'it' if len(unable) == 1 else 'them'} out, or set "
-            "model.quantization=none."
-        )
     way_out = f"It has {', '.join(short_names)}; or write [all-linear] alone."
     problems: list[str] = []
     for target in config.target_modules:

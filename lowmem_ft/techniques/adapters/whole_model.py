@@ -36,7 +36,7 @@ class WholeModel(Protocol):
 
 
 def name_for_whole(folder: Path, whole: WholeModel) -> None:
-    """Rename, in place, what a saved adapter of the language model names: its tensors and its target modules.
+    """Rename, in place, what a saved adapter of the language model names: its tensors, target modules and parameters.
 
     The targets become one pattern: by their short names PEFT would find layers of the other parts, too.
     """
@@ -45,6 +45,8 @@ def name_for_whole(folder: Path, whole: WholeModel) -> None:
     save_file(renamed, folder / WEIGHTS_FILE, {"format": "pt"})
     settings = json.loads((folder / CONFIG_FILE).read_text("utf-8"))
     targets = sorted(re.escape(whole.in_whole(target)) for target in settings["target_modules"] or ())
+    if parameters := settings.get("target_parameters"):
+        settings["target_parameters"] = [whole.in_whole(name) for name in parameters]
     body = re.escape(whole.in_whole("model."))
     settings["target_modules"] = rf"(?={body})(?:.*\.)?(?:{'|'.join(targets)})"
     (folder / CONFIG_FILE).write_text(json.dumps(settings, indent=2), "utf-8")
@@ -73,6 +75,8 @@ def for_language_model(folder: Path, whole: WholeModel | None) -> Iterator[Path]
             settings["target_modules"] = sorted(
                 name for name in adapted if re.fullmatch(pattern, whole.in_whole(name))
             )
+        if parameters := settings.get("target_parameters"):
+            settings["target_parameters"] = [whole.in_language_model(name) or name for name in parameters]
         Path(copy, CONFIG_FILE).write_text(json.dumps(settings), "utf-8")
         yield Path(copy)
 

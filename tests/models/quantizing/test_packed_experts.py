@@ -1,11 +1,11 @@
-"""Fused experts in 4 bits: the bytes of bitsandbytes, the products of transformers, from files and at random."""
+"""Fused experts in 4 and 8 bits: the bytes of bitsandbytes, the products of transformers, from files and at random."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, Qwen3MoeConfig
 
 pytest.importorskip("bitsandbytes")
 
@@ -14,8 +14,9 @@ import bitsandbytes
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, load_model_config
-from lowmem_ft.models.quantizing import packed_experts
-from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts, pack, unpack
+from lowmem_ft.models.quantizing import int8_experts, packed_experts
+from lowmem_ft.models.quantizing.nf4_experts import pack, unpack
+from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 
 NUM_EXPERTS, HIDDEN = 5, 64
 SIZES = {
@@ -64,44 +65,67 @@ def test_each_expert_has_the_bytes_of_a_layer_of_its_own(shape):
     assert (some - values[1:3]).abs().mean() < 0.1 * values.abs().mean()
 
 
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
+def test_each_expert_has_the_rows_and_the_gradients_of_an_8_bit_layer_of_its_own(is_transposed):
+    values, rows = torch.randn(3, 24, 40), torch.randn(7, 40)
+    packed = int8_experts.pack(
+        values.transpose(1, 2) if is_transposed else values, is_transposed=is_transposed
+    )
+    assert packed.nbytes == values.numel()
+    weights = int8_experts.unpack(packed.data, packed.row_scales, slice(0, 3), torch.float32)
+    for index, expert in enumerate(values):
+        layer = bitsandbytes.nn.Linear8bitLt(40, 24, bias=False, has_fp16_weights=False, threshold=0.0)
+        layer.weight = bitsandbytes.nn.Int8Params(expert, requires_grad=False, has_fp16_weights=False)
+        layer = layer.to("cpu")
+        inputs = rows.clone().requires_grad_()
+        product = layer(inputs)
+        product.sum().backward()
+        own = packed[index].T if is_transposed else packed[index]
+        assert torch.equal(own, layer.state.CB if layer.state.CB is not None else layer.weight.CB)
+        weight = weights[index].T if is_transposed else weights[index]
+        torch.testing.assert_close(inputs.grad, torch.ones(7, 24) @ weight, rtol=1e-3, atol=1e-2)
+        error = (product - rows @ weight.T).abs().mean() / product.abs().mean()
+        assert error < 0.02  # it rounds its rows to 8 bits, too
+
+
 @pytest.mark.parametrize("at_once", [1, 2, NUM_EXPERTS], ids="{} at once".format)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_products_and_gradients_are_those_of_the_same_weights_unpacked(family, at_once, monkeypatch):
-    _, module = next(fused_experts(model_of(family)))
+def test_products_and_gradients_are_those_of_the_same_weights_unpacked(family, kind, at_once, monkeypatch):
+    _, module = next(fused_experts(model_of(family), kind))
+    _, packed = next(fused_experts(model_of(family), kind))
     module.config._experts_implementation = "grouped_mm"
     monkeypatch.setattr(packed_experts, "_UNPACKED_BYTES", at_once * 4 * module.gate_up_proj[0].numel())
     rows, shares = torch.randn(23, HIDDEN, requires_grad=True), torch.rand(23, 2, requires_grad=True)
     chosen = torch.stack(
         [torch.randperm(NUM_EXPERTS - 1)[:2] for _ in range(23)]
     )  # nobody chooses the last one
-    packed = {name: pack(module._parameters[name].data) for name in ("gate_up_proj", "down_proj")}
-    for name, weight in packed.items():
-        exact = unpack(weight.data, weight.quant_state, slice(0, NUM_EXPERTS), torch.float32)
+    PackedExperts.install(packed, torch.float32, kind)
+    for name in ("gate_up_proj", "down_proj"):
+        exact = packed.forward._unpackers[name](slice(0, NUM_EXPERTS), torch.float32)
+        assert (exact - module._parameters[name]).abs().mean() < 0.1 * exact.abs().mean()
         module._parameters[name].data = exact
     expected = module(rows, chosen, shares)
     gradients = torch.autograd.grad(expected.square().sum(), (rows, shares))
-    module._parameters.update(packed)
-    PackedExperts.install(module, torch.float32)
-    found = module(rows, chosen, shares)
+    found = packed(rows, chosen, shares)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     for one, other in zip(torch.autograd.grad(found.square().sum(), (rows, shares)), gradients, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def test_backward_keeps_neither_weights_nor_rows_of_a_product():
-    _, module = next(fused_experts(model_of("qwen3_moe")))
-    PackedExperts.install(module, torch.float32)
+    _, module = next(fused_experts(model_of("qwen3_moe"), "nf4"))
+    PackedExperts.install(module, torch.float32, "nf4")
     kept = []
     rows = torch.randn(23, HIDDEN, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
-        product = module.forward._product(rows, "gate_up_proj", *ends_of(23))
+        product = module.forward.product(rows, "gate_up_proj", ends_of(23))
     assert [tensor.shape for tensor in kept] == [(NUM_EXPERTS,)]
     assert product.requires_grad
 
 
 def ends_of(num_rows):
-    experts = torch.zeros(num_rows, dtype=torch.int64)
-    return experts, torch.full((NUM_EXPERTS,), num_rows, dtype=torch.int32)
+    return torch.full((NUM_EXPERTS,), num_rows, dtype=torch.int32)
 
 
 def load(folder, quantization="nf4", **options):
@@ -110,35 +134,38 @@ def load(folder, quantization="nf4", **options):
     return load_model(config, load_model_config(config), attn_implementation="eager", device=device, seed=1)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_is_packed_as_it_is_read(family, tmp_path):
+def test_a_model_is_packed_as_it_is_read(family, kind, tmp_path):
     model = model_of(family)
     model.save_pretrained(tmp_path)
-    read = load(tmp_path, dtype="bfloat16")
-    at_random = load(tmp_path, dtype="bfloat16", weights="random")
+    read = load(tmp_path, kind, dtype="bfloat16")
+    at_random = load(tmp_path, kind, dtype="bfloat16", weights="random")
     for layer, own in zip(read.model.layers, model.model.layers, strict=True):
+        experts = layer.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
-            found = getattr(layer.mlp.experts, name)
-            expected = pack(getattr(own.mlp.experts, name).data.bfloat16())
+            found = getattr(experts, name)
+            expected = packed_experts.pack(experts, getattr(own.mlp.experts, name).data.bfloat16(), kind)
             assert torch.equal(found, expected)
-            assert torch.equal(found.quant_state.offset, expected.quant_state.offset)
+            if kind == "nf4":
+                assert torch.equal(found.quant_state.offset, expected.quant_state.offset)
+            else:
+                assert torch.equal(experts.get_buffer(f"{name}_row_scales"), expected.row_scales)
+            assert not found.requires_grad
     assert [type(one) for one in read.parameters()] == [type(one) for one in at_random.parameters()]
     ids = torch.arange(40).view(2, 20)
     with torch.no_grad():
         exact = model(input_ids=ids, labels=ids).loss
         assert read(input_ids=ids, labels=ids).loss == pytest.approx(exact.item(), rel=0.02)
-    assert not any(
-        expert.requires_grad
-        for layer in read.model.layers
-        for expert in layer.mlp.experts.parameters()
-        if not expert.is_floating_point()
-    )
 
 
-def test_8_bits_that_leave_the_experts_out_are_refused(tmp_path):
-    model_of("qwen3_moe").save_pretrained(tmp_path)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_experts_that_cannot_be_packed_are_refused(kind, tmp_path):
+    config = Llama4TextConfig(**SIZES, intermediate_size_mlp=128, num_local_experts=NUM_EXPERTS)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(
-        ModelError, match=r"int8 must reach 95%.*experts.*nf4, which packs.*quantize_partly=true"
+        ModelError, match=rf"{kind} must reach 95%.*experts.*quantization=none.*quantize_partly=true"
     ):
-        load(tmp_path, "int8")
-    assert load(tmp_path, "int8", quantize_partly=True).model.layers[0].mlp.experts.down_proj.dim() == 3
+        load(tmp_path, kind)
+    model = load(tmp_path, kind, quantize_partly=True)
+    assert model.model.layers[0].feed_forward.experts.down_proj.is_floating_point()

@@ -74,11 +74,18 @@ def run(tiny, base, tmp_path):
     return train_one
 
 
-def test_the_lowest_rung_and_a_resumed_run_learn_what_the_plain_one_learns(run, metrics, tmp_path):
-    run("plain")
-    run("lowest", *LOWEST)
-    run("parted", "training.max_steps=1")
-    run("parted", "training.resume_from_checkpoint=auto")
+INT8 = "model.quantization=int8"
+EXPERTS = "adapter.target_parameters=[mlp.experts.gate_up_proj, mlp.experts.down_proj]"
+
+
+@pytest.mark.parametrize(
+    "adapted", [(), (EXPERTS,), (EXPERTS, INT8)], ids=["experts frozen", "experts adapted", "8 bits"]
+)
+def test_the_lowest_rung_and_a_resumed_run_learn_what_the_plain_one_learns(run, metrics, tmp_path, adapted):
+    run("plain", *adapted)
+    run("lowest", *adapted, *LOWEST)
+    run("parted", *adapted, "training.max_steps=1")
+    run("parted", *adapted, "training.resume_from_checkpoint=auto")
     plain, lowest = (
         load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("plain", "lowest")
     )
@@ -88,22 +95,27 @@ def test_the_lowest_rung_and_a_resumed_run_learn_what_the_plain_one_learns(run, 
     for one, other in zip(metrics(tmp_path / "lowest"), metrics(tmp_path / "plain"), strict=True):
         assert one == pytest.approx(other, rel=1e-3)  # sums of gradients in another order, in bfloat16
     assert lowest.keys() == plain.keys()
-    assert not any("experts" in name for name in plain)
+    assert sum("experts" in name for name in plain) == (8 if adapted else 0)
     config = json.loads((tmp_path / "plain" / "model" / "adapter_config.json").read_text())
     assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
 
 
-def test_the_merged_model_has_the_experts_of_the_base(run, base, tmp_path):
-    result = run("merged")
+@pytest.mark.parametrize("adapted", [(), (EXPERTS,)], ids=["experts frozen", "experts adapted"])
+def test_the_merged_model_has_the_experts_of_the_base_unless_they_are_adapted(run, base, tmp_path, adapted):
+    result = run("merged", *adapted)
     merge_into_base(result.model_folder, tmp_path / "whole")
     merged, own = (AutoModelForCausalLM.from_pretrained(folder) for folder in (tmp_path / "whole", base))
     for name, weight in own.named_parameters():
         assert torch.equal(merged.get_parameter(name), weight) == (
-            "_proj" not in name or "experts" in name
+            "_proj" not in name or ("experts" in name and not adapted)
         ), name
 
 
-@pytest.mark.parametrize("settings", [(), LOWEST], ids=["plain", "lowest"])
+@pytest.mark.parametrize(
+    "settings",
+    [(), LOWEST, (EXPERTS,), (EXPERTS, *LOWEST)],
+    ids=["plain", "lowest", "experts adapted", "experts adapted, lowest"],
+)
 def test_the_estimate_is_what_a_step_takes(base, settings):
     batch = ("data=any", "data.max_length=64", "training.gradient_accumulation_steps=2")
     recipe = load_recipe(None, [f"model={base}", "model.weights=random", *batch, *NF4, *settings])

@@ -1,0 +1,45 @@
+"""The parameters that get an adapter of their own, by the names that PEFT is asked for: experts that are one tensor."""
+
+from __future__ import annotations
+
+import re
+
+from torch import nn
+
+from lowmem_ft.foundation.errors import did_you_mean, raise_problems
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.tensors.logical_size import is_packed, logical_shape
+
+_OF_A_LAYER = re.compile(r"^.*?\.\d+\.")
+
+
+def target_parameters(model: nn.Module, config: AdapterConfig) -> list[str]:
+    """Return the parameters to request from PEFT, which would ignore a name that matches none.
+
+    Raises:
+        UserError: if a name matches no parameter, or one that is no matrix and no tensor of matrices.
+    """
+    shapes = {name: logical_shape(parameter) for name, parameter in model.named_parameters()}
+    fused = sorted({_OF_A_LAYER.sub("", name) for name, shape in shapes.items() if len(shape) == 3})
+    way_out = f"It has {', '.join(fused)}." if fused else "It has no fused experts: leave the key out."
+    problems = []
+    for target in config.target_parameters:
+        named = [name for name in shapes if name == target or name.endswith(f".{target}")]
+        if not named:
+            problems.append(
+                f"adapter.target_parameters names parameters, and {type(model).__name__} has none {target!r}."
+                f"{did_you_mean(target, fused)} {way_out}"
+            )
+        for name in named[:1]:
+            num_axes = len(shapes[name])
+            if num_axes not in (2, 3):
+                problems.append(
+                    f"adapter.target_parameters names parameters of 3 axes, or 2, and {name} has {num_axes}. {way_out}"
+                )
+            elif num_axes == 2 and is_packed(model.get_parameter(name)):
+                problems.append(
+                    f"adapter.target_parameters names no weight of a quantised linear layer, got {target!r}. Name the "
+                    f"layer in adapter.target_modules. {way_out}"
+                )
+    raise_problems(problems)
+    return list(config.target_parameters)
