@@ -146,7 +146,8 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
+    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections; layers whose
+    weight alone a fused kernel reads (``out_proj`` of Mamba) are left out. Experts that
     are one tensor get adapters if PEFT knows the family (with ``all-linear``), else and in 4 bits they are frozen;
     routers are frozen unless they are named; for a layer's experts, the whole sum of weight and adapter is computed in
     each forward. The adapters are float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a
