@@ -67,7 +67,7 @@ def test_the_header_says_what_the_recipe_needs(path):
 
 def test_the_readmes_table_says_what_recipes_need():
     text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    names = re.findall(r"^\| [\dx ]+ GB[^|]*\| `([\w-]+)` \|", text, re.MULTILINE)
+    names = re.findall(r"^\| [\dx ]+ GB[^|]*\| `([\w.-]+)` \|", text, re.MULTILINE)
     of_recipes = needs_of_shipped_recipes()
     assert sorted(names) == sorted(name for name, needs in of_recipes.items() if needs.gpu != CPU)
     for name in names:

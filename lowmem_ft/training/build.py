@@ -50,6 +50,7 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
+from lowmem_ft.techniques.loss.router_loss import log_router_loss
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
@@ -194,6 +195,7 @@ def build_session(
     scheduler = runtime.schedule(on.optimizer, recipe.training, num_training_steps)
     prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
     _log_size(model)
+    log_router_loss(model)
     return Session(
         model=prepared_model,
         unwrapped_model=model,

@@ -12,6 +12,7 @@ import torch
 
 from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, pieces
+from lowmem_ft.techniques.loss.router_loss import router_loss_off
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
 from lowmem_ft.training.run_runtime import RunRuntime
@@ -101,7 +102,8 @@ class EvaluationInPieces:
         return None
 
     def _half_of(self, session: Session, rows: LabelledRows, error: Exception) -> int:
-        half, why = half_of(rows), why_rows_couple(session.unwrapped_model)
+        with router_loss_off(session.unwrapped_model):
+            half, why = half_of(rows), why_rows_couple(session.unwrapped_model)
         if not self._may_cut or session.runtime.num_processes > 1:
             why = "budget.retry=false" if not self._may_cut else "there are several processes"
         if half is None or why is not None:

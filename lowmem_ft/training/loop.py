@@ -340,6 +340,8 @@ class TrainingRun:
             "memory_peak_bytes": memory.peak_bytes,
             "skipped_steps": self.progress.skipped_steps,
         }
+        if result.aux_loss is not None:
+            record["aux_loss"] = result.aux_loss
         record |= self.retries.metrics()
         is_due = _is_due(self.progress.step, self.recipe.training.logging_steps)
         if is_due:

@@ -20,6 +20,7 @@ import torch
 from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
 from lowmem_ft.data.batches.splitting import pieces
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
+from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
 from lowmem_ft.training.session import Session
 
 
@@ -28,11 +29,13 @@ class StepResult:
     """Result of one optimizer step, known before the weights are updated.
 
     Args:
-        loss: mean negative log-likelihood over the window's label tokens, in nats.
+        loss: mean negative log-likelihood over the window's label tokens, in nats, and the share of ``aux_loss``.
         grad_norm: global gradient norm before clipping.
         num_tokens: tokens of the window that are not padding, in all processes.
         applied: False if loss or norm are not finite, which leaves the weights unchanged.
         overflow: True if only the fp16 loss scale can be the cause; the step lowers it.
+        aux_loss: load-balancing loss of the routers before its coefficient, the mean over the window's micro-batches
+            in all processes; None: the model's config does not ask for it.
     """
 
     loss: float
@@ -40,6 +43,7 @@ class StepResult:
     num_tokens: int
     applied: bool
     overflow: bool
+    aux_loss: float | None = None
 
 
 def train_step(session: Session, window: Sequence[Batch]) -> StepResult:
@@ -84,21 +88,26 @@ class WindowPass:
         session, runtime = self.session, self.session.runtime
         num_label_tokens, num_tokens = _count_tokens(session, self.window)
         loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
+        aux_loss: torch.Tensor | None = None
         micro_batches = self.micro_batches()
+        share = 1 / (len(micro_batches) * runtime.num_processes)
         for index, self.working_on in enumerate(micro_batches):
             with runtime.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
-                micro_loss = _forward(session, self.working_on, num_label_tokens)
+                micro_loss, micro_aux_loss = _forward(session, self.working_on, num_label_tokens, share)
                 runtime.backward(micro_loss)
             loss += micro_loss.detach()
+            if micro_aux_loss is not None:
+                aux_loss = micro_aux_loss * share + (0 if aux_loss is None else aux_loss)
         self.working_on = None
         loss = runtime.sum_over_processes(loss)
         runtime.reduce_gradients(session.trainable_parameters())
         grad_norm = session.clip_grad_norm()
         # One fetch for both, before the update: the device runs the update while the host prepares the next work.
-        loss_value, norm_value = runtime.fetch(loss, grad_norm)
+        further = () if aux_loss is None else (runtime.sum_over_processes(aux_loss),)
+        loss_value, norm_value, *aux_values = runtime.fetch(loss, grad_norm, *further)
         applied = math.isfinite(loss_value) and math.isfinite(norm_value)
         overflow = not applied and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
-        return StepResult(loss_value, norm_value, num_tokens, applied, overflow)
+        return StepResult(loss_value, norm_value, num_tokens, applied, overflow, *aux_values)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
         """Return the rows that the model gets, one item per forward pass."""
@@ -119,13 +128,13 @@ def apply_gradients(session: Session, result: StepResult) -> StepResult:
 def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed negative log-likelihood (fp32) and label token count of this process's batches; keep no logits.
 
-    Both are 0-d tensors on the device.
+    Both are 0-d tensors on the device. A loss of routers is no part of it.
     """
     loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
     num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
-    with torch.no_grad():
+    with torch.no_grad(), router_loss_off(session.unwrapped_model):
         for batch in batches:
-            loss_sum += _forward(session, batch, num_items=1)
+            loss_sum += _forward(session, batch, num_items=1)[0]
             num_label_tokens += batch.num_label_tokens
     return loss_sum, num_label_tokens
 
@@ -139,12 +148,28 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
     return max(counts[0], 1), counts[1]
 
 
-def _forward(session: Session, batch: LabelledRows, num_items: int) -> torch.Tensor:
-    """Return the micro-batch's summed loss divided by ``num_items``."""
+def _forward(
+    session: Session, batch: LabelledRows, num_items: int, share: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the micro-batch's summed loss divided by ``num_items``, and the loss of its routers.
+
+    The first includes the second times its coefficient and ``share``; None: the model adds none.
+    """
     further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
     attention = session.unwrapped_model.config._attn_implementation
     further_inputs |= border_inputs(attention or "", batch.position_ids_BT, session.runtime.device)
     batch = batch.to(session.runtime.device)
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
-    with session.runtime.autocast(), borders_arrive(further_inputs):
-        return session.model(**inputs, **further_inputs).loss.float()
+    lengths = batch.lengths if isinstance(batch, Batch) else None
+    with (
+        session.runtime.autocast(),
+        borders_arrive(further_inputs),
+        padding_left_out(session.unwrapped_model, lengths, batch.input_ids_BT.shape),
+    ):
+        outputs = session.model(**inputs, **further_inputs)
+    loss, of_routers = outputs.loss.float(), weighted_router_loss(session.unwrapped_model, outputs)
+    if of_routers is None:
+        return loss, None
+    if share != 1:
+        loss = loss + (share - 1) * of_routers.float()
+    return loss, outputs.aux_loss.detach().float()

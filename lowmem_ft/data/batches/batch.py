@@ -26,7 +26,8 @@ class LabelledRows:
     There is no attention mask: under causal attention a real token never attends to the padding on its right, and
     padding has no label, so the mask would change no number and would only rule out the fast attention kernels.
     Packed rows have ``position_ids_BT`` that restart at 0 with every document; from them transformers builds the
-    mask (or the sequence boundaries) that keeps documents apart.
+    mask (or the sequence boundaries) that keeps documents apart. Routers' load-balancing loss alone is told what is
+    padding (``techniques/loss/router_loss.py``).
 
     Args:
         input_ids_BT: int64 token ids.
@@ -66,10 +67,12 @@ class Batch(LabelledRows):
     Args:
         sample_ids: the ids of the examples in this micro-batch, in row order (several per packed row).
         num_tokens: tokens that are not padding.
+        lengths: tokens of each row before its padding, for a loss that reads no labels; None: no row has padding.
     """
 
     sample_ids: tuple[int, ...]
     num_tokens: int
+    lengths: tuple[int, ...] | None = None
 
 
 def merged(batches: Sequence[Batch]) -> Batch:

@@ -69,6 +69,7 @@ class Collator:
             sample_ids=tuple(example.sample_id for example in examples),
             num_label_tokens=int((labels_BT != IGNORED_LABEL).sum()),
             num_tokens=sum(len(example.input_ids_T) for example in examples),
+            lengths=tuple(sum(len(example.input_ids_T) for example in row) for row in rows),
         )
 
     def padded_length(self, longest: int) -> int:

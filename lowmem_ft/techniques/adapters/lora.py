@@ -149,12 +149,13 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections. Experts that
-    are one tensor get adapters where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the
-    family and they are not packed; routers are frozen unless they are named. PEFT's own forward computes the whole sum
-    of a layer's experts and adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are
-    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
-    its adapter; under autocast that copy is left out, since autocast would take it back.
+    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections; layers whose
+    weight alone a fused kernel reads (``out_proj`` of Mamba) are left out. Experts that are one tensor get adapters
+    where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the family and they are not
+    packed; routers are frozen unless they are named. PEFT's own forward computes the whole sum of a layer's experts and
+    adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are float32, the frozen
+    weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for its adapter; under
+    autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 

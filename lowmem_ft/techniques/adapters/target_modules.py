@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -33,17 +36,25 @@ def target_modules(
     short_names = sorted({name.rpartition(".")[2] for name in linear})
     of_experts = _names_of_experts(model)
     if config.target_modules == (ALL_LINEAR,):
-        routers = _names_of_routers(model)
+        routers, bypassed = _names_of_routers(model), _names_of_bypassed_layers(model)
         is_packed = has_packed_experts(model)
-        if not (of_experts or routers or is_packed or config.target_parameters):
+        if not (of_experts or routers or is_packed or bypassed or config.target_parameters):
             return ALL_LINEAR
-        left_out = {
-            name for name, module in model.named_modules() if module is model.get_output_embeddings()
-        } | routers
-        logger.info(
-            "Adapter: routers stay frozen%s.",
-            _WITHOUT_ADAPTERS if is_packed and not config.target_parameters else "",
+        left_out = (
+            {name for name, module in model.named_modules() if module is model.get_output_embeddings()}
+            | routers
+            | bypassed
         )
+        if of_experts or routers or is_packed:
+            logger.info(
+                "Adapter: routers stay frozen%s.",
+                _WITHOUT_ADAPTERS if is_packed and not config.target_parameters else "",
+            )
+        if bypassed:
+            logger.info(
+                "Adapter: left out %s, as Mamba's fused kernels read weights without calling the layers.",
+                ", ".join(sorted(bypassed)),
+            )
         keeps_experts_out = is_packed or config.target_parameters
         names = {*short_names} - of_experts if keeps_experts_out else {*short_names} | of_experts
         return sorted(names - left_out)
@@ -61,6 +72,13 @@ def target_modules(
         problems.append(
             f"adapter.target_modules names linear layers, and {type(model).__name__} has no linear layer "
             f"{target!r}.{did_you_mean(target, [*short_names, ALL_LINEAR])} {way_out}"
+        )
+    named = {target.rpartition(".")[2] for target in config.target_modules}
+    if bypassed := named & _names_of_bypassed_layers(model):
+        problems.append(
+            "adapter.target_modules names layers whose adapters have an effect, got "
+            f"{', '.join(sorted(bypassed))}: Mamba's fused kernels read that weight without calling the layer. Leave "
+            "it out, or write [all-linear] alone."
         )
     raise_problems(problems)
     return list(config.target_modules)
@@ -85,6 +103,26 @@ def _names_of_routers(model: PreTrainedModel) -> set[str]:
             if isinstance(layer, nn.Linear) and layer.out_features == num_experts
         }
     return names
+
+
+@functools.cache
+def _source_of(kind: type) -> str:
+    return inspect.getsource(kind)
+
+
+def _names_of_bypassed_layers(model: PreTrainedModel) -> set[str]:
+    """Return the names of a Mamba mixer's layers whose weights fused kernels read; some families' PEFT refuses, too.
+
+    Mixers that have the same decay ``A_log`` and call their layers (gated delta nets) are told apart by their source.
+    """
+    return {
+        name
+        for mixer in model.modules()
+        if "A_log" in mixer._parameters
+        for name, layer in mixer.named_children()
+        if isinstance(layer, nn.Linear)
+        and re.search(rf"self\.{name}\.weight\b(?!\.)", _source_of(type(mixer)))
+    }
 
 
 def _renamed_by_peft(model: PreTrainedModel) -> Mapping[str, str]:

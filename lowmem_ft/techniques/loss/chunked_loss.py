@@ -24,6 +24,7 @@ from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
+from lowmem_ft.techniques.loss.router_loss import has_router_loss, weighted_router_loss
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
@@ -44,9 +45,6 @@ _LOGITS_SCALING_POWER = {"hyperclovax": 1, "minicpm3": 0}
 
 These multiply the logits by it, or divide the head's input.
 """
-_AUX_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
-"""Model attributes for the weight of the routers' load-balancing loss: Mixtral and most others, JetMoE."""
-
 
 SMALLEST_CHUNK = 32
 """Tokens of the smallest chunk: the logits of fewer take almost no memory, even with a vocabulary of 250,000 tokens."""
@@ -275,9 +273,9 @@ def _chunked_forward(causal_lm: Any, loss_of: _Loss, stock_forward: Callable[...
         with Handle(set_attribute(linear, "forward", loss_instead_of_logits)):
             outputs = stock_forward(**kwargs, return_dict=True)
         (loss,) = losses
-        outputs = type(outputs)(
-            **{**outputs, "loss": loss + _auxiliary_loss(causal_lm, outputs), "logits": None}
-        )
+        of_routers = weighted_router_loss(causal_lm, outputs)
+        loss = loss if of_routers is None else loss + of_routers
+        outputs = type(outputs)(**{**outputs, "loss": loss, "logits": None})
         wants_dict = causal_lm.config.return_dict if return_dict is None else return_dict
         return outputs if wants_dict else outputs.to_tuple()
 
@@ -301,20 +299,6 @@ def _label_rows(targets_N: Tensor, num_label_tokens: int | None) -> Tensor:
         "num_label_tokens is not the number of shifted labels other than -100",
     )
     return torch.nonzero_static(has_label_N, size=num_label_tokens).squeeze(1)
-
-
-def _auxiliary_loss(causal_lm: Any, outputs: Any) -> Tensor | float:
-    """Return the routers' load-balancing loss, weighted as in the stock forward, if routers' logits are on; else 0."""
-    loss = getattr(outputs, "aux_loss", None)
-    if not isinstance(loss, Tensor):
-        return 0.0
-    coefficients = [getattr(causal_lm, name) for name in _AUX_COEFFICIENTS if hasattr(causal_lm, name)]
-    if not coefficients:
-        raise ModelError(
-            f"loss.chunk_tokens does not know how {type(causal_lm).__name__} weighs the load-balancing loss of its "
-            "routers. Set output_router_logits=false in its config, or loss.chunk_tokens=null."
-        )
-    return coefficients[0] * loss
 
 
 def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[..., Any]) -> None:
@@ -394,7 +378,7 @@ def _without_layers(causal_lm: Any) -> Iterator[None]:
     parts = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
     attention = {key: part._attn_implementation for key, part in parts.items()}
     # A load-balancing loss needs a router, and if only some layers have one, the last one does.
-    num_kept = 1 if getattr(config.get_text_config(), "output_router_logits", False) else 0
+    num_kept = 1 if has_router_loss(causal_lm) else 0
     del layers[: len(stack) - num_kept]
     config._attn_implementation = "eager"  # the device's kernel may not run on the host
     try:

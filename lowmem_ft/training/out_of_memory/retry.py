@@ -48,6 +48,7 @@ from lowmem_ft.techniques.accumulation.vertical_accumulation import (
     enable_vertical_accumulation,
 )
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
+from lowmem_ft.techniques.loss.router_loss import has_router_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
@@ -302,8 +303,7 @@ def _running(attempt: WindowPass) -> Sequence[LabelledRows]:
 
 def why_rows_couple(model: nn.Module) -> str | None:
     """Return the reason why rows have to pass through a model together; None: they are independent."""
-    config = getattr(model, "config", None)
-    if config is not None and getattr(config.get_text_config(), "output_router_logits", False):
+    if has_router_loss(model):
         return "the routers' load-balancing loss is computed over all its rows (output_router_logits)"
     if any(isinstance(module, _BATCH_NORMS) for module in model.modules()):
         return "batch norm is computed over all its rows"

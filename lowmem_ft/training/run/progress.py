@@ -29,6 +29,7 @@ DROPPED_FIRST = (
     "bar",
     "elapsed",
     "learning_rate",
+    "aux_loss",
     "loss",
 )
 """Parts that a narrow terminal leaves out, in this order; step, total and time left always stay."""
@@ -130,8 +131,10 @@ class _OneLine(ProgressColumn):
 def _status(record: dict[str, Any]) -> dict[str, str]:
     """Return the metrics as texts; ``memory`` is the short form of ``memory_now``."""
     peak = f"peak {format_bytes(record['memory_peak_bytes'])}"
+    of_routers = {"aux_loss": f"aux_loss {record['aux_loss']:.4f}"} if "aux_loss" in record else {}
     return {
         "loss": f"loss {record['loss']:.4f}",
+        **of_routers,
         "learning_rate": f"lr {record['learning_rate']:.2e}",
         "tokens_per_second": f"{record['tokens_per_second']:,.0f} tokens/s",
         "memory_now": f"memory {format_bytes(record['memory_now_bytes'])}, {peak}",

@@ -9,7 +9,8 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from tiny_models import tiny_llama
+from ground_truth.tiny_configs import tiny_config
+from tiny_models import model_of, tiny_llama
 from transformers import AutoModelForCausalLM
 
 pytest.importorskip("peft")
@@ -322,6 +323,27 @@ def test_fused_experts_are_adapted_saved_and_merged(tmp_path):
 def test_a_router_has_an_adapter_only_if_it_is_named():
     adapter = enable_lora(tiny_mixture(), lora(target_modules=("q_proj", "gate")))
     assert {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.parameters()} == {"q_proj", "gate"}
+
+
+@pytest.mark.parametrize(
+    "kind, left_out, kept",
+    [
+        ("nemotron_h", {"out_proj"}, {"in_proj"}),
+        ("mamba", {"x_proj", "dt_proj", "out_proj"}, {"in_proj"}),
+        ("granitemoehybrid", {"out_proj"}, {"in_proj"}),  # of which PEFT's own list does not know
+        ("qwen3_next", set(), {"out_proj"}),  # a gated delta net calls its layer
+    ],
+)
+def test_layers_that_a_fused_kernel_reads_get_no_adapter(kind, left_out, kept, caplog):
+    with caplog.at_level(logging.INFO):
+        adapter = enable_lora(model_of(tiny_config(kind)), lora())
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.parameters()}
+    assert not adapted & left_out
+    assert kept <= adapted
+    assert ("Mamba's fused kernels" in caplog.text) == bool(left_out)
+    if left_out:
+        with pytest.raises(UserError, match="got out_proj: Mamba's fused kernels read that weight"):
+            enable_lora(model_of(tiny_config(kind)), lora(target_modules=("in_proj", "out_proj")))
 
 
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
