@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor, nn
 
 from lowmem_ft.tensors.local_shards import whole_shape
 
 
 def logical_numel(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter; bitsandbytes' 4-bit ones record the shape they were made from."""
-    state = getattr(parameter, "quant_state", None)
-    return math.prod(whole_shape(parameter) if state is None else state.shape)
+    """Return the number of weights in a parameter; packed ones record the shape they were made from, scales have none."""
+    shape = _packed_shape(parameter)
+    return math.prod(whole_shape(parameter) if shape is None else shape)
 
 
 def has_packed_experts(model: nn.Module) -> bool:
-    """Return whether a 4-bit parameter holds a layer's experts, which are tensors of three axes."""
-    states = (getattr(parameter, "quant_state", None) for parameter in model.parameters())
-    return any(state is not None and len(state.shape) == 3 for state in states)
+    """Return whether a packed parameter holds a layer's experts, which are tensors of three axes."""
+    shapes = map(_packed_shape, model.parameters())
+    return any(shape is not None and len(shape) == 3 for shape in shapes)
+
+
+def _packed_shape(parameter: Tensor) -> torch.Size | None:
+    """Return the shape of the weights that a parameter has in fewer bits; None: it has plain ones."""
+    state = getattr(parameter, "quant_state", None)  # bitsandbytes
+    return getattr(parameter, "packed_shape", None) if state is None else state.shape

@@ -1,9 +1,12 @@
-"""Fused experts in 4 bits: bitsandbytes packs linear layers alone, and most of a mixture's weights are no such layers.
+"""Fused experts in fewer bits: their products, whatever the format, and NF4 as a format.
 
-transformers keeps the experts of a layer in tensors of three axes. Each becomes one 4-bit parameter, which holds for
-every expert the same bytes as a ``Linear4bit`` of its own: NF4, with scales that are quantised too. A product unpacks
-some experts at a time, keeps nothing for backward except where each expert's rows end, and unpacks them again there.
-Rows are sorted by expert, and the host never waits to learn how many each has.
+transformers keeps the experts of a layer in tensors of three axes. A product unpacks some experts at a time, keeps
+nothing for backward except where each expert's rows end, and unpacks them again there. Rows are sorted by expert, and
+the host never waits to learn how many each has.
+
+bitsandbytes packs linear layers alone, and most of a mixture's weights are no such layers. In NF4 each tensor becomes
+one 4-bit parameter, which holds for every expert the same bytes as a ``Linear4bit`` of its own, with scales that are
+quantised too. Formats that checkpoints bring are in ``mxfp4.py`` and ``block_fp8.py``.
 
 Axes: T tokens, K experts that a token passes, S = T * K rows, E experts, I inputs, O outputs of a product.
 """
@@ -11,8 +14,8 @@ Axes: T tokens, K experts that a token passes, S = T * K rows, E experts, I inpu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,28 +119,67 @@ def unpack(packed: Tensor, state: Any, experts: slice, dtype: torch.dtype) -> Te
     ).view(num, *shape)
 
 
+class ExpertWeight(Protocol):
+    """The packed weight of a layer's experts for one of their products."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the weights that are packed: (E, O, I), or (E, I, O) where the module stores them so."""
+        ...
+
+    def unpack(self, experts: slice, dtype: torch.dtype) -> Tensor:
+        """Return some experts' weights in a type; shape (number of them, O, I) or (..., I, O)."""
+        ...
+
+
+class Nf4Weight:
+    """The weight that :func:`pack` makes of a module's tensor.
+
+    Args:
+        module: an experts module.
+        name: name of the parameter, which is looked up at each use: FSDP2 makes parameters that lack the state.
+    """
+
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        weight: Any = module._parameters[name]
+        self.state = weight.quant_state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that was packed."""
+        return tuple(self.state.shape)
+
+    def unpack(self, experts: slice, dtype: torch.dtype) -> Tensor:
+        """Return some experts' weights in a type."""
+        packed: Any = self.module._parameters[self.name]
+        return unpack(packed.data, self.state, experts, dtype)
+
+
 class PackedExperts:
-    """The forward pass of a module whose experts have been packed, in the place of its own.
+    """The forward pass of a module whose experts are packed, in the place of its own.
 
     Args:
         module: an experts module of transformers.
-        compute_dtype: type of its products.
+        compute_dtype: type of its products; None: autocast's, and without autocast that of the rows.
+        weights: its packed weights, by the names of the tensors in whose place they are.
     """
 
-    def __init__(self, module: Any, compute_dtype: torch.dtype) -> None:
-        self.module, self.compute_dtype = module, compute_dtype
-        # By name, as FSDP2 makes parameters that lack the state.
-        self._states = {name: module._parameters[name].quant_state for name in weights_of(module)}
+    def __init__(
+        self, module: Any, compute_dtype: torch.dtype | None, weights: Mapping[str, ExpertWeight]
+    ) -> None:
+        self.module, self.compute_dtype, self.weights = module, compute_dtype, weights
 
     @classmethod
     def install(cls, module: nn.Module, compute_dtype: torch.dtype) -> None:
-        """Pack the tensors of a module that are not packed yet, and replace its forward."""
+        """Pack the tensors of a module in 4 bits that are not packed yet, and replace its forward."""
         for name in weights_of(module):
             weight = module._parameters[name]
             assert weight is not None
             if not hasattr(weight, "quant_state"):
                 module._parameters[name] = pack(weight.data)
-        module.forward = cls(module, compute_dtype)  # type: ignore[method-assign]
+        weights = {name: Nf4Weight(module, name) for name in weights_of(module)}
+        module.forward = cls(module, compute_dtype, weights)  # type: ignore[method-assign]
 
     def __call__(self, hidden_TI: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:
         """Return the weighted sum of each token's experts, shape (T, I); see transformers' ``integrations/moe.py``."""
@@ -160,15 +202,20 @@ class PackedExperts:
         bias = getattr(self.module, f"{name}_bias", None) if self.module.has_bias else None
         return product if bias is None else product + bias[experts_S]
 
-    def multiply(self, rows: Tensor, ends_E: Tensor, name: str, *, swapped: bool) -> Tensor:
+    def dtype_of_products(self, rows: Tensor) -> torch.dtype:
+        """Return the type that weights are unpacked to for these rows."""
+        return self.compute_dtype or product_dtype(rows)
+
+    def multiply(
+        self, rows: Tensor, ends_E: Tensor, name: str, dtype: torch.dtype, *, swapped: bool
+    ) -> Tensor:
         """Multiply each expert's rows by its weight, or by the weight with its axes swapped; shape (S, O) or (S, I)."""
-        packed, state = self.module._parameters[name], self._states[name]
-        num_experts, *shape = state.shape
-        size_of_one = math.prod(shape) * self.compute_dtype.itemsize
-        at_once = min(num_experts, max(1, _UNPACKED_BYTES // size_of_one))
-        rows = rows.to(self.compute_dtype)
+        weight = self.weights[name]
+        num_experts, *shape = weight.shape
+        at_once = min(num_experts, max(1, _UNPACKED_BYTES // (math.prod(shape) * dtype.itemsize)))
+        rows = rows.to(dtype)
         if at_once == num_experts:
-            return self._part(rows, ends_E, packed, state, slice(0, num_experts), swapped)
+            return _part(rows, ends_E, weight, slice(0, num_experts), swapped)
         result = rows.new_empty(len(rows), shape[0] if swapped else shape[1])
         numbers_S = torch.arange(len(rows), device=rows.device)
         for first in range(0, num_experts, at_once):
@@ -177,15 +224,20 @@ class PackedExperts:
             ends = ends_E[some] - begin
             # Their rows first: where they begin is known to the device alone.
             order_S = (numbers_S + begin) % len(rows)
-            part = self._part(rows[order_S], ends, packed, state, some, swapped)
+            part = _part(rows[order_S], ends, weight, some, swapped)
             result[order_S] = torch.where((numbers_S < ends[-1]).unsqueeze(1), part, result[order_S])
         return result
 
-    def _part(
-        self, rows: Tensor, ends: Tensor, packed: Any, state: Any, experts: slice, swapped: bool
-    ) -> Tensor:
-        weight = unpack(packed.data, state, experts, self.compute_dtype)
-        return moe._grouped_mm(rows, weight.transpose(1, 2) if swapped else weight, ends)
+
+def product_dtype(rows: Tensor) -> torch.dtype:
+    """Return the type in which a plain layer would multiply these rows: autocast's, or their own."""
+    device = rows.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
+
+
+def _part(rows: Tensor, ends: Tensor, packed: ExpertWeight, experts: slice, swapped: bool) -> Tensor:
+    weight = packed.unpack(experts, rows.dtype)
+    return moe._grouped_mm(rows, weight.transpose(1, 2) if swapped else weight, ends)
 
 
 class _Product(torch.autograd.Function):
@@ -195,13 +247,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, ends_E: Tensor, experts: PackedExperts, name: str) -> Tensor:
         ctx.save_for_backward(ends_E)
         ctx.experts, ctx.of_weight, ctx.dtype = experts, name, rows.dtype
+        ctx.of_products = experts.dtype_of_products(rows)
         swapped = not experts.module.is_transposed
-        return experts.multiply(rows, ends_E, name, swapped=swapped).to(rows.dtype)
+        return experts.multiply(rows, ends_E, name, ctx.of_products, swapped=swapped).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ends_E,) = ctx.saved_tensors
         swapped = ctx.experts.module.is_transposed
-        d_rows = ctx.experts.multiply(d_product, ends_E, ctx.of_weight, swapped=swapped)
+        d_rows = ctx.experts.multiply(d_product, ends_E, ctx.of_weight, ctx.of_products, swapped=swapped)
         return d_rows.to(ctx.dtype), None, None, None

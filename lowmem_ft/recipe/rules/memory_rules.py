@@ -35,7 +35,7 @@ def fp16_needs_float32_weights(recipe: Recipe) -> Iterator[str]:
 def quantization_needs_an_adapter(recipe: Recipe) -> Iterator[str]:
     """A weight in 4 or 8 bits has no room for an update."""
     quantization = recipe.model.quantization
-    if quantization != "none" and recipe.adapter.name == "none":
+    if recipe.model.quantizes and recipe.adapter.name == "none":
         yield (
             f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train, got none. "
             "Set adapter.name=lora or model.quantization=none."
