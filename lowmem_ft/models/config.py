@@ -18,7 +18,9 @@ _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 
 
 def _quantized(held: Held, value: str, step: StepFacts) -> Held:
-    return held.scaled(_QUANTIZED_BYTES.get(value, step.weight_itemsize) / step.weight_itemsize)
+    as_stored = step.packed_itemsize if value == "none" else None
+    itemsize = _QUANTIZED_BYTES.get(value, as_stored or step.weight_itemsize)
+    return held.scaled(itemsize / step.weight_itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import MODEL, shard_files
-from lowmem_ft.models.files.stored_quantization import refuse_other_formats
+from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST, method_of, refuse_other_formats
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -75,6 +75,17 @@ def least_weights(config: ModelConfig) -> tuple[int, int]:
         for name in ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size")
     )
     return rows * width, depth * width * inner
+
+
+def packed_format_of(config: ModelConfig) -> str | None:
+    """Return the format in which a model's weights stay packed, by its ``quant_method``.
+
+    None: they are plain, unpacked or initialised at random, or neither a local file nor the catalogue tells.
+    """
+    if config.weights == "random" or config.quantization == "dequantize":
+        return None
+    method = method_of(architecture_fields(config).get("quantization_config"))
+    return method if method in BYTES_OF_LEAST else None
 
 
 def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:

@@ -5,7 +5,7 @@ Nothing here imports torch, so that a checkpoint is refused before anything of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lowmem_ft.foundation.errors import ModelError
@@ -20,20 +20,11 @@ _OF_FP8 = {"activation_scheme": "dynamic", "expert_dtype": "fp8"}
 """Fields of blockwise FP8, with the only value that is supported, which is the default, too."""
 
 
-def stored_format(fields: Mapping[str, Any]) -> str | None:
-    """Return the format that a checkpoint's weights are packed in; None: its files hold plain weights.
-
-    Args:
-        fields: those of its ``config.json``.
-
-    Returns:
-        A key of :data:`FORMATS`, or the name of another format, which :func:`refuse_other_formats` refuses.
-    """
-    return method_of(fields.get("quantization_config"))
-
-
 def method_of(quantization: Any) -> str | None:
-    """Return the ``quant_method`` of a ``quantization_config``, as a dictionary or transformers' object."""
+    """Return the ``quant_method`` of a ``quantization_config``, a dictionary or transformers' object; None has none.
+
+    It is a key of :data:`FORMATS`, or the name of another format, which :func:`refuse_other_formats` refuses.
+    """
     if quantization is None:
         return None
     named = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
@@ -100,3 +91,24 @@ def packing_problem(stored: str | None, quantization: str, name: str) -> str | N
             "keeps them as they are, or name the model that it was made from."
         )
     return None
+
+
+def problems_of_training(stored: str, name: str, adapter: str, strategy: str | None) -> Iterator[str]:
+    """Yield what training on weights that stay packed does not go with.
+
+    Args:
+        stored: the format of the files.
+        name: name of the model, for the message.
+        adapter: the value of ``adapter.name``.
+        strategy: the value of ``distributed.strategy``.
+    """
+    if adapter == "none":
+        yield (
+            f"A base in {FORMATS[stored]} is frozen and needs adapter.name=lora to train, got none with {name}. Set "
+            "adapter.name=lora, or model.quantization=dequantize, which unpacks it to model.dtype."
+        )
+    if strategy not in (None, "none", "ddp"):
+        yield (
+            f"A base in {FORMATS[stored]} is whole in each process, and distributed.strategy={strategy} would cut that "
+            f"of {name}. Set distributed.strategy=ddp, or model.quantization=dequantize."
+        )

@@ -39,16 +39,16 @@ def target_modules(
             name for name, module in model.named_modules() if module is model.get_output_embeddings()
         } | routers
         logger.info(
-            "Adapter: routers stay frozen%s.", ", and experts, which are in 4 bits" if is_packed else ""
+            "Adapter: routers stay frozen%s.", ", and experts, which are packed" if is_packed else ""
         )
         names = {*short_names} - of_experts if is_packed else {*short_names} | of_experts
         return sorted(names - left_out)
     unable = [name for name in config.target_modules if name.rpartition(".")[2] in of_experts]
     if is_packed and unable:
         raise UserError(
-            f"Experts in 4 bits take no adapter, and adapter.target_modules names {', '.join(unable)}, which PEFT "
+            f"Packed experts take no adapter, and adapter.target_modules names {', '.join(unable)}, which PEFT "
             f"takes for experts in a {type(model).__name__}. Leave {'it' if len(unable) == 1 else 'them'} out, or set "
-            "model.quantization=none."
+            f"model.quantization={'none' if getattr(model, 'is_loaded_in_4bit', False) else 'dequantize'}."
         )
     way_out = f"It has {', '.join(short_names)}; or write [all-linear] alone."
     problems: list[str] = []
@@ -116,6 +116,7 @@ def with_another_forward(model: nn.Module) -> list[str]:
         for name, module in _linear_layers(model).items()
         if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
         and not type(module).__module__.startswith("bitsandbytes.")
+        and not hasattr(module, "unpacked_weight")  # in fewer bits
         and not _returns_a_product(module)
     ]
 
