@@ -159,7 +159,19 @@ def _fp8_quantizer() -> type:
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
     class Unpack(Fp8Dequantize):
-        """Unpacks a matrix as it is read. transformers' own takes a last block for a whole one, or refuses it."""
+        """Unpacks a matrix as it is read. transformers' own takes a last block for a whole one, or refuses it.
+
+        Whatever has no scales passes through it, too, in the type of the files; here it gets the type of its parameter.
+        """
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            name, model = kwargs["full_layer_name"], kwargs["model"]
+            dtype = model.get_parameter_or_buffer(name).dtype
+            converted = super().convert(input_dict, **kwargs)
+            lists = {key: one if isinstance(one, list) else [one] for key, one in converted.items()}
+            if any(value.dtype.itemsize == 1 for values in lists.values() for value in values):
+                raise ModelError(f"A weight in FP8 needs its scales, and {name} has none. Download the model again.")
+            return {key: [value.to(dtype) for value in values] for key, values in lists.items()}
 
         def _dequantize_one(
             self, quantized: Tensor, scales: Tensor, output_dtype: torch.dtype | None = None
