@@ -53,7 +53,9 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
     bytes_by_type = {"Params4bit": 0.5, "Int8Params": 1}
     return int(
         sum(
-            logical_numel(parameter) * bytes_by_type.get(type(parameter).__name__, parameter.element_size())
+            logical_numel(parameter) * bytes_by_type[kind]
+            if (kind := type(parameter).__name__) in bytes_by_type
+            else parameter.nbytes
             for parameter in model.parameters()
         )
     )

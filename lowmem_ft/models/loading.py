@@ -51,6 +51,7 @@ from lowmem_ft.models.quantizing.quantization import (
 from lowmem_ft.models.quantizing.stored_quantizers import (
     log_packed,
     packed_format,
+    save_unpacked,
     stored_weights_trainable,
     unpacking_config,
 )
@@ -234,6 +235,7 @@ def load_model(
         keep_one_layout(model)
         check_quantization(model, config)
     elif config.quantization == "dequantize":
+        save_unpacked(model)
         logger.info(
             "Base: its weights, in %s in its files, are unpacked: %s (model.quantization=dequantize).",
             FORMATS[stored or ""],

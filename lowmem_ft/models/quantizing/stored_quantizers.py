@@ -52,6 +52,11 @@ def unpacking_config(hf_config: PretrainedConfig) -> Any:
     return Mxfp4Config(dequantize=True) if is_mxfp4 else FineGrainedFP8Config(dequantize=True)
 
 
+def save_unpacked(model: nn.Module) -> None:
+    """Let an unpacked model be saved as its class saves plain weights; transformers would save it packed again."""
+    vars(model).pop("_weight_conversions", None)
+
+
 def pack_as_stored(model: PreTrainedModel, hf_config: PretrainedConfig) -> None:
     """Give a model on the meta device the layers that ``from_pretrained`` would give it, without values.
 
