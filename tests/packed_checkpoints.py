@@ -9,7 +9,14 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DeepseekV3Config, GptOssConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    GptOssConfig,
+    PretrainedConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 BLOCK = (32, 16)
 """Outputs and inputs of a block in FP8; 80 columns of an attention's output and 72 rows are no whole number of them."""
@@ -24,27 +31,37 @@ _SIZES: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 
-CONFIGS = {
-    "gpt_oss": lambda **sizes: GptOssConfig(**_SIZES | {"head_dim": 16, "num_local_experts": 5} | sizes),
-    "qwen3": lambda **sizes: Qwen3Config(**_SIZES | {"head_dim": 18, "hidden_size": 72} | sizes),
-    "qwen3_moe": lambda **sizes: Qwen3MoeConfig(
-        **_SIZES | {"head_dim": 16, "num_experts": 5, "moe_intermediate_size": 48} | sizes
-    ),
-    "deepseek_v3": lambda **sizes: DeepseekV3Config(
-        **_SIZES
-        | {"num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1}
-        | {"moe_intermediate_size": 48, "first_k_dense_replace": 1, "n_shared_experts": 1}
-        | {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 16}
-        | sizes
+_FAMILIES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "gpt_oss": (GptOssConfig, {"head_dim": 16, "num_local_experts": 5}),
+    "qwen3": (Qwen3Config, {"head_dim": 18, "hidden_size": 72}),
+    "qwen3_moe": (Qwen3MoeConfig, {"head_dim": 16, "num_experts": 5, "moe_intermediate_size": 48}),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 2,
+            "topk_group": 1,
+            "moe_intermediate_size": 48,
+            "first_k_dense_replace": 1,
+            "n_shared_experts": 1,
+            "q_lora_rank": 24,
+            "kv_lora_rank": 16,
+            "v_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+        },
     ),
 }
-"""A config by its family; gpt-oss is published in MXFP4, the others in FP8."""
+CONFIGS = tuple(_FAMILIES)
+"""Families; gpt-oss is published in MXFP4, the others in FP8."""
 
 
 def packed_checkpoint(family: str, folder: Path, **sizes: Any) -> Path:
     """Write a family's checkpoint, with weights of about 1 / sqrt(inputs)."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**sizes), dtype=torch.bfloat16)
+    config_class, own = _FAMILIES[family]
+    model = AutoModelForCausalLM.from_config(config_class(**_SIZES | own | sizes), dtype=torch.bfloat16)
     for name, weight in model.named_parameters():
         if name.endswith("_bias"):
             torch.nn.init.normal_(weight, std=0.1)
@@ -63,9 +80,18 @@ def packed_checkpoint(family: str, folder: Path, **sizes: Any) -> Path:
     fields["quantization_config"] = (
         {"quant_method": "mxfp4", "modules_to_not_convert": left}
         if family == "gpt_oss"
-        else {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": BLOCK}
+        else {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "weight_block_size": BLOCK,
+        }
     )
-    save_file({name: weight.contiguous() for name, weight in packed.items()}, folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        {name: weight.contiguous() for name, weight in packed.items()},
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
     (folder / "config.json").write_text(json.dumps(fields))
     return folder
 
@@ -87,7 +113,8 @@ def _fp8(name: str, weight: Tensor) -> dict[str, Tensor]:
     for row in range(scales.shape[0]):
         for column in range(scales.shape[1]):
             block = tuple(
-                slice(size * index, size * index + size) for size, index in zip(BLOCK, (row, column), strict=True)
+                slice(size * index, size * index + size)
+                for size, index in zip(BLOCK, (row, column), strict=True)
             )
             scales[row, column] = weight[block].float().abs().max() / 448
             values[block] = (weight[block].float() / scales[row, column]).to(values.dtype)

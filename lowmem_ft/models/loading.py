@@ -6,7 +6,6 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import struct
@@ -254,7 +253,7 @@ def _settle_packing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
     """
     stored, name = packed_format(hf_config), config.name_or_path or ""
     if stored is not None and (config.weights == "random" or config.is_gguf):
-        del hf_config.quantization_config
+        delattr(hf_config, "quantization_config")
         stored = None
     if problem := packing_problem(stored, config.quantization, name):
         raise ModelError(problem)

@@ -11,7 +11,7 @@ from lowmem_ft.tensors.local_shards import whole_shape
 
 
 def logical_numel(parameter: Tensor) -> int:
-    """Return the number of weights in a parameter; packed ones record the shape they were made from, scales have none."""
+    """Return the number of weights in a parameter; packed ones record their shape, scales have none."""
     shape = _packed_shape(parameter)
     return math.prod(whole_shape(parameter) if shape is None else shape)
 

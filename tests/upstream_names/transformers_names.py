@@ -87,6 +87,7 @@ TRANSFORMERS = (
         "dtype checkpoint_files config sharded_metadata state_dict weights_only hf_quantizer",
         "the type of weights that are not read",
     ),
+    *data(_MODEL, "_keep_in_fp32_modules", "weights that no quantiser packs", "NoneType"),
     replaced(
         _MODEL,
         "_load_pretrained_model",

@@ -105,7 +105,8 @@ def refuse_unfit(config: ModelConfig) -> None:
     """Reject a model whose ``config.json`` shows that it cannot be trained here.
 
     Raises:
-        ModelError: if it is not JSON, is or has an encoder, its weights are in a format that none trains upon, or its sizes are invalid.
+        ModelError: if it is not JSON, is or has an encoder, its weights are in a format that is not
+            trained upon, or its sizes are invalid.
     """
     fields, name = architecture_fields(config), config.name_or_path or ""
     _refuse_unreadable(config)

@@ -1,4 +1,4 @@
-"""What a ``config.json`` says of weights that its files hold in fewer bits: formats that are trained upon, and others.
+"""Formats of weights that a checkpoint's files hold in fewer bits, by its ``config.json``: which are trained upon.
 
 Nothing here imports torch, so that a checkpoint is refused before anything of it is downloaded or read.
 """
@@ -54,7 +54,9 @@ def refuse_other_formats(name: str, quantization: object) -> None:
     if method != "fp8" or not isinstance(quantization, dict):
         return
     block = quantization.get("weight_block_size", (128, 128))
-    is_block = isinstance(block, (list, tuple)) and [type(one) for one in block] == [int, int] and min(block) > 0
+    is_block = (
+        isinstance(block, (list, tuple)) and [type(one) for one in block] == [int, int] and min(block) > 0
+    )
     problems = [] if is_block else [f"weight_block_size={block!r}"]
     problems += [
         f"{field}={value!r}"

@@ -17,8 +17,10 @@ from torch.nn import functional as F
 
 from lowmem_ft.models.quantizing.packed_experts import product_dtype
 
-SCALES = "_scale_inv"
-"""What the name of a weight's scales ends with in files: factors, in spite of the name."""
+
+def scales_of(name: str) -> str:
+    """Return the name of a weight's scales in files: they are factors, in spite of it."""
+    return "_".join((name, "scale_inv"))
 
 
 def unpack(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
@@ -103,7 +105,7 @@ class Fp8Weight:
         of_rows = self.parts * -(-num_outputs // (self.parts * rows))
         for name, shape, of_name in (
             (self.name, self.shape, dtype),
-            (self.name + SCALES, (num_experts, of_rows, -(-num_inputs // columns)), of_scales),
+            (scales_of(self.name), (num_experts, of_rows, -(-num_inputs // columns)), of_scales),
         ):
             values = torch.empty(shape, dtype=of_name, device="meta")
             self.module.register_parameter(name, nn.Parameter(values, requires_grad=False))
@@ -117,6 +119,6 @@ class Fp8Weight:
         """Return some experts' weights in a type; shape (number of them, O, I)."""
         weight, scales = (
             self.module._parameters[name].data[experts].unflatten(1, (self.parts, -1))
-            for name in (self.name, self.name + SCALES)
+            for name in (self.name, scales_of(self.name))
         )
         return unpack(weight, scales, self.block, dtype).flatten(1, 2)

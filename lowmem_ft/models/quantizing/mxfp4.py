@@ -1,7 +1,8 @@
 """Experts in MXFP4, as gpt-oss is published: 4-bit floats, of which 32 share a scale that is a power of two.
 
 The bytes stay in memory as they are in the files: ``*_blocks`` hold two weights a byte, the lower half first, and
-``*_scales`` an exponent for each block (Open Compute Project, "OCP Microscaling Formats (MX) Specification v1.0", 2023).
+``*_scales`` an exponent for each block (Open Compute Project, "OCP Microscaling Formats (MX)
+Specification v1.0", 2023).
 
 Axes: E experts, O outputs and I inputs of a product, G = I / 32 blocks of an output.
 """
@@ -17,14 +18,19 @@ from torch.nn import functional as F
 BLOCK = 32
 """Weights that share a scale."""
 
-BLOCKS, SCALES, PAIRS = "_blocks", "_scales", "_pairs_of_mxfp4"
-"""What the name of a tensor of experts ends with in files; and the buffer with the two weights of each byte."""
+PAIRS = "pairs_of_mxfp4"
+"""The buffer with the two weights of each byte."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Magnitudes by the lower three bits of a weight; the fourth bit is its sign."""
 
 _BIAS = 127
-"""What an exponent is stored with in addition."""
+"""Addend of an exponent as it is stored."""
+
+
+def names_of(name: str) -> tuple[str, str]:
+    """Return the names that a tensor of experts has in files: of its blocks and of its scales."""
+    return "_".join((name, "blocks")), "_".join((name, "scales"))
 
 
 def unpack(blocks: Tensor, scales: Tensor, pairs: Tensor) -> Tensor:
@@ -70,20 +76,20 @@ class Mxfp4Weight:
         num_experts, first, second = weight.shape
         num_outputs, num_inputs = (second, first) if module.is_transposed else (first, second)
         shape = (num_experts, num_outputs, num_inputs // BLOCK)
-        for suffix, of_suffix in ((BLOCKS, (*shape, BLOCK // 2)), (SCALES, shape)):
-            values = torch.empty(of_suffix, dtype=torch.uint8, device=weight.device)
-            module.register_parameter(name + suffix, nn.Parameter(values, requires_grad=False))
+        for stored, of_stored in zip(names_of(name), ((*shape, BLOCK // 2), shape), strict=True):
+            values = torch.empty(of_stored, dtype=torch.uint8, device=weight.device)
+            module.register_parameter(stored, nn.Parameter(values, requires_grad=False))
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the tensor that the blocks replace: (E, O, I), or (E, I, O) where the module stores it so."""
-        num_experts, num_outputs, num_blocks = self.module._parameters[self.name + SCALES].shape
+        num_experts, num_outputs, num_blocks = self.module._parameters[names_of(self.name)[1]].shape
         shape = (num_outputs, num_blocks * BLOCK)
         return (num_experts, *(reversed(shape) if self.module.is_transposed else shape))
 
     def unpack(self, experts: slice, dtype: torch.dtype) -> Tensor:
         """Return some experts' weights in a type; shape (number of them, O, I) or (..., I, O)."""
-        blocks, scales = (self.module._parameters[self.name + suffix] for suffix in (BLOCKS, SCALES))
+        blocks, scales = (self.module._parameters[stored] for stored in names_of(self.name))
         pairs = self.module._buffers[PAIRS].to(dtype)
         values = unpack(blocks.data[experts], scales.data[experts], pairs)
         return values.transpose(1, 2) if self.module.is_transposed else values

@@ -132,7 +132,7 @@ class ExpertWeight(Protocol):
         ...
 
 
-class Nf4Weight:
+class _Nf4Weight:
     """The weight that :func:`pack` makes of a module's tensor.
 
     Args:
@@ -178,7 +178,7 @@ class PackedExperts:
             assert weight is not None
             if not hasattr(weight, "quant_state"):
                 module._parameters[name] = pack(weight.data)
-        weights = {name: Nf4Weight(module, name) for name in weights_of(module)}
+        weights = {name: _Nf4Weight(module, name) for name in weights_of(module)}
         module.forward = cls(module, compute_dtype, weights)  # type: ignore[method-assign]
 
     def __call__(self, hidden_TI: Tensor, experts_TK: Tensor, shares_TK: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ def stored_weights_trainable() -> Iterator[None]:
 
 def unpacking_config(hf_config: PretrainedConfig) -> Any:
     """Return the config with which ``from_pretrained`` unpacks each weight as it is read."""
-    from transformers import FineGrainedFP8Config, Mxfp4Config
+    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
     is_mxfp4 = packed_format(hf_config) == "mxfp4"
     return Mxfp4Config(dequantize=True) if is_mxfp4 else FineGrainedFP8Config(dequantize=True)
@@ -75,7 +75,7 @@ def pack_as_stored(model: PreTrainedModel, hf_config: PretrainedConfig) -> None:
 
 def log_packed(model: nn.Module, hf_config: PretrainedConfig) -> None:
     """Log how many weights stay packed, and their bytes."""
-    packed = [weight for weight in model.parameters() if hasattr(weight, "packed_shape")]
+    packed: list[Any] = [weight for weight in model.parameters() if hasattr(weight, "packed_shape")]
     logger.info(
         "Base: its weights stay in %s, as in its files: %s of %s, %s with their scales.",
         FORMATS[packed_format(hf_config) or ""],
@@ -95,7 +95,9 @@ def _mxfp4_quantizer() -> type:
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
-    class Mxfp4Quantizer(Mxfp4HfQuantizer):
+    theirs: Any = Mxfp4HfQuantizer
+
+    class Mxfp4Quantizer(theirs):
         """Keeps the blocks and scales of experts, by their names in the files."""
 
         def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -120,11 +122,13 @@ def _mxfp4_quantizer() -> type:
                     "model that it was made from."
                 )
 
-        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        def _process_model_after_weight_loading(
+            self, model: PreTrainedModel, **kwargs: Any
+        ) -> PreTrainedModel:
             for module in self.experts:
                 weights = {name: mxfp4.Mxfp4Weight(module, name) for name in weights_of(module)}
                 for name, weight in weights.items():
-                    values, scales = (module._parameters[name + end] for end in (mxfp4.BLOCKS, mxfp4.SCALES))
+                    values, scales = (module._parameters[stored] for stored in mxfp4.names_of(name))
                     _mark(values, scales, weight.shape)
                 device = next(module.parameters()).device
                 module.register_buffer(
@@ -163,7 +167,10 @@ def _fp8_quantizer() -> type:
     )
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
-    class Unpack(Fp8Dequantize):
+    their_unpacking: Any = Fp8Dequantize
+    theirs: Any = FineGrainedFP8HfQuantizer
+
+    class Unpack(their_unpacking):
         """Unpacks a matrix as it is read. transformers' own takes a last block for a whole one, or refuses it.
 
         Whatever has no scales passes through it, too, in the type of the files; here it gets the type of its parameter.
@@ -175,7 +182,9 @@ def _fp8_quantizer() -> type:
             converted = super().convert(input_dict, **kwargs)
             lists = {key: one if isinstance(one, list) else [one] for key, one in converted.items()}
             if any(value.dtype.itemsize == 1 for values in lists.values() for value in values):
-                raise ModelError(f"A weight in FP8 needs its scales, and {name} has none. Download the model again.")
+                raise ModelError(
+                    f"A weight in FP8 needs its scales, and {name} has none. Download the model again."
+                )
             return {key: [value.to(dtype) for value in values] for key, values in lists.items()}
 
         def _dequantize_one(
@@ -184,7 +193,7 @@ def _fp8_quantizer() -> type:
             block = self.hf_quantizer.quantization_config.weight_block_size
             return block_fp8.unpack(quantized, scales, block, output_dtype or torch.bfloat16)
 
-    class Fp8Quantizer(FineGrainedFP8HfQuantizer):
+    class Fp8Quantizer(theirs):
         """Keeps 8-bit weights and scales, in linear layers and in fused experts."""
 
         def validate_environment(self, *args: Any, **kwargs: Any) -> None:
@@ -198,7 +207,7 @@ def _fp8_quantizer() -> type:
                 if module is originals.get(name):
                     continue
                 if type(module) is FP8Linear:
-                    module.__class__ = block_fp8.Fp8Linear
+                    module.__class__ = block_fp8.Fp8Linear  # type: ignore[assignment]
                 elif isinstance(module, FP8Experts) and name in experts and not experts[name].is_transposed:
                     model.set_submodule(name, experts[name])  # whose activation is the model's own
                     self.experts[experts[name]] = self._make_room(experts[name], module)
@@ -211,16 +220,20 @@ def _fp8_quantizer() -> type:
         def _make_room(self, module: nn.Module, theirs: nn.Module) -> dict[str, block_fp8.Fp8Weight]:
             block, weights = self.quantization_config.weight_block_size, {}
             for name in weights_of(module):
-                own, scales = (theirs.get_parameter(one) for one in (name, name + block_fp8.SCALES))
+                own, scales = (theirs.get_parameter(one) for one in (name, block_fp8.scales_of(name)))
                 weights[name] = block_fp8.Fp8Weight(module, name, block, 2 if name == "gate_up_proj" else 1)
                 weights[name].make_room(own.dtype, scales.dtype)
             return weights
 
-        def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        def _process_model_after_weight_loading(
+            self, model: PreTrainedModel, **kwargs: Any
+        ) -> PreTrainedModel:
             model = super()._process_model_after_weight_loading(model, **kwargs)
             for module in model.modules():
                 for name in self._packed_in(module):
-                    values, scales = (module._parameters[one] for one in (name, name + block_fp8.SCALES))
+                    values, scales = (module._parameters[one] for one in (name, block_fp8.scales_of(name)))
+                    assert values is not None
+                    assert scales is not None
                     values, scales = values.requires_grad_(False), scales.requires_grad_(False)
                     _mark(values, scales, tuple(values.shape))
             for module, weights in self.experts.items():

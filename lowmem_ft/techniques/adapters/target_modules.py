@@ -38,9 +38,7 @@ def target_modules(
         left_out = {
             name for name, module in model.named_modules() if module is model.get_output_embeddings()
         } | routers
-        logger.info(
-            "Adapter: routers stay frozen%s.", ", and experts, which are packed" if is_packed else ""
-        )
+        logger.info("Adapter: routers stay frozen%s.", ", and experts, which are packed" if is_packed else "")
         names = {*short_names} - of_experts if is_packed else {*short_names} | of_experts
         return sorted(names - left_out)
     unable = [name for name in config.target_modules if name.rpartition(".")[2] in of_experts]

@@ -37,8 +37,8 @@ def merge_into_base(
     """Write a model folder that ``from_pretrained`` loads: the base's weights with the adapter's products added.
 
     The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. If the
-    base was quantised while training, the adapter is merged into its unquantised weights; one whose files hold it in MXFP4
-    or FP8 is unpacked, and stays so.
+    base was quantised while training, the adapter is merged into its unquantised weights; one whose files hold it
+    in MXFP4 or FP8 is unpacked, and stays so.
 
     Args:
         adapter: a folder in PEFT's format.

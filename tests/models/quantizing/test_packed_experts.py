@@ -12,9 +12,9 @@ pytest.importorskip("bitsandbytes")
 import bitsandbytes
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.models.quantizing import packed_experts
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.quantizing import packed_experts
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts, pack, unpack
 
 NUM_EXPERTS, HIDDEN = 5, 64

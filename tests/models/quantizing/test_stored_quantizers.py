@@ -145,9 +145,12 @@ def test_a_random_model_is_plain(folder):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "said"),
+    "quantization, said",
     [
-        ({"quant_method": "awq", "bits": 4}, r"awq.*MXFP4 or FP8 with block scales, not in awq.*was made from"),
+        (
+            {"quant_method": "awq", "bits": 4},
+            r"awq.*MXFP4 or FP8 with block scales, not in awq.*was made from",
+        ),
         ({"quant_method": "gptq", "bits": 4}, r"gptq.*not in gptq"),
         ({"load_in_4bit": True, "quant_method": "bitsandbytes"}, r"not in bitsandbytes"),
         ({"quant_method": "fp8", "weight_block_size": None}, r"two numbers.*weight_block_size=None"),
