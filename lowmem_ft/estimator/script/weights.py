@@ -115,7 +115,7 @@ def _quantise_as_loaded(quantizer: Any, say: Callable[[str], None]) -> None:
         return
     if not method.startswith(_QUANTISES_ANYTHING):
         raise UserError(
-            f"Weights that were published quantised are modelled for bitsandbytes, and where transformers unpacks them; "
+            "Weights that were published quantised are modelled for bitsandbytes, and where transformers unpacks them; "
             f"here it would multiply {method} by kernels of its own. Estimate the script with the model that they were "
             "made from, or a recipe: lowmem-ft keeps MXFP4 and FP8 packed."
         )

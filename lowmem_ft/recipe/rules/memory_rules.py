@@ -56,7 +56,10 @@ def quantization_needs_safetensors(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@reads("model", "adapter.name", "distributed.strategy")
+@reads(
+    *("model.name_or_path", "model.revision", "model.gguf_file", "model.weights", "model.quantization"),
+    *("adapter.name", "distributed.strategy"),
+)
 def packed_base_is_frozen_and_whole(recipe: Recipe) -> Iterator[str]:
     """A checkpoint in MXFP4 or FP8 is not rounded a second time, not trained itself, and not cut."""
     model, name = recipe.model, recipe.model.name_or_path or ""
