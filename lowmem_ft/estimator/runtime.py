@@ -26,6 +26,7 @@ from lowmem_ft.models.loading import (
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.other_parts import set_other_parts
 from lowmem_ft.models.quantizing.quantization import check_quantization, quantization_config, quantize_weights
+from lowmem_ft.models.quantizing.stored_quantizers import pack_as_stored, packed_format
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
@@ -52,7 +53,9 @@ def _bytes_of_weights(model: PreTrainedModel) -> int:
     bytes_by_type = {"Params4bit": 0.5, "Int8Params": 1}
     return int(
         sum(
-            logical_numel(parameter) * bytes_by_type.get(type(parameter).__name__, parameter.element_size())
+            logical_numel(parameter) * bytes_by_type[kind]
+            if (kind := type(parameter).__name__) in bytes_by_type
+            else parameter.nbytes
             for parameter in model.parameters()
         )
     )
@@ -137,7 +140,7 @@ class VirtualRuntime(Runtime):
         if host is not None and host.files_for("parameter") is not None:
             for parameter in model.parameters():
                 self.machine.recorder.mark_place(parameter, "disk")
-        if config.quantization != "none":
+        if config.quantizes:
             check_quantization(model, config)
         return model
 
@@ -146,6 +149,8 @@ class VirtualRuntime(Runtime):
         bits = quantization_config(config, dtype)
         if bits is not None:
             quantize_weights(model, bits)
+        elif config.quantization != "dequantize" and packed_format(hf_config) is not None:
+            pack_as_stored(model, hf_config)
 
     def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
         """Return a stand-in of a weight's shape, as ``weights_in_shards`` leaves where this process keeps its rows."""

@@ -71,6 +71,7 @@ class StepFacts:
         num_micro_batches: micro-batches between two updates.
         layer_input_bytes: bytes of a layer's input, for one micro-batch.
         weight_itemsize: bytes of an element of the weights.
+        packed_itemsize: least bytes of an element of the layers' weights, if the checkpoint holds them packed.
         trains_all: whether all weights are trained.
         clips: whether gradients are clipped by their global norm.
         steps_in_backward: whether the optimizer steps in backward.
@@ -88,6 +89,7 @@ class StepFacts:
     steps_in_backward: bool
     strategy: str | None
     num_processes: int
+    packed_itemsize: float | None = None
 
 
 Statement = Callable[[Held, Any, StepFacts], Held]

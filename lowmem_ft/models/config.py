@@ -18,7 +18,9 @@ _QUANTIZED_BYTES = {"nf4": 0.5, "int8": 1.0}
 
 
 def _quantized(held: Held, value: str, step: StepFacts) -> Held:
-    return held.scaled(_QUANTIZED_BYTES.get(value, step.weight_itemsize) / step.weight_itemsize)
+    as_stored = step.packed_itemsize if value == "none" else None
+    itemsize = _QUANTIZED_BYTES.get(value, as_stored or step.weight_itemsize)
+    return held.scaled(itemsize / step.weight_itemsize)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,11 @@ class ModelConfig:
         tries=("float32", "bfloat16", "float16"),
         leaves=dict.fromkeys(PARTS, as_it_is),
     )
-    quantization: Literal["none", "nf4", "int8"] = knob(
+    quantization: Literal["none", "nf4", "int8", "dequantize"] = knob(
         "none",
-        "Frozen weights of the decoder layers, fused experts, too, in 4 bits (NF4, double quantisation) or 8 "
-        "(LLM.int8); needs an adapter.",
+        "Frozen weights of the decoder layers in 4 bits (NF4, double quantisation; fused experts, too) or 8 "
+        "(LLM.int8); needs an adapter. none: as the checkpoint has them: one in MXFP4 or blockwise FP8 stays packed, "
+        "and needs an adapter, too; dequantize: such a one is unpacked to model.dtype.",
         frees="nf4: 1.48 of 2 bytes a weight of a linear layer; int8: 1",
         costs="rounded weights, unpacked for each use",
         effects={
@@ -91,13 +94,18 @@ class ModelConfig:
         """True if the weights are in a GGUF file."""
         return self.gguf_file is not None or (self.name_or_path or "").endswith(".gguf")
 
+    @property
+    def quantizes(self) -> bool:
+        """True if plain weights are rounded to fewer bits while they are read, by bitsandbytes."""
+        return self.quantization in _QUANTIZED_BYTES
+
     def require_packages(self) -> None:
         """Reject quantisation, kernels or a GGUF file if the package for it is not installed.
 
         Raises:
             MissingPackageError: if it is not installed.
         """
-        if self.quantization != "none":
+        if self.quantizes:
             require_package(f"model.quantization={self.quantization}", "bitsandbytes", "bitsandbytes")
         if self.kernels == "liger":
             require_package(f"model.kernels={self.kernels}", "liger-kernel", "liger")

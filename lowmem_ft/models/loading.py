@@ -6,7 +6,6 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import struct
@@ -30,6 +29,7 @@ from transformers import (
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, is_panic
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
 from lowmem_ft.models.causality import refuse_bidirectional
@@ -37,7 +37,8 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
-from lowmem_ft.models.files.model_files import limit_of_positions, refuse_quantized
+from lowmem_ft.models.files.model_files import limit_of_positions
+from lowmem_ft.models.files.stored_quantization import FORMATS, packing_problem, refuse_other_formats
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -45,6 +46,13 @@ from lowmem_ft.models.quantizing.quantization import (
     keep_one_layout,
     quantization_config,
     quantize_weights,
+)
+from lowmem_ft.models.quantizing.stored_quantizers import (
+    log_packed,
+    packed_format,
+    save_unpacked,
+    stored_weights_trainable,
+    unpacking_config,
 )
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
@@ -75,8 +83,10 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             invalid or incomplete.
     """
     if architecture_only and (catalogued := catalogue_config(config)):
+        _settle_packing(config, catalogued)
         return language_config(catalogued)
     hf_config = _whole_config(config, says=True)
+    _settle_packing(config, hf_config)
     if (language := language_config(hf_config)) is not hf_config:
         logger.info(
             "%s is a model of several parts (%s): its language model is trained, and the others stay on the disk, and "
@@ -129,9 +139,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
         # transformers asks only if the config itself is of a remote class; causal_lm_class() never asks.
         if not config.trust_remote_code:
             raise _brings_code(path)
-    refuse_quantized(
-        config.name_or_path or "", None if "gguf_file" in source else written.get("quantization_config")
-    )
+    refuse_other_formats(config.name_or_path or "", written.get("quantization_config"))
     if written:
         refuse_incomplete(path, written, hf_config)
     return hf_config
@@ -178,7 +186,8 @@ def load_model(
 ) -> PreTrainedModel:
     """Load the model with its weights on ``device`` at ``model.dtype``, or in ``model.quantization``'s 4 or 8 bits.
 
-    A weight is quantised as soon as it is read: there is never a copy of the model in 16 bits.
+    A weight is quantised, or unpacked, as soon as it is read: there is never a second copy of the model. Weights that
+    the files hold in MXFP4 or FP8 stay as they are unless ``model.quantization=dequantize``.
 
     Args:
         config: the recipe's model group.
@@ -207,11 +216,14 @@ def load_model(
         "output_loading_info": True,
         "ignore_mismatched_sizes": True,  # they are in the report, from which they are rejected by name below
     }
+    stored = packed_format(hf_config)
     if bits is not None:
         options["quantization_config"] = bits
+    elif config.quantization == "dequantize":
+        options["quantization_config"] = unpacking_config(hf_config)
     try:
         read = _from_gguf if "gguf_file" in source else _from_safetensors
-        with contextlib.nullcontext() if bits is None else experts_packed():
+        with experts_packed() if bits is not None else stored_weights_trainable():
             model, report = read(source.pop("path"), source, options)
     except torch.OutOfMemoryError:
         raise  # not the checkpoint's fault
@@ -221,7 +233,35 @@ def load_model(
     if bits is not None:
         keep_one_layout(model)
         check_quantization(model, config)
+    elif config.quantization == "dequantize":
+        save_unpacked(model)
+        logger.info(
+            "Base: its weights, in %s in its files, are unpacked: %s (model.quantization=dequantize).",
+            FORMATS[stored or ""],
+            format_bytes(sum(weight.nbytes for weight in model.parameters())),
+        )
+    elif stored is not None:
+        log_packed(model, hf_config)
     return model
+
+
+def _settle_packing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
+    """Reject a ``model.quantization`` that does not go with a checkpoint's files; weights at random are plain.
+
+    Raises:
+        ModelError: if packed weights would be packed again, plain ones be unpacked, or a model has several parts.
+    """
+    stored, name = packed_format(hf_config), config.name_or_path or ""
+    if stored is not None and (config.weights == "random" or config.is_gguf):
+        delattr(hf_config, "quantization_config")
+        stored = None
+    if problem := packing_problem(stored, config.quantization, name):
+        raise ModelError(problem)
+    if stored is not None and language_config(hf_config) is not hf_config:
+        raise ModelError(
+            f"A base in {FORMATS[stored]} must be a language model alone, and {name} is a model of several parts "
+            f"({hf_config.model_type}). Name the model that it was made from."
+        )
 
 
 def compute_dtype(dtype: torch.dtype, mixed_precision: str) -> torch.dtype:

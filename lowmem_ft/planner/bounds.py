@@ -31,7 +31,9 @@ from lowmem_ft.memory.least_memory import (
     StepParts,
     gone_unless,
 )
+from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST
 from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
@@ -64,6 +66,7 @@ class ModelShape:
         vocab_size: logits per token.
         longest_row: tokens of a row, if ``data.max_length`` is null.
         checkpoint_dtype: type of the weights, if ``model.dtype`` is auto.
+        packed_itemsize: least bytes of an element of the layers' weights as the files hold them; None: they are plain.
     """
 
     num_layers: int
@@ -79,6 +82,7 @@ class ModelShape:
     vocab_size: int
     longest_row: int
     checkpoint_dtype: torch.dtype
+    packed_itemsize: float | None = None
 
     def dtype_of(self, recipe: Recipe) -> torch.dtype:
         """Return the type of the weights: ``model.dtype``, or the checkpoint's own."""
@@ -118,6 +122,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         vocab_size=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         longest_row=longest_row,
         checkpoint_dtype=checkpoint_dtype,
+        packed_itemsize=BYTES_OF_LEAST.get(packed_format(model.config) or ""),
     )
 
 
@@ -225,6 +230,7 @@ def _facts(recipe: Recipe, shape: ModelShape) -> StepFacts:
         steps_in_backward=recipe.optimizer.in_backward,
         strategy=recipe.distributed.strategy,
         num_processes=recipe.distributed.num_processes or 1,
+        packed_itemsize=shape.packed_itemsize,
     )
 
 

@@ -131,7 +131,14 @@ def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
     """Return what a run checks before it builds anything: types, optimizer and attention of the device."""
 
     @reads(
-        *("model", "adapter", "training.mixed_precision", "optimizer.name", "data.packing"),
+        *(
+            "model",
+            "adapter",
+            "training.mixed_precision",
+            "optimizer.name",
+            "data.packing",
+            "distributed.strategy",
+        ),
         *keys_with("no loss scale"),
     )
     def rule(recipe: Recipe) -> Iterator[str]:

@@ -53,4 +53,4 @@ class Recipe:
     @property
     def uses_bitsandbytes(self) -> bool:
         """True if kernels of bitsandbytes are called, whose code the device then holds."""
-        return self.model.quantization != "none" or self.optimizer.row.bitsandbytes is not None
+        return self.model.quantizes or self.optimizer.row.bitsandbytes is not None

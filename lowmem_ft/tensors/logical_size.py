@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor, nn
 
@@ -10,9 +11,9 @@ from lowmem_ft.tensors.local_shards import whole_shape
 
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
-    """Return the shape of the weights in a parameter; bitsandbytes' 4-bit ones record what they were made from."""
-    state = getattr(parameter, "quant_state", None)
-    return tuple(whole_shape(parameter) if state is None else state.shape)
+    """Return the shape of the weights in a parameter; packed ones record it, scales of a packed one have none."""
+    shape = _recorded_shape(parameter)
+    return tuple(whole_shape(parameter) if shape is None else shape)
 
 
 def logical_numel(parameter: Tensor) -> int:
@@ -21,10 +22,15 @@ def logical_numel(parameter: Tensor) -> int:
 
 
 def is_packed(parameter: Tensor) -> bool:
-    """Return whether a parameter holds weights in 4 or 8 bits."""
-    return not parameter.is_floating_point()
+    """Return whether a parameter holds weights in 4 or 8 bits, or their scales."""
+    return _recorded_shape(parameter) is not None or not parameter.is_floating_point()
 
 
 def has_packed_experts(model: nn.Module) -> bool:
     """Return whether a packed parameter holds a layer's experts, which are tensors of three axes."""
     return any(is_packed(one) and len(logical_shape(one)) == 3 for one in model.parameters())
+
+
+def _recorded_shape(parameter: Tensor) -> Sequence[int] | None:
+    state = getattr(parameter, "quant_state", None)  # bitsandbytes' 4-bit ones
+    return getattr(parameter, "packed_shape", None) if state is None else state.shape

@@ -28,9 +28,11 @@ from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
+from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
 from lowmem_ft.models.loading import compute_dtype, weights_dtype
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.other_parts import other_parts
+from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
     check_optimizer,
@@ -120,6 +122,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     dtype = weights_dtype(recipe.model, hf_config)
     recipe.model.require_packages()
     check_adapter(recipe.adapter)
+    _refuse_to_train_packed(recipe, hf_config)
     check_precision(
         str(dtype).removeprefix("torch."),
         recipe.training.mixed_precision,
@@ -140,6 +143,16 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:
         _log_float32(recipe, runtime.device)
     return Plan(hf_config=hf_config, attention=attention)
+
+
+def _refuse_to_train_packed(recipe: Recipe, hf_config: PretrainedConfig) -> None:
+    """Refuse what a rule refuses, too, where it can read the config: that of a model on the hub is known only now."""
+    stored, quantization = packed_format(hf_config), recipe.model.quantization
+    if stored is not None and quantization != "dequantize":
+        name, strategy = recipe.model.name_or_path or "", recipe.distributed.strategy
+        twice = packing_problem(stored, quantization, name)
+        problems = problems_of_training(stored, name, recipe.adapter.name, strategy)
+        raise_problems([*([twice] if twice else []), *problems])
 
 
 def _log_float32(recipe: Recipe, device: torch.device) -> None:

@@ -61,21 +61,27 @@ class GroupedExperts:
         Returns:
             Shape (S, O), in the type of ``rows`` if the weight is frozen; it may be changed in place.
         """
-        weight = getattr(self.module, name)
-        if weight.requires_grad:
+        weight = self.module._parameters.get(name)  # packed ones may have other names
+        if weight is not None and weight.requires_grad:
             return moe._grouped_mm(
                 rows, weight if self.module.is_transposed else weight.transpose(1, 2), ends_E
             )
         return _Product.apply(rows, ends_E, self, name)
 
-    def compute_dtype(self, name: str) -> torch.dtype:
-        """Return the type that a weight's products are computed in."""
+    def compute_dtype(self, name: str, rows: Tensor) -> torch.dtype:
+        """Return the type that a weight's products with these rows are computed in."""
         return getattr(self.module, name).dtype
 
-    def multiply(self, rows: Tensor, ends_E: Tensor, name: str, *, swapped: bool) -> Tensor:
-        """Multiply each expert's rows by its weight, or by the weight with its axes swapped; shape (S, O) or (S, I)."""
+    def multiply(
+        self, rows: Tensor, ends_E: Tensor, name: str, dtype: torch.dtype, *, swapped: bool
+    ) -> Tensor:
+        """Multiply each expert's rows by its weight, or by the weight with its axes swapped, in a type.
+
+        Returns:
+            Shape (S, O), or (S, I) of swapped axes.
+        """
         weight = getattr(self.module, name)
-        return moe._grouped_mm(rows.to(weight.dtype), weight.transpose(1, 2) if swapped else weight, ends_E)
+        return moe._grouped_mm(rows.to(dtype), weight.transpose(1, 2) if swapped else weight, ends_E)
 
     def _with_bias(self, product: Tensor, name: str, experts_S: Tensor) -> Tensor:
         bias = getattr(self.module, f"{name}_bias", None) if self.module.has_bias else None
@@ -89,13 +95,14 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, ends_E: Tensor, experts: GroupedExperts, name: str) -> Tensor:
         ctx.save_for_backward(ends_E)
         ctx.experts, ctx.of_weight, ctx.dtype = experts, name, rows.dtype
+        ctx.of_products = experts.compute_dtype(name, rows)
         swapped = not experts.module.is_transposed
-        return experts.multiply(rows, ends_E, name, swapped=swapped).to(rows.dtype)
+        return experts.multiply(rows, ends_E, name, ctx.of_products, swapped=swapped).to(rows.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (ends_E,) = ctx.saved_tensors
         swapped = ctx.experts.module.is_transposed
-        d_rows = ctx.experts.multiply(d_product, ends_E, ctx.of_weight, swapped=swapped)
+        d_rows = ctx.experts.multiply(d_product, ends_E, ctx.of_weight, ctx.of_products, swapped=swapped)
         return d_rows.to(ctx.dtype), None, None, None

@@ -60,6 +60,10 @@ BROKEN_AND_MENDED = {
         ["model=weights.gguf", "model.quantization=nf4", "adapter.name=lora"],
         ["model=weights.gguf", "model.quantization=none", "adapter.name=lora"],
     ),
+    "packed_base_is_frozen_and_whole": (
+        ["model=openai/gpt-oss-20b", "model.weights=pretrained"],
+        ["model=openai/gpt-oss-20b", "model.weights=pretrained", "adapter.name=lora"],
+    ),
     "master_needs_bfloat16_weights": (
         ["optimizer.master=split16"],
         ["optimizer.master=split16", "model.dtype=bfloat16"],

@@ -8,6 +8,7 @@ import importlib
 import importlib.util
 import inspect
 import pkgutil
+import tempfile
 
 import pytest
 import torch
@@ -74,7 +75,19 @@ def make_fsdp_state():
     return state
 
 
+@functools.cache
+def make_loaded_model():
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_experts": 2, "vocab_size": 8, "head_dim": 8}
+    plain = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, num_attention_heads=1, num_key_value_heads=1))
+    with tempfile.TemporaryDirectory() as folder:
+        plain.save_pretrained(folder)
+        return Qwen3MoeForCausalLM.from_pretrained(folder)
+
+
 OBJECTS = {
+    "transformers.PreTrainedModel.from_pretrained()": make_loaded_model,
     "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()": make_fsdp_state,
     "torch.distributed.fsdp.FSDPModule()._get_fsdp_state()._fsdp_param_group": lambda: (
         make_fsdp_state()._fsdp_param_group

@@ -6,6 +6,7 @@ from upstream_names.upstream_name import called, data, replaced
 
 _FLASH = "transformers.modeling_flash_attention_utils"
 _MODEL = "transformers.modeling_utils.PreTrainedModel"
+_LOADED = "transformers.PreTrainedModel.from_pretrained()"
 
 TRANSFORMERS = (
     replaced(
@@ -87,6 +88,9 @@ TRANSFORMERS = (
         "dtype checkpoint_files config sharded_metadata state_dict weights_only hf_quantizer",
         "the type of weights that are not read",
     ),
+    *data(_MODEL, "_keep_in_fp32_modules", "weights that no quantiser packs", "NoneType"),
+    *data(_LOADED, "_weight_conversions", "taken off: a model that was unpacked is saved unpacked", "list"),
+    *data(_LOADED, "_is_hf_initialized", "packed experts have no tensors to initialise", "bool"),
     replaced(
         _MODEL,
         "_load_pretrained_model",

@@ -82,7 +82,7 @@ def _load_shapes(
     *args: Any,
 ) -> Any:
     if state_dict is None:
-        _quantise_as_loaded(load_config.hf_quantizer)
+        _quantise_as_loaded(load_config.hf_quantizer, say)
         _put_on_one_device(load_config.device_map, say)
         load_config = dataclasses.replace(load_config, weight_mapping=None)  # the names are the model's own
         state_dict, checkpoint_files = _shapes_of(model, load_config), None
@@ -104,16 +104,20 @@ def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], N
     )
 
 
-def _quantise_as_loaded(quantizer: Any) -> None:
+def _quantise_as_loaded(quantizer: Any, say: Callable[[str], None]) -> None:
     """Mark a checkpoint that was saved quantised as not quantised yet: its shapes are those of its plain weights."""
     if quantizer is None or not quantizer.pre_quantized:
         return
     method = quantizer.quantization_config.quant_method
     method = str(getattr(method, "value", method))
+    if getattr(quantizer.quantization_config, "dequantize", False):
+        say(f"weights: unpacked from {method}, as the script asks or as transformers does on such a machine")
+        return
     if not method.startswith(_QUANTISES_ANYTHING):
         raise UserError(
-            f"Weights that were published quantised are modelled for bitsandbytes only, got {method}. Estimate the "
-            "script with the model that they were made from."
+            "Weights that were published quantised are modelled for bitsandbytes, and where transformers unpacks them; "
+            f"here it would multiply {method} by kernels of its own. Estimate the script with the model that they were "
+            "made from, or a recipe: lowmem-ft keeps MXFP4 and FP8 packed."
         )
     quantizer.pre_quantized = False
 

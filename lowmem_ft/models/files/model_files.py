@@ -16,6 +16,7 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import MODEL, shard_files
+from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST, method_of, refuse_other_formats
 
 INDEX_FILE, WEIGHTS_FILE = "model.safetensors.index.json", "model.safetensors"
 
@@ -76,6 +77,17 @@ def least_weights(config: ModelConfig) -> tuple[int, int]:
     return rows * width, depth * width * inner
 
 
+def packed_format_of(config: ModelConfig) -> str | None:
+    """Return the format in which a model's weights stay packed, by its ``quant_method``.
+
+    None: they are plain, unpacked or initialised at random, or neither a local file nor the catalogue tells.
+    """
+    if config.weights == "random" or config.quantization == "dequantize":
+        return None
+    method = method_of(architecture_fields(config).get("quantization_config"))
+    return method if method in BYTES_OF_LEAST else None
+
+
 def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
     """Return the longest sequence that an architecture was made for, in tokens; None if its config names no limit.
 
@@ -93,12 +105,13 @@ def refuse_unfit(config: ModelConfig) -> None:
     """Reject a model whose ``config.json`` shows that it cannot be trained here.
 
     Raises:
-        ModelError: if it is not JSON, is or has an encoder, its weights are quantised, or its sizes are invalid.
+        ModelError: if it is not JSON, is or has an encoder, its weights are in a format that is not
+            trained upon, or its sizes are invalid.
     """
     fields, name = architecture_fields(config), config.name_or_path or ""
     _refuse_unreadable(config)
     _refuse_encoder(name, fields)
-    refuse_quantized(name, fields.get("quantization_config"))
+    refuse_other_formats(name, fields.get("quantization_config"))
     wrong = [
         f"{field} from 1 to {largest:,}, got {size!r}"
         for field, largest in _LARGEST.items()
@@ -125,26 +138,6 @@ def _refuse_unreadable(config: ModelConfig) -> None:
         raise ModelError(
             f"A config.json must give model_type; that of {config.name_or_path} lacks it. Add the field, or {way_out}"
         )
-
-
-def refuse_quantized(name: str, quantization: object) -> None:
-    """Reject a checkpoint that was saved in fewer bits: gradients need the weights themselves.
-
-    Args:
-        name: name of the model, for the message.
-        quantization: the ``quantization_config`` of its config.json; None: it has none.
-
-    Raises:
-        ModelError: if it has one.
-    """
-    if quantization is None:
-        return
-    method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-    raise ModelError(
-        f"{name} holds weights that are quantised already (quantization_config in its config.json: {method}), and "
-        "training starts from those in 16 or 32 bits. Name the model that it was made from; to train adapters on "
-        "4-bit weights, also set model.quantization=nf4 adapter.name=lora."
-    )
 
 
 def _refuse_encoder(name: str, fields: dict[str, Any]) -> None:

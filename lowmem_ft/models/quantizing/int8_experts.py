@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
 
@@ -49,13 +47,21 @@ def unpack(packed: Tensor, scales: Tensor, experts: slice, dtype: torch.dtype) -
     return packed[experts].to(dtype).mul_(scales[experts] / _LARGEST)
 
 
-def unpacker(module: nn.Module, name: str) -> Callable[[slice, torch.dtype], Tensor]:
-    """Return :func:`unpack` of a module's packed parameter; its scales become a buffer, which moves with the module."""
-    buffer = f"{name}_row_scales"
-    parameter = module._parameters[name]
-    module.register_buffer(buffer, vars(parameter).pop("row_scales"), persistent=False)
+class Int8Weight:
+    """The weight that :func:`pack` has made of a module's tensor; its scales become a buffer, which moves with it.
 
-    def of_parameter(experts: slice, dtype: torch.dtype) -> Tensor:
-        return unpack(module.get_parameter(name).data, module.get_buffer(buffer), experts, dtype)
+    Args:
+        module: an experts module.
+        name: name of the parameter, which is looked up at each use.
+    """
 
-    return of_parameter
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name, self._scales = module, name, f"{name}_row_scales"
+        weight = module.get_parameter(name)
+        self.shape = tuple(weight.shape)
+        module.register_buffer(self._scales, vars(weight).pop("row_scales"), persistent=False)
+
+    def unpack(self, experts: slice, dtype: torch.dtype) -> Tensor:
+        """Return some experts' weights in a type."""
+        values, scales = self.module.get_parameter(self.name).data, self.module.get_buffer(self._scales)
+        return unpack(values, scales, experts, dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -84,13 +83,24 @@ def unpack(packed: Tensor, state: Any, experts: slice, dtype: torch.dtype) -> Te
     ).view(num, *shape)
 
 
-def unpacker(module: nn.Module, name: str) -> Callable[[slice, torch.dtype], Tensor]:
-    """Return :func:`unpack` of a module's packed parameter, whose state it keeps: FSDP2's parameters lack theirs."""
-    state = getattr(module._parameters[name], "quant_state")  # noqa: B009  # nn.Parameter has no such attribute
+class Nf4Weight:
+    """The weight that :func:`pack` has made of a module's tensor.
 
-    def of_parameter(experts: slice, dtype: torch.dtype) -> Tensor:
-        parameter = module._parameters[name]
-        assert parameter is not None
-        return unpack(parameter.data, state, experts, dtype)
+    Args:
+        module: an experts module.
+        name: name of the parameter, which is looked up at each use: FSDP2 makes parameters that lack the state.
+    """
 
-    return of_parameter
+    def __init__(self, module: nn.Module, name: str) -> None:
+        self.module, self.name = module, name
+        weight: Any = module._parameters[name]
+        self.state = weight.quant_state
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor that was packed."""
+        return tuple(self.state.shape)
+
+    def unpack(self, experts: slice, dtype: torch.dtype) -> Tensor:
+        """Return some experts' weights in a type."""
+        return unpack(self.module.get_parameter(self.name).data, self.state, experts, dtype)

@@ -11,7 +11,8 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
-from lowmem_ft.models.files.model_files import least_weights
+from lowmem_ft.models.files.model_files import least_weights, packed_format_of
+from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA, LEAST_PROCESS_BYTES, LIBRARIES_BYTES
@@ -154,4 +155,5 @@ def _least_weight_bytes(recipe: Recipe) -> int:
         return 0
     embedding, layers = least_weights(model)
     dtype_bytes = _DTYPE_BYTES[model.dtype]
-    return round(embedding * dtype_bytes + layers * _QUANTIZED_BYTES.get(model.quantization, dtype_bytes))
+    of_layers = BYTES_OF_LEAST.get(packed_format_of(model) or "", dtype_bytes)
+    return round(embedding * dtype_bytes + layers * _QUANTIZED_BYTES.get(model.quantization, of_layers))

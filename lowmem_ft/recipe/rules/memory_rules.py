@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowmem_ft.models.files.model_files import packed_format_of
+from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
 from lowmem_ft.optimizers.table import DEFAULT_OPTIMIZER, listed, optimizers_that
 from lowmem_ft.recipe.reading.keys import key_with, keys_whose_effect, keys_with, memory_knobs
 from lowmem_ft.recipe.rules.rule import reads
@@ -35,7 +37,7 @@ def fp16_needs_float32_weights(recipe: Recipe) -> Iterator[str]:
 def quantization_needs_an_adapter(recipe: Recipe) -> Iterator[str]:
     """A weight in 4 or 8 bits has no room for an update."""
     quantization = recipe.model.quantization
-    if quantization != "none" and recipe.adapter.name == "none":
+    if recipe.model.quantizes and recipe.adapter.name == "none":
         yield (
             f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train, got none. "
             "Set adapter.name=lora or model.quantization=none."
@@ -52,6 +54,20 @@ def quantization_needs_safetensors(recipe: Recipe) -> Iterator[str]:
             f"{recipe.model.gguf_file or name}. Set model.name_or_path to the model that it was made from, or "
             "model.quantization=none."
         )
+
+
+@reads(
+    *("model.name_or_path", "model.revision", "model.gguf_file", "model.weights", "model.quantization"),
+    *("adapter.name", "distributed.strategy"),
+)
+def packed_base_is_frozen_and_whole(recipe: Recipe) -> Iterator[str]:
+    """A checkpoint in MXFP4 or FP8 is not rounded a second time, not trained itself, and not cut."""
+    model, name = recipe.model, recipe.model.name_or_path or ""
+    if (stored := packed_format_of(model)) is None:
+        return
+    if problem := packing_problem(stored, model.quantization, name):
+        yield problem
+    yield from problems_of_training(stored, name, recipe.adapter.name, recipe.distributed.strategy)
 
 
 @reads("optimizer.master", "model.dtype", "adapter.name")

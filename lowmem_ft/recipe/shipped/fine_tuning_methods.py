@@ -84,8 +84,9 @@ _WHICH_AND_WHERE = (
 
 
 def of_model_alone(settings: Sequence[str]) -> list[str]:
-    """Return the settings that name the model and the machine: none about how the model is trained."""
-    return [f"{key}={value}" for key, value in values_of(settings).items() if key in _WHICH_AND_WHERE]
+    """Return the settings that name the model and the machine, frozen: none of the user's about how it is trained."""
+    named = [f"{key}={value}" for key, value in values_of(settings).items() if key in _WHICH_AND_WHERE]
+    return [*named, "adapter.name=lora"]  # which any base can be trained with, a packed one too
 
 
 def methods_with(settings: Sequence[str]) -> tuple[Method, ...]:

@@ -76,7 +76,7 @@ def _product(
         return product
     (adapter,) = (one for one in layer.active_adapters if one in layer.lora_A)
     added = _low_rank(
-        rows.to(experts.compute_dtype(name)),
+        rows.to(experts.compute_dtype(name, rows)),
         layer.lora_A[adapter].weight,
         layer.lora_B[adapter].weight * layer.scaling[adapter],
         ends_E,

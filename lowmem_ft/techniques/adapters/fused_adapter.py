@@ -112,12 +112,17 @@ def _is_plain(layer: Any) -> bool:
 
         kinds[lora.Linear4bit] = bitsandbytes.nn.Linear4bit
     return (
-        type(base) is kinds.get(type(layer))
+        (type(base) is kinds.get(type(layer)) or (type(layer) is lora.Linear and _is_packed(base)))
         and not layer.fan_in_fan_out
         and not any(parameter.requires_grad for parameter in base.parameters())
         and not layer.lora_variant
         and not any(layer.lora_bias.values())
     )
+
+
+def _is_packed(base: Any) -> bool:
+    """Return whether a layer keeps the weights of its checkpoint in fewer bits."""
+    return hasattr(base, "unpacked_weight")
 
 
 def _forward(
@@ -249,7 +254,9 @@ class _Operation:
 
     def _through_base(self, d_output_NO: Tensor) -> Tensor:
         weight: Any = self.base.weight
-        if type(self.base) is not nn.Linear:
+        if _is_packed(self.base):
+            weight = self.base.unpacked_weight(self.base_dtype)
+        elif type(self.base) is not nn.Linear:
             from bitsandbytes.functional import dequantize_4bit
 
             state = (

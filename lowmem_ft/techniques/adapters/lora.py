@@ -315,7 +315,10 @@ def _experts_as_float32(model: nn.Module) -> Iterator[None]:
     It takes an adapter's shape and type from the parameter, and a packed one has neither.
     """
     own = {
-        (module, name): module._parameters[name] for module in model.modules() for name in weights_of(module)
+        (module, name): module._parameters[name]
+        for module in model.modules()
+        for name in weights_of(module)
+        if name in module._parameters  # of a base in MXFP4 it has other names
     }
     for (module, name), weight in own.items():
         assert weight is not None

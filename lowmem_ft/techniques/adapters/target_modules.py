@@ -151,6 +151,7 @@ def with_another_forward(model: nn.Module) -> list[str]:
         for name, module in _linear_layers(model).items()
         if type(module).forward not in (nn.Linear.forward, Conv1D.forward)
         and not type(module).__module__.startswith("bitsandbytes.")
+        and not hasattr(module, "unpacked_weight")  # in fewer bits
         and not _returns_a_product(module)
     ]
 

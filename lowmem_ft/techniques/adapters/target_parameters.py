@@ -6,7 +6,7 @@ import re
 
 from torch import nn
 
-from lowmem_ft.foundation.errors import did_you_mean, raise_problems
+from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.tensors.logical_size import is_packed, logical_shape
 
@@ -23,6 +23,11 @@ def target_parameters(model: nn.Module, config: AdapterConfig) -> list[str]:
     fused = sorted({_OF_A_LAYER.sub("", name) for name, shape in shapes.items() if len(shape) == 3})
     way_out = f"It has {', '.join(fused)}." if fused else "It has no fused experts: leave the key out."
     problems = []
+    if config.target_parameters and any(hasattr(one, "packed_shape") for one in model.parameters()):
+        raise UserError(
+            "adapter.target_parameters adapts experts in 16 bits, or that model.quantization packs; those of this base "
+            "stay in the format of its files. Set model.quantization=dequantize, or leave the key out."
+        )
     for target in config.target_parameters:
         named = [name for name in shapes if name == target or name.endswith(f".{target}")]
         if not named:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,8 +12,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.stored_quantization import FORMATS
 from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
 from lowmem_ft.models.other_parts import other_parts
+from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.lora import merge_adapter
@@ -34,7 +37,8 @@ def merge_into_base(
     """Write a model folder that ``from_pretrained`` loads: the base's weights with the adapter's products added.
 
     The base is held in host memory in its own type; one matrix at a time is merged in float32 and rounded once. If the
-    base was quantised while training, the adapter is merged into its unquantised weights.
+    base was quantised while training, the adapter is merged into its unquantised weights; one whose files hold it
+    in MXFP4 or FP8 is unpacked, and stays so.
 
     Args:
         adapter: a folder in PEFT's format.
@@ -50,10 +54,19 @@ def merge_into_base(
     """
     config = check_merge(adapter, target, base=base)
     hf_config = load_model_config(config)
+    if (stored := packed_format(hf_config)) is not None:
+        config = dataclasses.replace(config, quantization="dequantize")
     tokenizer = _tokenizer_of(adapter, config)
     model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
     merged_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    _warn_of_rounded_base(adapter)
+    if stored is None:
+        _warn_of_rounded_base(adapter)
+    else:
+        logger.info(
+            "The base's files hold its weights in %s: the merged model has them unpacked, in %s.",
+            FORMATS[stored],
+            str(merged_dtype).removeprefix("torch."),
+        )
     num_layers = merge_adapter(model, adapter, merged_dtype, track, other_parts(model))
     with explaining_write_errors(target), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
@@ -75,7 +88,7 @@ def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase
 def _warn_of_rounded_base(adapter: Path) -> None:
     recipe = recipe_beside(adapter)
     quantization = "none" if recipe is None else recipe.model.quantization
-    if quantization != "none":
+    if recipe is not None and recipe.model.quantizes:
         logger.warning(
             "The adapter was trained on weights rounded by model.quantization=%s, and is merged into the weights "
             "before that rounding: the merged model differs slightly from the one that was evaluated.",

@@ -102,7 +102,7 @@ def test_products_and_gradients_are_those_of_the_same_weights_unpacked(family, k
     )  # nobody chooses the last one
     PackedExperts.install(packed, torch.float32, kind)
     for name in ("gate_up_proj", "down_proj"):
-        exact = packed.forward._unpackers[name](slice(0, NUM_EXPERTS), torch.float32)
+        exact = packed.forward._weights[name].unpack(slice(0, NUM_EXPERTS), torch.float32)
         assert (exact - module._parameters[name]).abs().mean() < 0.1 * exact.abs().mean()
         module._parameters[name].data = exact
     expected = module(rows, chosen, shares)
