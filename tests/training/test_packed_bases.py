@@ -26,7 +26,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
 
-FAMILIES = ("gpt_oss", "qwen3_moe", "qwen3")
+FAMILIES = ("gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3")
 LORA = ("adapter.name=lora", "adapter.r=4", "model.dtype=bfloat16", "training.mixed_precision=bf16")
 SHORT = (
     "training.max_steps=2",

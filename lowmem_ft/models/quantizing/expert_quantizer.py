@@ -79,7 +79,21 @@ def _quantizer_class(kind: Format) -> type:
                 model, param_name, **kwargs
             )
 
+        @staticmethod
+        def get_modules_to_not_convert(model: PreTrainedModel, *args: Any, **kwargs: Any) -> list[str]:
+            """Return what stays as it is: what transformers leaves out, and layers whose weights are clamped."""
+            stock = stock_quantizer.get_modules_to_not_convert(model, *args, **kwargs)
+            return [*stock, *_names_of_clamped_layers(model)]
+
         def get_quantize_ops(self) -> Pack:
             return Pack(self)
 
     return ExpertQuantizer
+
+
+def _names_of_clamped_layers(model: PreTrainedModel) -> list[str]:
+    """Return the names of layers whose weights are clamped in each forward pass of training, as in Gemma 3n."""
+    if getattr(model.config.get_text_config(), "altup_coef_clip", None) is None:
+        return []
+    coefficients = ("prediction_coefs", "correction_coefs")
+    return [name for name, _ in model.named_modules() if name.endswith(coefficients)]

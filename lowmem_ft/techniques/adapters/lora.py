@@ -23,7 +23,12 @@ from lowmem_ft.foundation.errors import CheckpointError, UserError, raise_proble
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR, target_modules, with_another_forward
+from lowmem_ft.techniques.adapters.target_modules import (
+    ALL_LINEAR,
+    short_name,
+    target_modules,
+    with_another_forward,
+)
 from lowmem_ft.techniques.adapters.target_parameters import target_parameters
 from lowmem_ft.techniques.adapters.whole_model import (
     WholeModel,
@@ -208,7 +213,7 @@ def enable_lora(
     layers = adapted_layers(model)
     if whole is not None and targets == ALL_LINEAR:
         # PEFT has made it a list of every layer's name; in the files it is a short pattern.
-        lora_config.target_modules = sorted({name.rpartition(".")[2] for name in layers})
+        lora_config.target_modules = sorted({short_name(name) for name in layers})
     for layer in layers.values():
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
@@ -414,9 +419,7 @@ def _compare(
 def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> None:
     kinds = [kind for kind, chosen in (("DoRA", config.use_dora), ("rsLoRA", config.use_rslora)) if chosen]
     of_experts = [layer for layer in layers.values() if hasattr(layer, "parameter_name")]
-    names = sorted(
-        {getattr(layer, "parameter_name", name.rpartition(".")[2]) for name, layer in layers.items()}
-    )
+    names = sorted({getattr(layer, "parameter_name", short_name(name)) for name, layer in layers.items()})
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     logger.info(
         "Adapter: %s of rank %d on %d linear layers%s (%s), %s parameters in float32.",

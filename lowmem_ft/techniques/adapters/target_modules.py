@@ -33,7 +33,7 @@ def target_modules(
     """Return the modules to request from PEFT, which would ignore an unmatched name as long as another one matches."""
     others = set(with_another_forward(model))
     linear = [name for name in _linear_layers(model) if name not in others]
-    short_names = sorted({name.rpartition(".")[2] for name in linear})
+    short_names = sorted({short_name(name) for name in linear})
     of_experts = _names_of_experts(model)
     if config.target_modules == (ALL_LINEAR,):
         routers, bypassed = _names_of_routers(model), _names_of_bypassed_layers(model)
@@ -52,8 +52,9 @@ def target_modules(
             )
         if bypassed:
             logger.info(
-                "Adapter: left out %s, as Mamba's fused kernels read weights without calling the layers.",
+                "Adapter: left out %s, as %s reads their weights without calling them.",
                 ", ".join(sorted(bypassed)),
+                type(model).__name__,
             )
         keeps_experts_out = is_packed or config.target_parameters
         names = {*short_names} - of_experts if keeps_experts_out else {*short_names} | of_experts
@@ -77,11 +78,17 @@ def target_modules(
     if bypassed := named & _names_of_bypassed_layers(model):
         problems.append(
             "adapter.target_modules names layers whose adapters have an effect, got "
-            f"{', '.join(sorted(bypassed))}: Mamba's fused kernels read that weight without calling the layer. Leave "
+            f"{', '.join(sorted(bypassed))}: {type(model).__name__} reads that weight without calling the layer. Leave "
             "it out, or write [all-linear] alone."
         )
     raise_problems(problems)
     return list(config.target_modules)
+
+
+def short_name(name: str) -> str:
+    """Return the last part of a module's name, and of one in a list the list's: a number alone names decoder layers."""
+    _, of_list, last = f"..{name}".rsplit(".", 2)
+    return f"{of_list}.{last}" if last.isdigit() else last
 
 
 def _names_of_experts(model: PreTrainedModel) -> frozenset[str]:
@@ -111,11 +118,14 @@ def _source_of(kind: type) -> str:
 
 
 def _names_of_bypassed_layers(model: PreTrainedModel) -> set[str]:
-    """Return the names of a Mamba mixer's layers whose weights fused kernels read; some families' PEFT refuses, too.
+    """Return the names of layers whose weights are read without calling them: no adapter of theirs would be trained.
 
-    Mixers that have the same decay ``A_log`` and call their layers (gated delta nets) are told apart by their source.
+    They are a Mamba mixer's, whose weights fused kernels read, and Gemma 3n's corrections, which it clamps. Mixers that
+    have the same decay ``A_log`` and call their layers (gated delta nets) are told apart by their source.
     """
-    return {
+    is_clamped = getattr(model.config.get_text_config(), "altup_coef_clip", None) is not None
+    clamped = {"correction_coefs"} if is_clamped else set()
+    return clamped | {
         name
         for mixer in model.modules()
         if "A_log" in mixer._parameters
