@@ -19,8 +19,8 @@ from lowmem_ft.models.quantizing.packed_experts import product_dtype
 
 
 def scales_of(name: str) -> str:
-    """Return the name of a weight's scales in files: they are factors, in spite of it."""
-    return "_".join((name, "scale_inv"))
+    """Return the name of a weight's scales in files; they are factors, though it calls them inverse."""
+    return f"{name}_scale_inv"
 
 
 def unpack(weight: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
