@@ -6,9 +6,10 @@ that the largest size of each expert alone would be several times too much.
 
 Two of all routings are traced:
 
-- *uneven*, which needs the most memory: the last expert computes a row of every token, so that the temporary tensors of
-  one expert are at their largest while loops keep those of all others for backward; the other experts share the rest
-  evenly, so that each keeps what is made for an expert, such as a cast weight;
+- *uneven*, which needs the most memory: one of the last experts computes a row of every token, so that the temporary
+  tensors of one expert are at their largest while loops keep those of the others for backward. The experts after it
+  compute one row each: backward begins with them, and holds their weights' gradients before it frees anything large.
+  The others share the rest evenly, so that each keeps what is made for an expert, such as a cast weight;
 - *balanced*, which training aims at: all experts compute as many rows.
 
 Axes: T tokens, K experts of a token, E experts.
@@ -26,6 +27,9 @@ Routing = Literal["uneven", "balanced"]
 
 MOST_ROUTED_ELEMENTS = 2**25
 """Elements above which values that follow from a routing are not computed: a mask of T x K x E takes 8 bytes each."""
+
+NUM_SMALL = 2
+"""Experts after the one with a row of every token."""
 
 _MARK = "_follows_from_routing"
 
@@ -49,11 +53,8 @@ def picked(scores: Tensor, num_picked: int, dim: int, routing: Routing) -> Tenso
         token_T = torch.arange(torch.Size(others).numel())
         if routing == "balanced" or num_picked == num_experts:
             picked_TK = _in_turn(token_T, num_picked, num_experts)
-        elif num_picked == 1:
-            picked_TK = token_T.clamp(max=num_experts - 1)[:, None]
         else:
-            last_T1 = torch.full((len(token_T), 1), num_experts - 1)
-            picked_TK = torch.cat([last_T1, _in_turn(token_T, num_picked - 1, num_experts - 1)], dim=1)
+            picked_TK = _uneven(token_T, num_picked, num_experts)
         picked_TK = picked_TK.reshape(*others, num_picked).movedim(-1, dim).contiguous()
     return marked(picked_TK)
 
@@ -61,6 +62,20 @@ def picked(scores: Tensor, num_picked: int, dim: int, routing: Routing) -> Tenso
 def _in_turn(token_T: Tensor, num_picked: int, num_experts: int) -> Tensor:
     """Let tokens take the first experts, the next ones, and so on; shape (T, number picked)."""
     return (token_T[:, None] * num_picked + torch.arange(num_picked)) % num_experts
+
+
+def _uneven(token_T: Tensor, num_picked: int, num_experts: int) -> Tensor:
+    """Let all tokens take one expert, and one token each of the experts after it; shape (T, number picked)."""
+    num_small = min(NUM_SMALL, num_experts - num_picked)
+    large = num_experts - num_small - 1
+    small = torch.arange(large + 1, num_experts)
+    if num_picked == 1:
+        picked_TK = torch.where(token_T < large, token_T, large)[:, None]
+    else:
+        large_T1 = torch.full((len(token_T), 1), large)
+        picked_TK = torch.cat([large_T1, _in_turn(token_T, num_picked - 1, large)], dim=1)
+    picked_TK[-num_small:, -1] = small[: len(token_T)]
+    return picked_TK
 
 
 def marked(values: Tensor) -> Tensor:
