@@ -85,7 +85,7 @@ CHECKPOINTED = "checkpointing.mode=full"
 
 
 @pytest.mark.parametrize(
-    ("family", "routing", "overrides"),
+    "family, routing, overrides",
     [
         ("mixtral", "uneven", (CHECKPOINTED, "training.mixed_precision=bf16")),
         ("mixtral", "balanced", ()),

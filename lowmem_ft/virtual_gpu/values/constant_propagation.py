@@ -116,9 +116,7 @@ def route(scores: Tensor, result: Any, num_picked: int, dim: int, routing: Routi
 
 def are_routed(args: Any) -> bool:
     """Return whether known values of some argument follow from a routing."""
-    return any(
-        follows_from_routing(getattr(item, _NAME, None)) for value in args for item in _flat(value)
-    )
+    return any(follows_from_routing(getattr(item, _NAME, None)) for value in args for item in _flat(value))
 
 
 def _ones_at_picked(func: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
