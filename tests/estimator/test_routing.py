@@ -38,7 +38,7 @@ FAMILIES = {
         "d_model": SIZE,
         "n_heads": 4,
         "max_seq_len": 512,
-        "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": E, "moe_top_k": K},
+        "ffn_config": {"ffn_hidden_size": INNER, "moe_num_experts": 2 * E, "moe_top_k": 2 * K},
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
     },
     "jetmoe": {
@@ -105,10 +105,10 @@ def test_a_real_step_takes_what_was_estimated_for_its_routing(
     assert run_for_real(recipe).allocated == pytest.approx(estimated, rel=ALLOWED_ERROR)
 
 
-def at_random(scores, k, dim, *, evenness):
-    """Let each token take experts by weights that are alike or far apart."""
-    generator = torch.Generator().manual_seed(int(evenness))
-    weights = torch.rand(scores.shape[-1], generator=generator) ** evenness + 1e-6
+def at_random(scores, k, dim, *, exponent):
+    """Let each token take experts by weights, the farther apart the higher the exponent."""
+    generator = torch.Generator().manual_seed(3)
+    weights = torch.rand(scores.shape[-1], generator=generator) ** exponent + 1e-6
     return torch.multinomial(weights.expand(len(scores), -1), k, generator=generator)
 
 
@@ -116,19 +116,24 @@ def all_alike(scores, k, dim, *, first):
     return torch.arange(first, first + k).expand(len(scores), k)
 
 
-@pytest.mark.parametrize("family", ["mixtral", pytest.param("dbrx", marks=pytest.mark.slow)])
+BALANCED = functools.partial(picked, routing="balanced")
+FEW = functools.partial(at_random, exponent=8.0)
+MOST = functools.partial(at_random, exponent=1.0)
+FIRST, LAST = functools.partial(all_alike, first=0), functools.partial(all_alike, first=E - K)
+
+
 @pytest.mark.parametrize(
-    "pick",
+    "family, pick",
     [
-        functools.partial(picked, routing="balanced"),
-        functools.partial(at_random, evenness=8.0),
-        pytest.param(functools.partial(at_random, evenness=1.0), marks=pytest.mark.slow),
-        pytest.param(functools.partial(all_alike, first=0), marks=pytest.mark.slow),
-        pytest.param(functools.partial(all_alike, first=E - K), marks=pytest.mark.slow),
+        ("mixtral", BALANCED),
+        ("dbrx", FEW),
+        *(pytest.param("mixtral", pick, marks=pytest.mark.slow) for pick in (FEW, MOST, FIRST, LAST)),
+        *(pytest.param("dbrx", pick, marks=pytest.mark.slow) for pick in (BALANCED, MOST, FIRST, LAST)),
     ],
 )
 def test_no_other_routing_takes_more(family, pick, recipe_of, monkeypatch):
-    recipe = recipe_of(family, CHECKPOINTED)
+    bfloat16 = ("model.dtype=bfloat16", "training.per_device_train_batch_size=2")
+    recipe = recipe_of(family, CHECKPOINTED, *bfloat16)
     estimated = estimate_memory(recipe, "cpu").allocated_peak_bytes
     route_for_real(monkeypatch, pick)
     taken = max(run_for_real(recipe).allocated.values())
