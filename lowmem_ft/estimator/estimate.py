@@ -39,6 +39,10 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     estimate_on_gpu,
 )
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
+from lowmem_ft.virtual_gpu.values.routing import Routing
+
+DIFFERENT_ROUTING = 0.01
+"""Share of the process's peak up to which the balanced routing's own peak is not told."""
 
 
 def estimate_memory(
@@ -51,7 +55,9 @@ def estimate_memory(
     """Estimate what a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
 
     The training step itself runs on a virtual GPU at the recipe's worst batch: load, two optimizer steps, and an
-    evaluation if the recipe has held-out data.
+    evaluation if the recipe has held-out data. Where the rows of a mixture's experts decide sizes, both routings are
+    traced (``virtual_gpu/values/routing.py``): the memory is that of the one which needs more, the time that of the
+    balanced one.
 
     Args:
         recipe: the recipe to train.
@@ -74,11 +80,29 @@ def estimate_memory(
     start = time.perf_counter()
     traced = _trace(recipe, spec, kept)
     estimate = estimate_of_trace(recipe, traced, spec, budget, time.perf_counter() - start, reason)
+    if traced.trace.does_routing_decide:
+        traced = _trace(recipe, spec, kept, routing="balanced")
+        balanced = estimate_of_trace(recipe, traced, spec, budget, 0.0, reason)
+        estimate = dataclasses.replace(
+            _of_most_memory(estimate, balanced), trace_seconds=time.perf_counter() - start
+        )
     if estimate.processes is None or not is_cut_unevenly(recipe):
         return estimate
     traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)
     last = estimate_of_trace(recipe, traced, spec, budget, 0.0, reason)
     return dataclasses.replace(_with_last_rank(estimate, last), trace_seconds=time.perf_counter() - start)
+
+
+def _of_most_memory(uneven: MemoryEstimate, balanced: MemoryEstimate) -> MemoryEstimate:
+    """Return the estimate of the routing that needs more memory, with the balanced one's time, and its peak."""
+    most = max(uneven, balanced, key=lambda estimate: estimate.process_peak_bytes)
+    difference = most.process_peak_bytes - balanced.process_peak_bytes
+    is_worth_a_word = difference > DIFFERENT_ROUTING * balanced.process_peak_bytes
+    return dataclasses.replace(
+        most,
+        step=balanced.step,
+        balanced_peak_bytes=balanced.process_peak_bytes if is_worth_a_word else None,
+    )
 
 
 def _with_last_rank(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
@@ -207,9 +231,16 @@ def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     return gpu.compute_capability, num_splits, gpu.has_triton
 
 
-def _trace(recipe: Recipe, gpu: Gpu | None, kept: KeptTraces | None, process_index: int = 0) -> TracedRecipe:
-    new_machine = TracingMachine if gpu is None else functools.partial(VirtualGPU, gpu)
-    kind = None if gpu is None else _kind(recipe, gpu)
+def _trace(
+    recipe: Recipe,
+    gpu: Gpu | None,
+    kept: KeptTraces | None,
+    process_index: int = 0,
+    routing: Routing = "uneven",
+) -> TracedRecipe:
+    machine = TracingMachine if gpu is None else functools.partial(VirtualGPU, gpu)
+    new_machine = functools.partial(machine, routing=routing)
+    kind = (None if gpu is None else _kind(recipe, gpu)), routing
     return trace_recipe(recipe, new_machine, kept=kept, machine=kind, process_index=process_index)
 
 

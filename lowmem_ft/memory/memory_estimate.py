@@ -159,6 +159,9 @@ class MemoryEstimate:
             ``loading`` and ``saving``; they sum to it.
         disk_peak_bytes: bytes of files that are mapped as memory (``offload.folder``); they are resident only while
             there is room, and not counted as such.
+        balanced_peak_bytes: ``process_peak_bytes`` of a mixture whose experts all compute as many rows; the other
+            numbers are those of the routing that needs most, except for the time. None: the routing decides less than
+            1 % of it.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
         by_phase: allocated peak of each phase.
         peak_phase: phase of the allocated peak.
@@ -195,6 +198,7 @@ class MemoryEstimate:
     processes: Processes | None = None
     host_by_part_at_peak: Mapping[str, int] = field(default_factory=dict)
     disk_peak_bytes: int = 0
+    balanced_peak_bytes: int | None = None
     choices: tuple[str, ...] = ()
     not_modelled: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -302,6 +306,7 @@ class MemoryEstimate:
                 "process_peak_bytes": self.process_peak_bytes,
                 "process_low_bytes": process_range and process_range.low_bytes,
                 "process_high_bytes": process_range and process_range.high_bytes,
+                "balanced_peak_bytes": self.balanced_peak_bytes,
             },
             "uncertainty": process_range and asdict(process_range.uncertainty),
             "host": {

@@ -213,6 +213,12 @@ def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str,
     peaks = [f"{PHASE_WORDS[phase]} {format_bytes(by_phase[phase])}" for phase in PHASES if phase in by_phase]
     yield "by phase", ", ".join(peaks)
     yield from _processes(estimate)
+    if estimate.balanced_peak_bytes is not None:
+        yield (
+            "routing",
+            "the one that needs the most memory: in each layer one expert computes a row of every token; balanced, "
+            f"the process takes {format_bytes(estimate.balanced_peak_bytes)}",
+        )
     yield "host", _host_words(estimate)
     if parts := _host_parts(estimate):
         yield "", parts

@@ -32,6 +32,7 @@ from lowmem_ft.virtual_gpu.triton.triton_launches import triton_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
+from lowmem_ft.virtual_gpu.values.routing import Routing
 
 
 class VirtualGPU(TracingMachine):
@@ -49,13 +50,21 @@ class VirtualGPU(TracingMachine):
         check_streams: whether to look for races: uses of the same memory by several streams, or by a stream and the
             host, that no event, wait or synchronisation orders. The block raises an error at its end if there are any,
             unless another error has ended it.
+        routing: how the routers of mixtures of experts route tokens: ``uneven``, which needs the most memory, or
+            ``balanced``.
 
     Raises:
         UserError: if the catalogue has no such GPU.
         RaceError: at the end of the block; :attr:`races` and the report list all races.
     """
 
-    def __init__(self, gpu: str | Gpu = "a100-80gb", *, check_streams: bool = False) -> None:
+    def __init__(
+        self,
+        gpu: str | Gpu = "a100-80gb",
+        *,
+        check_streams: bool = False,
+        routing: Routing = "uneven",
+    ) -> None:
         self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
         self.cap_bytes: int | None = None
         register_virtual_device()
@@ -65,6 +74,7 @@ class VirtualGPU(TracingMachine):
             workspace_rule=functools.partial(workspace_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
             check_streams=check_streams,
+            routing=routing,
         )
         self.counters = MemoryCounters(self.recorder.timeline, allocator_config_of_environment())
 

@@ -219,6 +219,7 @@ class TracingMachine:
             is_quantized=self._is_quantized,
             choices=tuple(self.choices),
             assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
+            does_routing_decide=self.recorder.does_routing_decide,
         )
 
     def during(self, phase: Phase) -> contextlib.AbstractContextManager[None]:
@@ -230,12 +231,12 @@ class TracingMachine:
         _, is_in_forward = self.attribution.moment
         if is_in_forward and known_values(tensor) is None:
             raise depends_on_values("Tensor.numpy()")
-        self.recorder.orderings.host_reads(tensor)
+        self.recorder.host_reads(tensor)
         return read_values(tensor, 1 if _is_integer(tensor) else 0)
 
     def _list_values(self, tensor: Tensor) -> Tensor:
         """Answer with one question, however many elements there are."""
-        self.recorder.orderings.host_reads(tensor)
+        self.recorder.host_reads(tensor)
         return read_values(tensor, 0 if known_values(tensor) is not None else self.recorder.ask(tensor.dtype))
 
     def _placed(self, module: str, tensor: Tensor) -> None:

@@ -45,12 +45,15 @@ from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
+    are_routed,
     compute_values,
     depends_on_values,
     read_value,
     result_of_unknown_size,
+    route,
 )
 from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
+from lowmem_ft.virtual_gpu.values.routing import Routing
 
 aten = torch.ops.aten
 
@@ -58,6 +61,7 @@ aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
+_TOP_K = aten.topk.default
 _SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
 
 _TWO_DEVICES = re.compile(r"found (?:at least two|two different) devices,? (?P<devices>.*)")
@@ -80,11 +84,13 @@ class Recorder(TorchDispatchMode):
         workspace_rule: buffers of kernels; None for devices without such rules.
         workspaces: buffers of libraries; None likewise.
         check_streams: whether to look for races.
+        routing: how the routers of mixtures of experts route tokens.
 
     Attributes:
         is_closed: whether the trace has ended.
         checker: finds races; None: races are not looked for.
         orderings: receives the program's waits and events.
+        does_routing_decide: whether the program has read what a router picked, so that sizes follow from it.
     """
 
     def __init__(
@@ -98,8 +104,11 @@ class Recorder(TorchDispatchMode):
         workspace_rule: WorkspaceRule | None = None,
         workspaces: Workspaces | None = None,
         check_streams: bool = False,
+        routing: Routing = "uneven",
     ) -> None:
         super().__init__()
+        self.does_routing_decide = False
+        self._routing: Routing = routing
         self.device_type = device_type
         self.attribution = attribution
         self.timeline = Timeline()
@@ -237,6 +246,11 @@ class Recorder(TorchDispatchMode):
         """Count a pass of an autograd function written in Python for the next operator."""
         self._python_calls += 1
 
+    def host_reads(self, tensor: Tensor) -> None:
+        """Note that the program reads a tensor's values."""
+        self.orderings.host_reads(tensor)
+        self.does_routing_decide |= are_routed((tensor,))
+
     def ask(self, dtype: torch.dtype) -> float | int | bool:
         """Return a stand-in for an unknown value."""
         _, is_in_forward = self.attribution.moment
@@ -259,7 +273,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
         if func is _READ_NUMBER:
-            self.orderings.host_reads(args[0])
+            self.host_reads(args[0])
             value = read_value(func, args[0])
             return self.ask(args[0].dtype) if value is None else value
         if func is _RECORD_STREAM:
@@ -305,7 +319,10 @@ class Recorder(TorchDispatchMode):
             work.python_calls, self._python_calls = self._python_calls + is_triton, 0
             if work.kind == "copy":
                 self._host_copies.begin(func, args, result, work)
-        compute_values(called, args, kwargs, result)
+        if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:
+            route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
+        else:
+            compute_values(called, args, kwargs, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)
         if work is not None:
@@ -325,6 +342,7 @@ class Recorder(TorchDispatchMode):
             return self._results.call(func, args, kwargs)
         except DynamicOutputShapeException:  # the host waits for the number that is the result's size
             self.orderings.host_reads(args[0])
+            self.does_routing_decide |= are_routed(args)
             result, is_size_known = result_of_unknown_size(func, args, kwargs)
             if not is_size_known:
                 self.largest_assumed.add(str(func))

@@ -27,6 +27,7 @@ class Trace:
         is_quantized: whether some of its weights are held in 4 or 8 bits.
         choices: decisions made while tracing.
         assumed_largest: operators whose result was assumed at its largest, as its size depends on values.
+        does_routing_decide: whether sizes follow from what routers of mixtures of experts pick.
     """
 
     timeline: Timeline
@@ -35,6 +36,7 @@ class Trace:
     is_quantized: bool = False
     choices: tuple[str, ...] = ()
     assumed_largest: tuple[str, ...] = ()
+    does_routing_decide: bool = False
 
     @cached_property
     def step_ends(self) -> list[int]:

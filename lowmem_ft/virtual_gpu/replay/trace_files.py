@@ -49,6 +49,7 @@ def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict
             "is_quantized": trace.is_quantized,
             "choices": trace.choices,
             "assumed_largest": trace.assumed_largest,
+            "does_routing_decide": trace.does_routing_decide,
         },
         "repetition": None if repetition is None else _repetition_as_json(repetition),
         "notes": notes,
@@ -95,6 +96,7 @@ def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
         is_quantized=of_trace["is_quantized"],
         choices=tuple(of_trace["choices"]),
         assumed_largest=tuple(of_trace["assumed_largest"]),
+        does_routing_decide=of_trace["does_routing_decide"],
     )
     return trace, _repetition_of(header["repetition"], arrays), header["notes"]
 

@@ -6,6 +6,8 @@ also single floating-point numbers, such as an optimizer's step counter. An oper
 tensors are. Everything else is unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py``
 answers programs that read it none the less.
 
+What a mixture's router picks is assumed (``routing.py``), and so what follows from it is known, however large.
+
 A result whose *size* depends on unknown values has the largest size it could have, so memory is not underestimated.
 """
 
@@ -21,6 +23,13 @@ from torch.utils._pytree import tree_map
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.virtual_gpu.values.finite_values import uniform_value
 from lowmem_ft.virtual_gpu.values.questions import asking_line
+from lowmem_ft.virtual_gpu.values.routing import (
+    MOST_ROUTED_ELEMENTS,
+    Routing,
+    follows_from_routing,
+    marked,
+    picked,
+)
 
 aten = torch.ops.aten
 
@@ -28,6 +37,7 @@ MOST_ELEMENTS = 2**21
 """Elements above which values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
 
 _YES_OR_NO = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+_TO_ONE = (aten.scatter.value, aten.scatter_.value)
 _NAME = "_known_values"
 _MASKS = (torch.bool, torch.uint8)
 _NOT_COPIED = ("device", "pin_memory", "layout")
@@ -59,12 +69,15 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         result: what it returned; each integer or boolean tensor in it gets its values.
     """
     if type(result) is FakeTensor and result.is_floating_point() and result.dim():
+        if func in _TO_ONE or getattr(result, _NAME, None) is not None:
+            set_values(result, _ones_at_picked(func, args, result))
         return  # as most results are
+    is_routed = are_routed(args)
     made = _written(func, args) if result is None else _flat(result)
     results = [item for item in made if isinstance(item, FakeTensor)]
     if not results:
         return
-    if not all(map(_is_kept, results)):
+    if not all(_is_kept(result, is_routed) for result in results):
         if results[0].dtype == torch.bool:
             _set_if_uniform(func, args, results)
         return
@@ -83,7 +96,37 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     if result is None:
         return  # it has written to the values themselves
     for tensor, value in zip(results, _flat(values), strict=True):
-        set_values(tensor, value)
+        set_values(tensor, marked(value) if is_routed else value)
+
+
+def route(scores: Tensor, result: Any, num_picked: int, dim: int, routing: Routing) -> None:
+    """Give the result of a router's ``topk`` the indices that a routing picks.
+
+    Args:
+        scores: its argument.
+        result: what it returned: values and indices.
+        num_picked: number of indices along the axis.
+        dim: the axis.
+        routing: the routing to assume.
+    """
+    values, indices = result
+    set_values(values, None)
+    set_values(indices, picked(scores, num_picked, dim, routing) if _is_kept(indices, False) else None)
+
+
+def are_routed(args: Any) -> bool:
+    """Return whether known values of some argument follow from a routing."""
+    return any(follows_from_routing(getattr(item, _NAME, None)) for value in args for item in _flat(value))
+
+
+def _ones_at_picked(func: Any, args: tuple[Any, ...], result: Tensor) -> Tensor | None:
+    """Return a mask of the picked experts where a program scatters ones into zeros, as floating-point numbers."""
+    if func not in _TO_ONE or not are_routed(args) or args[3] != 1 or result.numel() > MOST_ROUTED_ELEMENTS:
+        return None
+    indices = known_values(args[2])
+    assert indices is not None
+    with unset_fake_temporarily():
+        return marked(torch.zeros(result.shape, dtype=result.dtype).scatter(args[1], indices, 1))
 
 
 def _set_if_uniform(func: Any, args: tuple[Any, ...], results: list[FakeTensor]) -> None:
@@ -113,10 +156,10 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def _is_kept(tensor: Tensor) -> bool:
+def _is_kept(tensor: Tensor, is_routed: bool) -> bool:
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.dim() == 0
-    return tensor.numel() <= MOST_ELEMENTS
+    return tensor.numel() <= (MOST_ROUTED_ELEMENTS if is_routed else MOST_ELEMENTS)
 
 
 def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -198,7 +241,8 @@ def _known_or_raise(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     known = known_values(value)
-    if known is None or (known.numel() > MOST_ELEMENTS and isinstance(value, FakeTensor)):
+    most = MOST_ROUTED_ELEMENTS if follows_from_routing(known) else MOST_ELEMENTS
+    if known is None or (known.numel() > most and isinstance(value, FakeTensor)):
         raise _UnknownError
     return known
 
