@@ -136,7 +136,8 @@ def _turn(
         raise _rewritten(index)
     end = until_turn.rfind(said) + len(said)
     if text.startswith(until_turn[:end]):
-        return start, end  # gpt-oss ends an answer by <|return|>, and by <|end|> in history, where no model stops
+        # gpt-oss ends an answer by <|return|>, and by <|end|> in history, where no model stops.
+        return start, end
     closing = until_turn[end:]
     if not text.startswith(said + closing, start):  # Qwen3 gives only the last answer an empty <think> part
         raise _rewritten(index)
