@@ -130,11 +130,16 @@ def _turn(
     until_turn = (text if is_last else render(tokenizer, messages[: index + 1])).rstrip()
     if text.startswith(until_turn):
         return start, len(until_turn)
-    # Some templates write a turn differently once others follow: Qwen3's gives only the last one an empty <think> part.
-    # Then the turn is found by its content and by its ending.
+    # Some templates write a turn differently once others follow. Then the turn is found by its content.
     said = messages[index]["content"].strip()
-    closing = until_turn[until_turn.rfind(said) + len(said) :] if said in until_turn else None
-    if closing is None or not text.startswith(said + closing, start):
+    if said not in until_turn[start:]:
+        raise _rewritten(index)
+    end = until_turn.rfind(said) + len(said)
+    if text.startswith(until_turn[:end]):
+        # gpt-oss ends an answer by <|return|>, and by <|end|> in history, where no model stops.
+        return start, end
+    closing = until_turn[end:]
+    if not text.startswith(said + closing, start):  # Qwen3 gives only the last answer an empty <think> part
         raise _rewritten(index)
     return start, start + len(said + closing)
 

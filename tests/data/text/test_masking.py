@@ -37,6 +37,12 @@ LIKE_QWEN_3 = (
     "{% else %}{{ m['content'] }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+LIKE_GPT_OSS = (
+    "{% for m in messages %}<|start|>{{ m['role'] }}{% if m['role'] == 'assistant' %}<|channel|>final{% endif %}"
+    "<|message|>{{ m['content'] }}"
+    "{% if m['role'] == 'assistant' and loop.last %}<|return|>{% else %}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 
 
 def user(content):
@@ -113,6 +119,11 @@ def test_a_generation_prompt_that_the_chat_does_not_repeat(make_tokenizer):
 def test_a_template_that_writes_the_last_turn_otherwise(make_tokenizer):
     expected = ["Ho<|im_end|>", "<think>\n\n</think>\n\nHo ho<|im_end|>"]
     assert learnt(TWO_TURNS, LIKE_QWEN_3, make_tokenizer) == expected
+
+
+def test_an_ending_that_only_history_has_is_not_learnt(make_tokenizer):
+    expected = ["<|channel|>final<|message|>Ho", "<|channel|>final<|message|>Ho ho<|return|>"]
+    assert learnt(TWO_TURNS, LIKE_GPT_OSS, make_tokenizer) == expected
 
 
 def test_a_template_that_drops_part_of_an_answer_is_an_error_with_a_way_out(make_tokenizer):
