@@ -63,8 +63,8 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
         field
         for field in SIZES
         if hasattr(first, field)
-        and (name := hf_config.attribute_map.get(field, field)) in stored
-        and not {field, name} & written.keys()
+        and (own := hf_config.attribute_map.get(field, field)) in stored
+        and not {field, own} & written.keys()
         # If the file has the size under an old name (bloom's n_embed), it differs from the default's.
         and getattr(first, field) == getattr(first_by_default, field)
     ]

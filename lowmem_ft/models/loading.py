@@ -38,7 +38,12 @@ from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.files.model_files import limit_of_positions
-from lowmem_ft.models.files.stored_quantization import FORMATS, packing_problem, refuse_other_formats
+from lowmem_ft.models.files.stored_quantization import (
+    FORMATS,
+    packing_problem,
+    refuse_other_formats,
+    refuse_other_types,
+)
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -330,6 +335,8 @@ def _from_safetensors(
     source.pop("trust_remote_code")  # settled when the config was read
     model_class: Any = causal_lm_class(options["config"], path, **source)
     opened = language_weights(options["config"], path, **source)
+    types = {name: weight.get_dtype() for name, weight in opened.state_dict.items()}
+    refuse_other_types(path, packed_format(options["config"]), types)
     model, report = model_class.from_pretrained(
         None, state_dict=opened.state_dict, key_mapping=opened.key_mapping, **options
     )
@@ -473,6 +480,12 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         return ModelError(
             f"A config.json must give model_type; that of {name} lacks it. Add the field, or take the config.json of "
             "the model's original repository."
+        )
+    if "automatic conversion of the weights" in str(error):
+        return ModelError(
+            f"The files of {name} must hold all experts of each layer, with their scales if they have any, in the "
+            "shapes that its config.json gives; the report above names the layers that could not be put together. "
+            "Download the model again."
         )
     if "SafetensorError" in causes:
         return ModelError(

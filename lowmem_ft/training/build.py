@@ -151,7 +151,8 @@ def _refuse_to_train_packed(recipe: Recipe, hf_config: PretrainedConfig) -> None
     if stored is not None and quantization != "dequantize":
         name, strategy = recipe.model.name_or_path or "", recipe.distributed.strategy
         twice = packing_problem(stored, quantization, name)
-        problems = problems_of_training(stored, name, recipe.adapter.name, strategy)
+        adapter = recipe.adapter
+        problems = problems_of_training(stored, name, adapter.name, strategy, use_dora=adapter.use_dora)
         raise_problems([*([twice] if twice else []), *problems])
 
 

@@ -9,8 +9,10 @@ import pytest
 import torch
 from accelerate import Accelerator
 from attached_trainers import TINY, attached_trainer, recipe_of, trainer_of
+from packed_checkpoints import packed_checkpoint
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments
 from trl import SFTConfig
 
 from lowmem_ft import hf, load_recipe
@@ -110,6 +112,33 @@ def test_an_adapter_of_another_rank_than_the_recipes(tmp_path):
     assert hf.attach(trainer, recipe_of()).recipe.adapter.r == 4
 
 
+def test_adapters_of_experts_are_the_recipes(tmp_path):
+    experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+    )
+    lora = LoraConfig(r=4, target_modules=["q_proj"], target_parameters=list(experts))
+    trainer, _ = trainer_of(tmp_path, model=get_peft_model(AutoModelForCausalLM.from_config(config), lora))
+    own = ["adapter.name=lora", "adapter.r=4", "adapter.lora_alpha=8", "adapter.target_modules=[q_proj]"]
+    with pytest.raises(UserError, match=r"target_parameters=\S*down_proj\S* is decided as a model is made"):
+        hf.attach(trainer, recipe_of(*own, "adapter.target_parameters=[mlp.experts.down_proj]"))
+    attached = hf.attach(trainer, recipe_of(*own, f"adapter.target_parameters=[{','.join(experts)}]"))
+    assert attached.recipe.adapter.target_parameters == experts
+
+
+def test_packed_weights_are_not_trained_themselves(tmp_path):
+    with pytest.raises(UserError, match=r"is frozen and needs adapter\.name=lora to train"):
+        hf.prepare_model(str(packed_checkpoint("qwen3", tmp_path)), recipe_of())
+
+
 def test_accelerate_sends_no_state_through_the_device(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda *_: pytest.fail("state was moved"))
     trainer, _, _ = attached_trainer(tmp_path, "offload.optimizer=host", fields={"max_steps": 1})
@@ -173,8 +202,10 @@ sys.path[:0] = [{str(Path(__file__).parents[1])!r}]
 import torch
 from attached_trainers import recipe_of
 from lowmem_ft import hf
+from packed_checkpoints import packed_checkpoint
+from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments
 from trl import SFTConfig
 torch.manual_seed(torch.seed())
 model = hf.prepare_model(tiny_llama(), recipe_of("adapter.name=lora"))

@@ -114,7 +114,7 @@ def test_a_complete_config_is_read(tmp_path):
 
 @pytest.mark.parametrize("missing", [["hidden_size"], ["num_hidden_layers", "vocab_size"]])
 def test_sizes_that_are_missing_are_named_and_not_made_up(tmp_path, missing):
-    with pytest.raises(ModelError, match=rf"lacks {', '.join(missing)}\."):
+    with pytest.raises(ModelError, match=rf"that of \S*{tmp_path.name} lacks {', '.join(missing)}\."):
         read(tmp_path, {field: value for field, value in TINY.items() if field not in missing})
 
 

@@ -36,6 +36,7 @@ from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.techniques.adapters.lora import adapted_layers
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
 from lowmem_ft.techniques.modules.base_model import base_model
@@ -299,14 +300,30 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
     agreement.set("adapter.name", "lora")
     for name in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"):
         agreement.follow_model(f"adapter.{name}", getattr(config, name))
-    wanted = agreement.recipe.adapter.target_modules
-    if wanted != (ALL_LINEAR,):
-        agreement.follow_model("adapter.target_modules", _adapted_modules(base_model(model), wanted))
+    causal_lm, own = base_model(model), agreement.recipe.adapter
+    modules, parameters = _adapted(causal_lm)
+    if own.target_modules != (ALL_LINEAR,):
+        names = [name for name, _ in causal_lm.named_modules()]
+        agreement.follow_model("adapter.target_modules", _as_asked(own.target_modules, modules, names))
+    if own.target_parameters:
+        names = [name.replace(".base_layer", "") for name, _ in causal_lm.named_parameters()]
+        agreement.follow_model(
+            "adapter.target_parameters", _as_asked(own.target_parameters, parameters, names)
+        )
 
 
-def _adapted_modules(causal_lm: torch.nn.Module, wanted: tuple[str, ...]) -> tuple[str, ...]:
-    """Return a recipe's names of modules if exactly those have adapters, else the names of those that have."""
-    names = [name for name, _ in causal_lm.named_modules()]
-    adapted = {name.removesuffix(".base_layer") for name in names if name.endswith(".base_layer")}
-    asked = {name for name in names if f".{name}".endswith(tuple(f".{one}" for one in wanted))}
-    return wanted if asked == adapted else tuple(sorted({name.rpartition(".")[2] for name in adapted}))
+def _adapted(causal_lm: torch.nn.Module) -> tuple[set[str], set[str]]:
+    """Return the names of modules that have adapters, and of parameters that have their own."""
+    layers = adapted_layers(causal_lm)
+    of_parameters = {name: layer for name, layer in layers.items() if hasattr(layer, "parameter_name")}
+    return {name for name in layers if name not in of_parameters}, {
+        f"{name.replace('.base_layer', '')}.{layer.parameter_name}" for name, layer in of_parameters.items()
+    }
+
+
+def _as_asked(asked: tuple[str, ...], adapted: set[str], names: Collection[str]) -> tuple[str, ...]:
+    """Return a recipe's names if exactly those have adapters, else the names within a layer of those that have."""
+    ends = tuple(f".{one}" for one in asked)
+    if {name for name in names if f".{name}".endswith(ends)} == adapted:
+        return asked
+    return tuple(sorted({name.rpartition(".")[2] for name in adapted}))

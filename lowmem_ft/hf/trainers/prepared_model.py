@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.models.files.stored_quantization import problems_of_training
 from lowmem_ft.models.loading import (
     compute_dtype,
     load_model,
@@ -19,6 +20,7 @@ from lowmem_ft.models.loading import (
     weights_dtype,
 )
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
+from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
@@ -42,7 +44,8 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         it to the trainer without ``peft_config=``.
 
     Raises:
-        UserError: if a loaded model is to be quantised, or is not on the required device.
+        UserError: if a loaded model is to be quantised, or is not on the required device, or packed weights are to be
+            trained themselves.
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
@@ -75,6 +78,9 @@ def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
             f"would lose. Train it with `lowmem-ft train model={name}`, or pass a model that you have loaded."
         )
     hf_config = load_model_config(config)
+    if (stored := packed_format(hf_config)) is not None and config.quantization != "dequantize":
+        adapter = recipe.adapter
+        raise_problems(problems_of_training(stored, name, adapter.name, None, use_dora=adapter.use_dora))
     attention = choose_attention(
         config.attn_implementation,
         config=hf_config,

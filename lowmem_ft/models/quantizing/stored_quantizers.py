@@ -207,10 +207,12 @@ def _fp8_quantizer() -> type:
             for name, module in list(model.named_modules()):
                 if module is originals.get(name):
                     continue
+                module._is_hf_initialized = True  # type: ignore[assignment]  # 8 bits take no random values
                 if type(module) is FP8Linear:
                     module.__class__ = block_fp8.Fp8Linear  # type: ignore[assignment]
                 elif isinstance(module, FP8Experts) and name in experts and not experts[name].is_transposed:
                     model.set_submodule(name, experts[name])  # whose activation is the model's own
+                    experts[name]._is_hf_initialized = True  # type: ignore[assignment]
                     self.experts[experts[name]] = self._make_room(experts[name], module)
                 elif isinstance(module, (FP8Linear, FP8Experts, FP8GroupedLinear)):
                     raise ModelError(

@@ -58,7 +58,7 @@ def quantization_needs_safetensors(recipe: Recipe) -> Iterator[str]:
 
 @reads(
     *("model.name_or_path", "model.revision", "model.gguf_file", "model.weights", "model.quantization"),
-    *("adapter.name", "distributed.strategy"),
+    *("adapter.name", "adapter.use_dora", "distributed.strategy"),
 )
 def packed_base_is_frozen_and_whole(recipe: Recipe) -> Iterator[str]:
     """A checkpoint in MXFP4 or FP8 is not rounded a second time, not trained itself, and not cut."""
@@ -67,7 +67,10 @@ def packed_base_is_frozen_and_whole(recipe: Recipe) -> Iterator[str]:
         return
     if problem := packing_problem(stored, model.quantization, name):
         yield problem
-    yield from problems_of_training(stored, name, recipe.adapter.name, recipe.distributed.strategy)
+    adapter = recipe.adapter
+    yield from problems_of_training(
+        stored, name, adapter.name, recipe.distributed.strategy, use_dora=adapter.use_dora
+    )
 
 
 @reads("optimizer.master", "model.dtype", "adapter.name")

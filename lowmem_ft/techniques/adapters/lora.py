@@ -183,7 +183,7 @@ def enable_lora(
     check_adapter(config)
     from peft import LoraConfig, get_peft_model
 
-    _refuse_dora_of_8bit_on_cpu(model, config)
+    _refuse_dora_of_8bit(model, config)
     parameters = target_parameters(model, config)
     targets = target_modules(model, config, whole)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
@@ -286,9 +286,17 @@ def _without_pefts_warnings() -> Iterator[None]:
         yield
 
 
-def _refuse_dora_of_8bit_on_cpu(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Reject DoRA here: PEFT (0.21.2) replaces such a weight by a copy without its scales whenever it reads one."""
-    if config.use_dora and getattr(model, "is_loaded_in_8bit", False) and model.device.type == "cpu":
+def _refuse_dora_of_8bit(model: PreTrainedModel, config: AdapterConfig) -> None:
+    """Reject DoRA where PEFT (0.21.2) would read a weight without its scales: in FP8, and on a CPU in int8."""
+    if not config.use_dora:
+        return
+    if any(one.dtype == torch.float8_e4m3fn for one in model.parameters()):
+        raise UserError(
+            "adapter.use_dora=true needs the lengths of a layer's weights, which PEFT takes without the scales of a "
+            f"base in FP8, got a {type(model).__name__} in FP8. Set adapter.use_dora=false, or "
+            "model.quantization=dequantize."
+        )
+    if getattr(model, "is_loaded_in_8bit", False) and model.device.type == "cpu":
         raise UserError(
             "adapter.use_dora=true with model.quantization=int8 needs a GPU, got device cpu. Set "
             "model.quantization=nf4 or adapter.use_dora=false."

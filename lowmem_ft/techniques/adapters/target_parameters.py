@@ -8,7 +8,7 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.tensors.logical_size import is_packed, logical_shape
+from lowmem_ft.tensors.logical_size import logical_shape
 
 _OF_A_LAYER = re.compile(r"^.*?\.\d+\.")
 
@@ -41,10 +41,10 @@ def target_parameters(model: nn.Module, config: AdapterConfig) -> list[str]:
                 problems.append(
                     f"adapter.target_parameters names parameters of 3 axes, or 2, and {name} has {num_axes}. {way_out}"
                 )
-            elif num_axes == 2 and is_packed(model.get_parameter(name)):
+            elif isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Linear, nn.Embedding)):
                 problems.append(
-                    f"adapter.target_parameters names no weight of a quantised linear layer, got {target!r}. Name the "
-                    f"layer in adapter.target_modules. {way_out}"
+                    f"adapter.target_parameters names no weight of a linear layer or an embedding, got {target!r}. "
+                    f"Name a linear layer in adapter.target_modules. {way_out}"
                 )
     raise_problems(problems)
     return list(config.target_parameters)

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 
 import pytest
 import torch
 from packed_checkpoints import BLOCK, CONFIGS, packed_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn import functional as F
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.model_files import refuse_unfit
 from lowmem_ft.models.loading import load_model, load_model_config
 from lowmem_ft.models.quantizing import block_fp8, mxfp4, packed_experts
+from lowmem_ft.recipe.rules.memory_rules import packed_base_is_frozen_and_whole
+from lowmem_ft.recipe.tree import Recipe
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.tensors.logical_size import logical_numel
 
 IDS = torch.arange(40).view(2, 20)
@@ -156,14 +162,35 @@ def test_a_random_model_is_plain(folder):
         ({"quant_method": "fp8", "weight_block_size": None}, r"two numbers.*weight_block_size=None"),
         ({"quant_method": "fp8", "activation_scheme": "static"}, r"activation_scheme='static'"),
         ({"quant_method": "fp8", "expert_dtype": "fp4"}, r"expert_dtype='fp4'"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, r"fmt=e4m3; .*has fmt='e5m2'"),
+        (
+            {"quant_method": "fp8", "dequantize": True},
+            r"dequantize=true.*model\.quantization=dequantize does",
+        ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": 3},
+            r"list of names or patterns of modules, got 3",
+        ),
+        ({"quant_method": "mxfp4", "modules_to_not_convert": ["(["]}, r"patterns of modules, got \['\(\['\]"),
+        ({"quant_method": ["fp8"]}, r"must name the format .* in quant_method"),
+        ({"load_in_4bit": True}, r"must name the format .* in quant_method"),
+        ({}, r"must name the format .* in quant_method"),
     ],
-    ids=lambda value: value.get("quant_method", "") if isinstance(value, dict) else "",
+    ids=str,
 )
 def test_another_format_is_refused_by_its_name(quantization, said, folder, tmp_path):
     fields = json.loads((folder("qwen3") / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantization}))
     with pytest.raises(ModelError, match=said):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("quantization", [[1, 2], "fp8", 3])
+def test_what_is_no_quantization_config_is_refused(quantization, folder, tmp_path):
+    fields = json.loads((folder("qwen3") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantization}))
+    with pytest.raises(ModelError, match=rf"must name the format .* is {re.escape(repr(quantization))}\."):
+        refuse_unfit(ModelConfig(name_or_path=str(tmp_path)))
 
 
 def test_packed_weights_are_not_packed_again_and_plain_ones_not_unpacked(folder, tmp_path):
@@ -181,3 +208,68 @@ def test_mxfp4_in_a_model_without_experts_is_refused(folder, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(fields | {"quantization_config": quantization}))
     with pytest.raises(ModelError, match=r"has none that are packed"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, retyped, dtype, said",
+    [
+        (
+            "qwen3",
+            "q_proj.weight",
+            torch.bfloat16,
+            r"type F8_E4M3; .*q_proj\.weight in the files.* is in BF16\.",
+        ),
+        ("qwen3", "q_proj.weight", torch.float8_e5m2, r"is in F8_E5M2, and 1 more\."),
+        ("gpt_oss", "down_proj_scales", torch.bfloat16, r"type U8; .*down_proj_scales in the files"),
+        ("qwen3", None, None, r"no quantization_config.*weights in FP8 with scales \(model\.layers\.0"),
+    ],
+)
+@pytest.mark.parametrize("quantization", ["none", "dequantize"])
+def test_files_hold_what_the_config_says(family, retyped, dtype, said, quantization, folder, tmp_path):
+    fields = json.loads((folder(family) / "config.json").read_text())
+    tensors = load_file(folder(family) / "model.safetensors")
+    count = 2 if dtype is torch.float8_e5m2 else 1
+    for name in [name for name in tensors if retyped and name.endswith(retyped)][:count]:
+        tensors[name] = tensors[name].float().to(dtype)
+    if retyped is None:
+        del fields["quantization_config"]
+        quantization = "none"
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path, quantization)
+
+
+@pytest.mark.parametrize(
+    "family, missing, said",
+    [
+        (
+            "qwen3",
+            "layers.0.self_attn.q_proj.weight",
+            r"missing: model\.layers\.0\.self_attn\.q_proj\.weight\)",
+        ),
+        (
+            "qwen3_moe",
+            "layers.0.mlp.experts.1.up_proj.weight",
+            r"must hold all experts of each layer, with their",
+        ),
+    ],
+)
+def test_a_missing_packed_weight_is_named(family, missing, said, folder, tmp_path):
+    tensors = load_file(folder(family) / "model.safetensors")
+    del tensors[f"model.{missing}"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text((folder(family) / "config.json").read_text())
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path)
+
+
+def test_dora_of_fp8_is_refused_as_peft_would_leave_the_scales_out(folder):
+    model = load(folder("qwen3"))
+    with pytest.raises(
+        UserError, match=r"without the scales of a base in FP8.*model\.quantization=dequantize"
+    ):
+        enable_lora(model, AdapterConfig(name="lora", use_dora=True))
+    plan = ModelConfig(name_or_path=str(folder("qwen3")))
+    recipe = Recipe(model=plan, adapter=AdapterConfig(name="lora", use_dora=True))
+    assert any("use_dora=false" in problem for problem in packed_base_is_frozen_and_whole.problems(recipe))

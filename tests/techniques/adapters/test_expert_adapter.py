@@ -168,6 +168,12 @@ def test_names_that_peft_would_ignore_are_errors():
         enable_lora(AutoModelForCausalLM.from_config(dense), lora())
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_proj.weight", "lm_head.weight", "embed_tokens.weight"])
+def test_a_linear_layer_is_named_by_its_module(name):
+    with pytest.raises(UserError, match=rf"got '{name}'\. Name a linear layer in adapter\.target_modules"):
+        enable_lora(model_of(), lora(target_parameters=(name,)))
+
+
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)
 def test_what_a_sum_of_weight_and_adapter_cannot_have_is_refused(kind):
     (problem,) = lora(**kind).problems()
