@@ -268,9 +268,9 @@ def test_recipes_lists_each_with_its_description(capsys, monkeypatch):
     names = [line.split()[0] for line in lines if not line.startswith(" ")]
     assert names == list(shipped_recipes())
     assert {"1b-bf16", "7b-qlora", "70b-qlora-24gb", "demo"} < set(names)
-    for name in names:
-        following = next(index for index, line in enumerate(lines) if line.split()[0] == name) + 1
-        assert lines[following].strip() in load_recipe(name).description
+    entries = re.split(r"\n(?=\S)", "\n".join(lines))
+    for name, entry in zip(names, entries, strict=True):
+        assert " ".join(entry.split()).endswith(load_recipe(name).description)
 
 
 def test_recipes_says_what_each_needs_of_a_card_and_of_the_host(capsys):
