@@ -10,6 +10,7 @@ their layout; each row says what they store otherwise. It takes a minute without
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,6 +113,9 @@ def row(run: Published) -> str:
 
 def main() -> None:
     """Write the table."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     table = "| run | published, GB | estimated, GB | difference | what it stores otherwise |\n|---|---|---|---|---|\n"
     table += "".join(map(row, RUNS))
     page = PAGE.read_text("utf-8")

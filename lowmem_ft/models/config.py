@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.foundation.knob import Effect, knob
+from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.memory.least_memory import PARTS, Held, StepFacts, as_it_is
 
@@ -61,6 +61,7 @@ class ModelConfig:
         effects={
             "nf4": dataclasses.replace(_QUANTIZED, consent="qlora"),
             "int8": dataclasses.replace(_QUANTIZED, consent="qlora", engines=("ddp",)),
+            "dequantize": NO_EFFECT,  # of the values: plain weights, which take what any others take
         },
         tries=("none", "nf4"),
         leaves={"layers": _quantized, "gathered": _quantized},

@@ -109,11 +109,11 @@ def overflow_at(monkeypatch, step):
     """Make the loss of one step infinite, as the model gives it."""
     forward, calls = step_module._forward, []
 
-    def overflowing(session, batch, num_items):
-        loss = forward(session, batch, num_items)
+    def overflowing(session, batch, *args, **kwargs):
+        loss, of_routers = forward(session, batch, *args, **kwargs)
         if session.model.training:
             calls.append(batch)
-        return loss * (math.inf if len(calls) == step and session.model.training else 1)
+        return loss * (math.inf if len(calls) == step and session.model.training else 1), of_routers
 
     monkeypatch.setattr(step_module, "_forward", overflowing)
 

@@ -26,7 +26,7 @@ VALUES = {
     "checkpointing.mode": ["full", "selective"],
     "offload.folder": ["{folder}"],
     "adapter.target_modules": ["[q_proj]"],
-    "adapter.target_parameters": ["[embed_tokens.weight]"],
+    "adapter.target_parameters": ["[experts.gate_up_proj]"],
 }
 
 FULL = ("checkpointing.mode=full",)
@@ -50,6 +50,7 @@ BESIDE = {
         for path in KEYS
         if path.startswith("adapter.") and path != "adapter.name"
     },
+    "adapter.target_parameters": ("adapter.name=lora", "model={folder}/mixtral"),
 }
 
 
@@ -70,6 +71,7 @@ def seen_of(tmp_path_factory):
     """What is seen of a run, as its settings have it."""
     folder = tmp_path_factory.mktemp("run")
     AutoConfig.for_model(model_type="llama", **FAMILIES["llama"]).save_pretrained(folder)
+    AutoConfig.for_model(model_type="mixtral", **FAMILIES["mixtral"]).save_pretrained(folder / "mixtral")
     always = [
         f"model={folder}",
         "model.weights=random",

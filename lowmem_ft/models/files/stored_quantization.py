@@ -17,6 +17,9 @@ FORMATS: Mapping[str, str] = {"mxfp4": "MXFP4", "fp8": "FP8 with block scales"}
 BYTES_OF_LEAST = {"mxfp4": 0.5, "fp8": 1.0}
 """Bytes of a packed weight without its scales."""
 
+_OF_MXFP4 = ("blocks", "scales")
+"""Last parts of the names of its tensors in files."""
+
 _OF_FP8 = {"activation_scheme": "dynamic", "expert_dtype": "fp8"}
 """Fields of blockwise FP8, with the only value that is supported, which is the default, too."""
 
@@ -131,7 +134,7 @@ def refuse_other_types(name: str, stored: str | None, types: Mapping[str, str]) 
     if stored == "fp8":
         needed, of_format = "F8_E4M3", scaled
     else:
-        needed, of_format = "U8", {one: types[one] for one in types if one.endswith(("_blocks", "_scales"))}
+        needed, of_format = "U8", {one: types[one] for one in types if one.rpartition("_")[2] in _OF_MXFP4}
     wrong = {one: kind for one, kind in of_format.items() if kind != needed}
     if wrong:
         first, kind = next(iter(wrong.items()))

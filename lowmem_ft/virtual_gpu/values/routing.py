@@ -31,7 +31,7 @@ MOST_ROUTED_ELEMENTS = 2**25
 NUM_SMALL = 2
 """Experts after the one with a row of every token."""
 
-_MARK = "_follows_from_routing"
+_MARK = "follows_from_routing"
 
 
 def picked(scores: Tensor, num_picked: int, dim: int, routing: Routing) -> Tensor:
