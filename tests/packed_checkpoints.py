@@ -18,6 +18,17 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
+SHORT = (
+    "training.max_steps=2",
+    "training.save_steps=1",
+    "training.eval_steps=null",
+    "training.logging_steps=1",
+    "training.lr_scheduler_type=constant",
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=2",
+)
+LOWEST = ("offload.parameters=stream", "checkpointing.mode=full", "accumulation.order=vertical")
+
 BLOCK = (32, 16)
 """Outputs and inputs of a block in FP8; 80 columns of an attention's output and 72 rows are no whole number of them."""
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ground_truth.comparison import compare, estimated_peaks
 from ground_truth.real_run import run_for_real
-from packed_checkpoints import packed_checkpoint
+from packed_checkpoints import LOWEST, SHORT, packed_checkpoint
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -28,16 +28,6 @@ from lowmem_ft.training.loop import train
 
 FAMILIES = ("gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3")
 LORA = ("adapter.name=lora", "adapter.r=4", "model.dtype=bfloat16", "training.mixed_precision=bf16")
-SHORT = (
-    "training.max_steps=2",
-    "training.save_steps=1",
-    "training.eval_steps=null",
-    "training.logging_steps=1",
-    "training.lr_scheduler_type=constant",
-    "training.per_device_train_batch_size=2",
-    "training.gradient_accumulation_steps=2",
-)
-LOWEST = ("offload.parameters=stream", "checkpointing.mode=full", "accumulation.order=vertical")
 
 
 @pytest.fixture(scope="module")

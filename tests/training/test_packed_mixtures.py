@@ -9,6 +9,7 @@ import pytest
 import torch
 from ground_truth.comparison import compare, estimated_peaks
 from ground_truth.real_run import run_for_real
+from packed_checkpoints import LOWEST, SHORT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
@@ -27,16 +28,6 @@ NF4 = (
     "model.dtype=bfloat16",
     "training.mixed_precision=bf16",
 )
-SHORT = (
-    "training.max_steps=2",
-    "training.save_steps=1",
-    "training.eval_steps=null",
-    "training.logging_steps=1",
-    "training.lr_scheduler_type=constant",
-    "training.per_device_train_batch_size=2",
-    "training.gradient_accumulation_steps=2",
-)
-LOWEST = ("offload.parameters=stream", "checkpointing.mode=full", "accumulation.order=vertical")
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 ALL_LINEAR = "all-linear"
 
-_WITHOUT_ADAPTERS = ", and packed experts, unless adapter.target_parameters names them"
+_WITHOUT_ADAPTERS = ", and so do packed experts"
 
 
 def target_modules(
