@@ -21,6 +21,7 @@ from lowmem_ft.foundation.knob import (
     Trait,
     as_typed,
 )
+from lowmem_ft.recipe.reading.foreign_keys import FOREIGN_KEYS, UNSAID, ForeignKey
 from lowmem_ft.recipe.tree import Recipe
 
 SHORT_FORMS = {
@@ -30,67 +31,6 @@ SHORT_FORMS = {
     "plan": "plan.mode",
 }
 """The key that a group's name alone means on the command line: ``budget=24GiB``."""
-
-UPSTREAM_NAMES = {
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_epsilon": "optimizer.eps",
-    "base_model": "model.name_or_path",
-    "batch_size": "training.per_device_train_batch_size",
-    "bf16": "training.mixed_precision",
-    "checkpoint_dir": "model.name_or_path",
-    "clip_grad_norm": "training.max_grad_norm",
-    "cutoff_len": "data.max_length",
-    "dataset": "data.path",
-    "dataset_name": "data.path",
-    "datasets": "data.path",
-    "enable_activation_checkpointing": "checkpointing.mode",
-    "enable_activation_offloading": "offload.activations",
-    "enable_liger_kernel": "model.kernels",
-    "epochs": "training.num_train_epochs",
-    "evals_per_epoch": "training.eval_steps",
-    "finetuning_type": "adapter.name",
-    "flash_attention": "model.attn_implementation",
-    "flash_attn": "model.attn_implementation",
-    "fp16": "training.mixed_precision",
-    "gradient_accumulation_fusion": "accumulation.fusion",
-    "gradient_checkpointing": "checkpointing.mode",
-    "load_in_4bit": "model.quantization",
-    "load_in_8bit": "model.quantization",
-    "lora_attn_modules": "adapter.target_modules",
-    "lora_r": "adapter.r",
-    "lora_rank": "adapter.r",
-    "lora_target": "adapter.target_modules",
-    "lora_target_linear": "adapter.target_modules",
-    "lora_target_modules": "adapter.target_modules",
-    "lora_target_parameters": "adapter.target_parameters",
-    "lr": "training.learning_rate",
-    "lr_scheduler": "training.lr_scheduler_type",
-    "max_seq_len": "data.max_length",
-    "max_seq_length": "data.max_length",
-    "max_steps_per_epoch": "training.max_steps",
-    "micro_batch_size": "training.per_device_train_batch_size",
-    "model_name": "model.name_or_path",
-    "model_name_or_path": "model.name_or_path",
-    "num_epochs": "training.num_train_epochs",
-    "optim": "optimizer.name",
-    "optimizer_in_bwd": "optimizer.in_backward",
-    "quantization_bit": "model.quantization",
-    "sample_packing": "data.packing",
-    "saves_per_epoch": "training.save_steps",
-    "seq_length": "data.max_length",
-    "sequence_len": "data.max_length",
-    "template": "data.chat_template",
-    "tokenizer_config": "model.tokenizer_name_or_path",
-    "torch_dtype": "model.dtype",
-    "train_on_inputs": "data.loss_on",
-    "use_liger_kernel": "model.kernels",
-    "use_peft": "adapter.name",
-    "val_set_size": "data.eval_size",
-    "val_size": "data.eval_size",
-    "warmup_ratio": "training.warmup_steps",
-}
-"""Other toolkits' and older transformers' names for our keys."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,9 +166,11 @@ def keys_with(trait: Trait) -> tuple[str, ...]:
     return keys_whose_effect(lambda effect: trait in effect.traits)
 
 
-def unknown_key(path: str) -> str:
+def unknown_key(path: str, value: Any = UNSAID) -> str:
     """Return the sentence about a key that does not exist: what was seen, and what was probably meant."""
-    meant = keys_meant_by(path)
+    if (foreign := _foreign(path, value)) is not None:
+        return foreign.answer(path, value)
+    meant = _closest(path)
     if not meant:
         return f"{path} is not a recipe key. Run `lowmem-ft recipes NAME` to see every key."
     return f"{path} is not a recipe key. Did you mean {' or '.join(f'`{key}`' for key in meant)}?"
@@ -243,18 +185,32 @@ def not_a_group(group: str, value: Any) -> str:
     meant = [path for path, key in keys.items() if value in key.choices]
     if len(meant) == 1:
         return f"{group} is a group of settings, got {value!r}. Did you mean `{meant[0]}={value}`?"
+    if (foreign := FOREIGN_KEYS.get(group)) is not None and foreign.knows(value):
+        return foreign.answer(group, value)
     names = ", ".join(path.removeprefix(f"{group}.") for path in keys)
     return f"{group} is a group of settings, got {value!r}. Write {group}.KEY={value} with one of its keys: {names}."
 
 
 def keys_meant_by(path: str) -> list[str]:
-    """Return the keys that a wrong one may mean: a name in the wrong group, another toolkit's, a misspelt one."""
-    leaf = path.rpartition(".")[2]
-    return [UPSTREAM_NAMES[leaf]] if leaf in UPSTREAM_NAMES else _closest(path, leaf)
+    """Return the keys that a wrong one may mean: another toolkit's, a name in the wrong group, a misspelt one."""
+    foreign = _foreign(path)
+    if foreign is None:
+        return _closest(path)
+    return [foreign.ours] if foreign.ours else []
 
 
-def _closest(path: str, leaf: str, cutoff: float = 0.75) -> list[str]:
+def _foreign(path: str, value: Any = UNSAID) -> ForeignKey | None:
+    """Return another toolkit's key; a name that is ours in another group is theirs only with a value of theirs."""
+    *parents, leaf = path.split(".")
+    names = [leaf, *(parent for parent in parents if parent not in recipe_groups())]
+    found = next(filter(None, map(FOREIGN_KEYS.get, names)), None)
+    is_ours = found is not None and any(key.name == found.name for key in recipe_keys().values())
+    return None if found is not None and is_ours and not found.knows(value) else found
+
+
+def _closest(path: str, cutoff: float = 0.75) -> list[str]:
     """Return known keys or groups whose whole path or last part is spelt like the one seen, closest first."""
+    leaf = path.rpartition(".")[2]
 
     def likeness(known: str) -> float:
         whole = difflib.SequenceMatcher(None, path, known).ratio()

@@ -115,7 +115,7 @@ class _Draft:
     def _set(self, path: str, value: Any, origin: str) -> None:
         key = recipe_keys().get(path)
         if key is None:
-            self.problems.append(f"{origin}{unknown_key(_only_leaf(path, value))}")
+            self.problems.append(f"{origin}{unknown_key(*_only_leaf(path, value))}")
             return
         self.unresolved = {key: why for key, why in self.unresolved.items() if recipe_key_of(key) != path}
         try:
@@ -189,9 +189,9 @@ def _wrong_type(key: RecipeKey, value: Any) -> str:
     return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"
 
 
-def _only_leaf(path: str, value: Any) -> str:
-    """Return ``trainig.seed`` for ``{trainig: {seed: 1}}``: the whole key where there is only one to name."""
+def _only_leaf(path: str, value: Any) -> tuple[str, Any]:
+    """Return ``trainig.seed`` and 1 for ``{trainig: {seed: 1}}``: the whole key where there is only one to name."""
     while isinstance(value, dict) and len(value) == 1:
         ((inner, value),) = value.items()
         path = f"{path}.{inner}"
-    return path
+    return path, value

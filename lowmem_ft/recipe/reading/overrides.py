@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lowmem_ft.recipe.reading.foreign_keys import FOREIGN_KEYS
 from lowmem_ft.recipe.reading.keys import (
     SHORT_FORMS,
     describe_type,
@@ -74,12 +75,14 @@ def _not_key_value(written: str) -> str:
     path = SHORT_FORMS.get(words[0], words[0].replace("-", "_"))
     meant = [path] if path in recipe_keys() else keys_meant_by(path)
     value = words[1] if len(words) == 2 else "VALUE"
-    return f"{rule} Write {' or '.join(f'{key}={value}' for key in meant)}." if meant else rule
+    if meant:
+        return f"{rule} Write {' or '.join(f'{key}={value}' for key in meant)}."
+    return f"{rule} {unknown_key(path)}" if path in FOREIGN_KEYS else rule
 
 
 def _unreadable(path: str, text: str) -> str:
     key = recipe_keys().get(path)
-    return f"{path} must be {describe_type(key.type_hint)}; got {text}." if key else unknown_key(path)
+    return f"{path} must be {describe_type(key.type_hint)}; got {text}." if key else unknown_key(path, text)
 
 
 def _parse(path: str, text: str) -> Any:
