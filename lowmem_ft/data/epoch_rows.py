@@ -28,6 +28,10 @@ PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
 
 
+OF_UNUSED = ", the first with a field that the model does not see,"
+"""Words for an example that is shown in addition to the first one."""
+
+
 class Examples(Protocol):
     """Examples in the form that a data stream needs.
 
@@ -96,7 +100,11 @@ class MappedExamples:
 
     def head(self, count: int) -> list[TokenizedExample]:
         """Return the first examples in the order of the source."""
-        return [_example(self._table[index]) for index in range(min(count, len(self._table)))]
+        return [self.example(index) for index in range(min(count, len(self._table)))]
+
+    def example(self, index: int) -> TokenizedExample:
+        """Return one example in the order of the source."""
+        return _example(self._table[index])
 
 
 class StreamedExamples:
@@ -110,6 +118,7 @@ class StreamedExamples:
         shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
         pack_to: tokens of a packed row, or None.
         limits: limits that cut examples, for messages.
+        show: logs the first example with an unused field, and why it is shown.
     """
 
     num_rows = None
@@ -122,8 +131,10 @@ class StreamedExamples:
         shuffle_buffer_size: int,
         pack_to: int | None,
         limits: LengthLimits,
+        show: Callable[[TokenizedExample, str], None],
     ) -> None:
-        self._limits, self._has_warned = limits, False
+        self._limits, self._show = limits, show
+        self._has_warned = self._has_shown = False
         self._tokenized, self._source = tokenized, source
         self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
 
@@ -159,7 +170,11 @@ class StreamedExamples:
             for values in zip(*columns.values(), strict=True):
                 tokenized = dict(zip(columns, values, strict=True))
                 if tokenized["outcome"] == Outcome.KEPT:
-                    yield _example(tokenized)
+                    example = _example(tokenized)
+                    if tokenized["unused_fields"] and not self._has_shown:
+                        self._has_shown = True
+                        self._show(example, OF_UNUSED)
+                    yield example
         summary.require_examples(self._source)
         summary.log(f"{self._source}, one epoch", self._limits, warn=not self._has_warned)
         self._has_warned = True

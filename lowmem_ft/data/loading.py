@@ -17,7 +17,7 @@ from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.epoch_rows import Examples, MappedExamples, StreamedExamples, column
+from lowmem_ft.data.epoch_rows import OF_UNUSED, Examples, MappedExamples, StreamedExamples, column
 from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import (
@@ -220,12 +220,15 @@ class _Loader:
             packed = pack_best_fit(lengths[is_kept].astype(np.int64), self.config.max_length)
             summary = replace(summary, num_rows=len(packed), row_capacity=self.config.max_length)
         summary.log(f"{'Training' if is_train else 'Held-out'} data {source}", self.limits)
+        has_unused = columns["unused_fields"][is_kept] > 0
         examples = MappedExamples(
             table,
             shuffle=self.config.shuffle and is_train,
             group_by_length=self.config.group_by_length and is_train,
             packed=packed,
         )
+        if has_unused.any():
+            self._show(examples.example(int(np.argmax(has_unused))), OF_UNUSED)
         return examples, summary
 
     def _stream(self, source: Source, *, is_train: bool) -> StreamedExamples:
@@ -241,14 +244,20 @@ class _Loader:
             shuffle_buffer_size=self.config.shuffle_buffer_size if self.config.shuffle and is_train else 1,
             pack_to=self.config.max_length if self.config.packing else None,
             limits=self.limits,
+            show=self._show,
         )
 
     def _look_at(self, examples: Sequence[TokenizedExample]) -> None:
         check_known_tokens(examples, self.tokenizer)
-        example = examples[0]
+        self._show(examples[0])
+
+    def _show(self, example: TokenizedExample, why: str = "") -> None:
         text = marked_text(example.input_ids_T, example.labels_T, self.tokenizer)
         logger.info(
-            "Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text
+            "Example %d%s as the model reads it, learnt text between ⟦ and ⟧:\n%s",
+            example.sample_id,
+            why,
+            text,
         )
 
 
@@ -269,7 +278,7 @@ def _tell_of_unused(
 ) -> None:
     """Log all unused fields, once; the loss from those that other tools read is counted and warned about later."""
     template = tokenizer.get_chat_template() if example_format.is_chat(row) else None
-    left = columns_left(example_format, list(row))
+    left = columns_left(example_format, row)
     keys = keys_left(example_format, row, template)
     said = [", ".join(left)] if left else []
     said += [f"in messages {', '.join(keys)}"] if keys else []

@@ -19,8 +19,8 @@ from lowmem_ft.data.sources.files import is_saved_dataset, known_files, local_fi
 from lowmem_ft.data.sources.reading import Source, reading_error
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
 from lowmem_ft.data.summary import DataSummary, Outcome
-from lowmem_ft.data.text.formats import ExampleFormat, choose_format, loss_on_of, naming_example
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images
+from lowmem_ft.data.text.formats import ExampleFormat, choose_format, naming_example
+from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers
 from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
@@ -84,7 +84,6 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
     example_format = ExampleFormat(
         name=name, columns=tuple(columns.values()), system_prompt=config.system_prompt
     )
-    loss_on = loss_on_of(config, name)
     num_empty = 0
     for index, row in enumerate(first):
         with naming_example(index, str(source)):
@@ -92,7 +91,7 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
                 num_empty += 1
             else:
                 refuse_images(example_format, row)
-                refuse_bad_answers(example_format, row, loss_on)
+                refuse_judged_answers(example_format, row)
     if num_empty == len(rows):
         DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))
     if is_train and config.eval_size is not None:

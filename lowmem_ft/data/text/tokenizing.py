@@ -16,7 +16,7 @@ from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.summary import Outcome
 from lowmem_ft.data.text.formats import ExampleFormat, Row, naming_example
 from lowmem_ft.data.text.masking import MarkedText, mark_learnt
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images, unused_fields
+from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers, unused_fields
 from lowmem_ft.foundation.errors import DataError
 
 TOKENIZED = datasets.Features(
@@ -36,7 +36,8 @@ TOKENIZED = datasets.Features(
 """Columns of a tokenized example.
 
 ``sample_id`` is its index among the rows read; the mask is one bit a token; ``num_whole_tokens`` counts it before it
-was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has.
+was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has and
+its text has not.
 """
 
 
@@ -73,9 +74,8 @@ class Tokenization:
         columns = dict(columns)
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
-        template: Any = self.tokenizer.chat_template and self.tokenizer.get_chat_template()
         unused = [
-            unused_fields(self.example_format, row, template) if text else 0
+            unused_fields(self.example_format, row, text.text) if text else 0
             for row, text in zip(rows, marked, strict=True)
         ]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
@@ -100,7 +100,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 4,  # increase it when the same values give other tokens
+            "version": 5,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -109,7 +109,7 @@ class Tokenization:
             if example is None:
                 return None
             refuse_images(self.example_format, row)
-            refuse_bad_answers(self.example_format, row, self.loss_on)
+            refuse_judged_answers(self.example_format, row)
             return mark_learnt(example, self.tokenizer, self.loss_on)
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
-from lowmem_ft.data.text.formats import are_preferences, holds_preferences
+from lowmem_ft.data.text.formats import are_preferences, holds_preferences, judged_answers
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.recipe import Recipe
 
@@ -30,7 +30,8 @@ def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
 
     Args:
         recipe: its ``data.*`` keys name the rows, how many of them count, and which are held out.
-        preferences: True: rows have to be pairs of answers, as for DPO; False: they must not be; None: either.
+        preferences: True: rows have to be pairs of answers, as for DPO; False: neither those, nor judged answers, as for
+            KTO; None: any.
 
     Returns:
         The rows.
@@ -43,6 +44,8 @@ def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
     columns = rows.train.column_names or []  # a stream may not know them
     if preferences is not None and columns and are_preferences(columns) != preferences:
         raise DataError(_other_kind(columns, str(recipe.data.path), wanted=preferences))
+    if preferences is False and (problem := judged_answers(next(iter(rows.train), {}))):
+        raise DataError(f"{recipe.data.path}: {problem}")
     return rows
 
 
