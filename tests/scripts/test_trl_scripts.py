@@ -69,7 +69,7 @@ def test_rows_of_the_other_kind_are_refused_before_a_model_is_loaded(pairs, tmp_
     ):
         run("dpo", tmp_path / "run", "loss.chunk_tokens=null")
     judged = tmp_path / "judged.jsonl"
-    judged.write_text('{"prompt": "Hi", "completion": " Ho", "label": true}\n')
+    judged.write_text('{"prompt": "Hi", "completion": " Ho", "label": true}\n' * 16)
     with pytest.raises(DataError, match=r"judged.jsonl: label=true judges the answer .*TRL's KTOTrainer"):
         run("sft", tmp_path / "run", f"data={judged}")
 

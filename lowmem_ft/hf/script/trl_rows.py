@@ -30,8 +30,8 @@ def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
 
     Args:
         recipe: its ``data.*`` keys name the rows, how many of them count, and which are held out.
-        preferences: True: rows have to be pairs of answers, as for DPO; False: neither those, nor judged answers, as for
-            KTO; None: any.
+        preferences: True: rows have to be pairs of answers, as for DPO; False: neither those nor judged answers, as
+            for KTO; None: any.
 
     Returns:
         The rows.
