@@ -60,6 +60,7 @@ class MappedExamples:
         shuffle: whether each epoch has a new order.
         group_by_length: whether neighbours have similar lengths.
         packed: assignment of examples to rows; None: each has its own.
+        first_ids: int64, for each example the number of rows in the sources before its own; None: there is one source.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class MappedExamples:
         shuffle: bool,
         group_by_length: bool = False,
         packed: PackedRows | None = None,
+        first_ids: np.ndarray | None = None,
     ) -> None:
         self._table = table.select_columns(["sample_id", "input_ids", "is_learnt"]).with_format("numpy")
         self._shuffle, self._group_by_length, self._packed = shuffle, group_by_length, packed
+        self._first_ids = first_ids
         lengths = column(table, "num_tokens").astype(np.int64)
         self.row_lengths = (
             lengths if packed is None else np.add.reduceat(lengths[packed.members], packed.offsets[:-1])
@@ -96,7 +99,7 @@ class MappedExamples:
     def read(self, reference: int) -> Row:
         """Return the row at an index."""
         members = [reference] if self._packed is None else self._packed.row(reference).tolist()
-        return [_example(self._table[index]) for index in members]
+        return [self.example(index) for index in members]
 
     def head(self, count: int) -> list[TokenizedExample]:
         """Return the first examples in the order of the source."""
@@ -104,63 +107,32 @@ class MappedExamples:
 
     def example(self, index: int) -> TokenizedExample:
         """Return one example in the order of the source."""
-        return _example(self._table[index])
+        return _example(self._table[index], 0 if self._first_ids is None else int(self._first_ids[index]))
 
 
-class StreamedExamples:
-    """Examples that are read and tokenized while the epoch runs; only the buffers are kept.
-
-    A process reads the whole stream and uses its own share. Resuming replays the epoch up to the position.
+class TokenizedStream:
+    """The examples of one source, read and tokenized while they are iterated over.
 
     Args:
-        tokenized: starts the epoch again and yields tokenized batches of columns ``tokenizing.TOKENIZED``.
+        tokenized: starts the source again and yields tokenized batches of columns ``tokenizing.TOKENIZED``.
         source: the origin of the data, for messages.
-        shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
-        pack_to: tokens of a packed row, or None.
         limits: limits that cut examples, for messages.
         show: logs the first example with an unused field, and why it is shown.
     """
-
-    num_rows = None
 
     def __init__(
         self,
         tokenized: Callable[[], Iterable[dict[str, list[Any]]]],
         *,
         source: str,
-        shuffle_buffer_size: int,
-        pack_to: int | None,
         limits: LengthLimits,
         show: Callable[[TokenizedExample, str], None],
     ) -> None:
-        self._limits, self._show = limits, show
+        self._tokenized, self._source, self._limits, self._show = tokenized, source, limits, show
         self._has_warned = self._has_shown = False
-        self._tokenized, self._source = tokenized, source
-        self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
 
-    def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Row]:
-        """Yield the rows of an epoch themselves; those before ``start`` are read again and skipped."""
-        examples = self._examples()
-        if self._shuffle_buffer_size > 1:
-            examples = _shuffled(examples, self._shuffle_buffer_size, np.random.default_rng([seed, epoch]))
-        rows = (
-            ([example] for example in examples) if self._pack_to is None else _packed(examples, self._pack_to)
-        )
-        if start:
-            logger.info("Reading %d rows of %s again, up to where the run stopped.", start, self._source)
-            for _ in tqdm(islice(rows, start), total=start, desc="Replaying", unit=" rows"):
-                pass
-        return rows
-
-    def read(self, reference: Row) -> Row:
-        """Return the row itself."""
-        return reference
-
-    def head(self, count: int) -> list[TokenizedExample]:
-        """Return the first examples in the order of the source."""
-        return list(islice(self._examples(), count))
-
-    def _examples(self) -> Iterator[TokenizedExample]:
+    def examples(self) -> Iterator[TokenizedExample]:
+        """Yield the examples of one epoch that are kept, in the order of the source, and log their counts."""
         summary = DataSummary()
         for columns in self._tokenized():
             summary = summary + summarise(columns)
@@ -180,16 +152,64 @@ class StreamedExamples:
         self._has_warned = True
 
 
+class StreamedExamples:
+    """Examples that are read and tokenized while the epoch runs; only the buffers are kept.
+
+    A process reads the whole stream and uses its own share. Resuming replays the epoch up to the position.
+
+    Args:
+        examples: starts an epoch and yields its examples; the generator draws from which source the next one comes.
+        source: the origin of the data, for messages.
+        shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
+        pack_to: tokens of a packed row, or None.
+    """
+
+    num_rows = None
+
+    def __init__(
+        self,
+        examples: Callable[[np.random.Generator], Iterator[TokenizedExample]],
+        *,
+        source: str,
+        shuffle_buffer_size: int,
+        pack_to: int | None,
+    ) -> None:
+        self._examples, self._source = examples, source
+        self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
+
+    def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Row]:
+        """Yield the rows of an epoch themselves; those before ``start`` are read again and skipped."""
+        examples = self._examples(np.random.default_rng([seed, epoch, _DRAWS]))
+        if self._shuffle_buffer_size > 1:
+            examples = _shuffled(examples, self._shuffle_buffer_size, np.random.default_rng([seed, epoch]))
+        rows = (
+            ([example] for example in examples) if self._pack_to is None else _packed(examples, self._pack_to)
+        )
+        if start:
+            logger.info("Reading %d rows of %s again, up to where the run stopped.", start, self._source)
+            for _ in tqdm(islice(rows, start), total=start, desc="Replaying", unit=" rows"):
+                pass
+        return rows
+
+    def read(self, reference: Row) -> Row:
+        """Return the row itself."""
+        return reference
+
+
+_DRAWS = 1
+"""Keeps the draws among sources apart from those of the shuffle buffer, which have the same seed and epoch."""
+
+
 def column(table: datasets.Dataset, name: str) -> np.ndarray:
     """Return one numeric column of a table, without reading the others."""
     values: Any = table.select_columns([name]).with_format("numpy")[:]
     return np.asarray(values[name])
 
 
-def _example(tokenized: dict[str, Any]) -> TokenizedExample:
+def _example(tokenized: dict[str, Any], first_id: int = 0) -> TokenizedExample:
     input_ids_T = np.asarray(tokenized["input_ids"], dtype=np.int64)
     labels_T = np.where(np.asarray(tokenized["is_learnt"], dtype=bool), input_ids_T, IGNORED_LABEL)
-    return TokenizedExample(int(tokenized["sample_id"]), input_ids_T, labels_T)
+    return TokenizedExample(first_id + int(tokenized["sample_id"]), input_ids_T, labels_T)
 
 
 def _shuffled(

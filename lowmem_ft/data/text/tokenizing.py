@@ -5,6 +5,7 @@ Axes: T tokens of one example.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,13 +32,14 @@ TOKENIZED = datasets.Features(
         "is_answer_cut": datasets.Value("bool"),
         "outcome": datasets.Value("int8"),
         "unused_fields": datasets.Value("int32"),
+        "digest": datasets.Value("int64"),
     }
 )
 """Columns of a tokenized example.
 
 ``sample_id`` is its index among the rows read; the mask is one bit a token; ``num_whole_tokens`` counts it before it
 was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has and
-its text has not.
+its text has not; ``digest`` is one of its tokens and of the mask.
 """
 
 
@@ -187,6 +189,7 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
     input_ids_T, is_learnt_T = input_ids_T[:limit], is_learnt_T[:limit].copy()
     is_learnt_T[:1] = False  # nothing comes before the first token to predict it from
     counts = {"num_whole_tokens": num_whole_tokens, "is_cut": is_cut, "is_answer_cut": is_answer_cut}
+    digest = hashlib.blake2b(input_ids_T.tobytes() + is_learnt_T.tobytes(), digest_size=8).digest()
     if not is_learnt_T.any():
         return _dropped(Outcome.ANSWER_CUT_OFF if is_cut else Outcome.NO_ANSWER) | counts
     return {
@@ -195,6 +198,7 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
         "num_tokens": len(input_ids_T),
         "num_label_tokens": int(is_learnt_T.sum()),
         "outcome": int(Outcome.KEPT),
+        "digest": int.from_bytes(digest, "little", signed=True),
         **counts,
     }
 
@@ -210,4 +214,5 @@ def _dropped(outcome: Outcome) -> dict[str, Any]:
         "is_cut": False,
         "is_answer_cut": False,
         "outcome": int(outcome),
+        "digest": 0,
     }
