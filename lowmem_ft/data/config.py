@@ -183,7 +183,7 @@ class DataConfig:
 
     @property
     def is_named(self) -> bool:
-        """Whether any training data is named."""
+        """True if any training data is named."""
         return self.path is not None or self.sources is not None
 
     def refuse_positions(self, limit: int | None) -> None:

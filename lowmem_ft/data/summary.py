@@ -164,7 +164,7 @@ class DataSummary:
 
     @property
     def packed_words(self) -> str:
-        """What packing has made of the examples."""
+        """Rows that the examples are packed into, in words."""
         return (
             f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
             f"{self.packing_efficiency:.1%} full"
