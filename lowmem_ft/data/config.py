@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+from lowmem_ft.data.source_keys import source_problems
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS
@@ -24,7 +25,21 @@ class DataConfig:
     path: str | None = knob(
         None,
         "Hub dataset name, or a local json/jsonl/csv/tsv/parquet/txt file (or .gz of one), a folder of them, or a "
-        "glob.",
+        "glob; several are separated by commas.",
+    )
+    sources: list[dict[str, Any]] | None = knob(
+        None,
+        "Several sources in place of path, as [{path: a.jsonl}, {path: b.jsonl, repeats: 2}]: each may have "
+        "data's name, revision, data_files, split, sample_by, max_samples, format, *_column, system_prompt and loss_on "
+        "for itself. repeats: how often each of its examples occurs in an "
+        "epoch, 1 if it does not say. Or a weight for every source: the next example is drawn from a source with a "
+        "probability in proportion to its weight, as by datasets.interleave_datasets(probabilities=...), once for all "
+        "epochs, from training.seed; an epoch ends as stopping_strategy says.",
+    )
+    stopping_strategy: Literal["first_exhausted", "all_exhausted"] = knob(
+        "first_exhausted",
+        "With weights, what ends an epoch, as in interleave_datasets: the first source that has no example left, so "
+        "that others are read in part; or the last one, until which the others begin again.",
     )
     name: str | None = knob(None, "Configuration of a hub dataset, as in load_dataset(path, name).")
     revision: str | None = knob(None, "Hub branch, tag or commit; null: the default branch.")
@@ -96,13 +111,30 @@ class DataConfig:
     )
     eval_split: str | None = knob(None, "Held-out split of eval_path, or of path if eval_path is null.")
     eval_size: float | None = knob(
-        None, "Number of training examples to hold out (below 1: their share), drawn by training.seed."
+        None,
+        "Number of training examples to hold out (below 1: their share), from each source, drawn by training.seed.",
     )
-    num_proc: int | None = knob(None, "Processes that tokenize; null: this one.")
+    num_proc: int | None = knob(
+        None, "Processes that tokenize; null: this one, or for more than 20,000 rows one on each core."
+    )
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves, before any file is read."""
         held_out = self.eval_path is not None or self.eval_split is not None
+        if self.sources is not None:
+            yield from source_problems(self.sources, streaming=self.streaming)
+        if self.sources is not None and self.path is not None:
+            yield (
+                f"data.sources takes the place of data.path, got {self.path} as well. Set one of them to null, or add "
+                "that path to the sources."
+            )
+        if self.stopping_strategy != "first_exhausted" and not any(
+            source.get("weight") for source in self.sources or ()
+        ):
+            yield (
+                f"data.stopping_strategy={self.stopping_strategy} says where an epoch of weighted sources ends, and no "
+                "source of data.sources has a weight. Add weights, or set it to first_exhausted."
+            )
         for key in ("max_samples", "shuffle_buffer_size", "num_proc"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -148,6 +180,11 @@ class DataConfig:
                 "data.eval_size chooses among all examples, which data.streaming=true does not know beforehand. "
                 "Use data.eval_path or data.eval_split."
             )
+
+    @property
+    def is_named(self) -> bool:
+        """True if any training data is named."""
+        return self.path is not None or self.sources is not None
 
     def refuse_positions(self, limit: int | None) -> None:
         """Reject rows that are longer than a model accepts.

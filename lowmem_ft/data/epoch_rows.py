@@ -28,6 +28,10 @@ PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
 
 
+OF_UNUSED = ", the first with a field that the model does not see,"
+"""Words for an example that is shown in addition to the first one."""
+
+
 class Examples(Protocol):
     """Examples in the form that a data stream needs.
 
@@ -56,6 +60,7 @@ class MappedExamples:
         shuffle: whether each epoch has a new order.
         group_by_length: whether neighbours have similar lengths.
         packed: assignment of examples to rows; None: each has its own.
+        first_ids: int64, for each example the number of rows in the sources before its own; None: there is one source.
     """
 
     def __init__(
@@ -65,9 +70,11 @@ class MappedExamples:
         shuffle: bool,
         group_by_length: bool = False,
         packed: PackedRows | None = None,
+        first_ids: np.ndarray | None = None,
     ) -> None:
         self._table = table.select_columns(["sample_id", "input_ids", "is_learnt"]).with_format("numpy")
         self._shuffle, self._group_by_length, self._packed = shuffle, group_by_length, packed
+        self._first_ids = first_ids
         lengths = column(table, "num_tokens").astype(np.int64)
         self.row_lengths = (
             lengths if packed is None else np.add.reduceat(lengths[packed.members], packed.offsets[:-1])
@@ -92,11 +99,57 @@ class MappedExamples:
     def read(self, reference: int) -> Row:
         """Return the row at an index."""
         members = [reference] if self._packed is None else self._packed.row(reference).tolist()
-        return [_example(self._table[index]) for index in members]
+        return [self.example(index) for index in members]
 
     def head(self, count: int) -> list[TokenizedExample]:
         """Return the first examples in the order of the source."""
-        return [_example(self._table[index]) for index in range(min(count, len(self._table)))]
+        return [self.example(index) for index in range(min(count, len(self._table)))]
+
+    def example(self, index: int) -> TokenizedExample:
+        """Return one example in the order of the source."""
+        return _example(self._table[index], 0 if self._first_ids is None else int(self._first_ids[index]))
+
+
+class TokenizedStream:
+    """The examples of one source, read and tokenized while they are iterated over.
+
+    Args:
+        tokenized: starts the source again and yields tokenized batches of columns ``tokenizing.TOKENIZED``.
+        source: the origin of the data, for messages.
+        limits: limits that cut examples, for messages.
+        show: logs the first example with an unused field, and why it is shown.
+    """
+
+    def __init__(
+        self,
+        tokenized: Callable[[], Iterable[dict[str, list[Any]]]],
+        *,
+        source: str,
+        limits: LengthLimits,
+        show: Callable[[TokenizedExample, str], None],
+    ) -> None:
+        self._tokenized, self._source, self._limits, self._show = tokenized, source, limits, show
+        self._has_warned = self._has_shown = False
+
+    def examples(self) -> Iterator[TokenizedExample]:
+        """Yield the examples of one epoch that are kept, in the order of the source, and log their counts."""
+        summary = DataSummary()
+        for columns in self._tokenized():
+            summary = summary + summarise(columns)
+            if not self._has_warned and summary.num_read >= JUDGED_EXAMPLES:
+                source = f"{self._source}, the first {summary.num_read:,}"
+                self._has_warned = summary.warn(source, self._limits)
+            for values in zip(*columns.values(), strict=True):
+                tokenized = dict(zip(columns, values, strict=True))
+                if tokenized["outcome"] == Outcome.KEPT:
+                    example = _example(tokenized)
+                    if tokenized["unused_fields"] and not self._has_shown:
+                        self._has_shown = True
+                        self._show(example, OF_UNUSED)
+                    yield example
+        summary.require_examples(self._source)
+        summary.log(f"{self._source}, one epoch", self._limits, warn=not self._has_warned)
+        self._has_warned = True
 
 
 class StreamedExamples:
@@ -105,31 +158,28 @@ class StreamedExamples:
     A process reads the whole stream and uses its own share. Resuming replays the epoch up to the position.
 
     Args:
-        tokenized: starts the epoch again and yields tokenized batches of columns ``tokenizing.TOKENIZED``.
+        examples: starts an epoch and yields its examples; the generator draws from which source the next one comes.
         source: the origin of the data, for messages.
         shuffle_buffer_size: examples from which the next one is drawn; 1 keeps the order of the source.
         pack_to: tokens of a packed row, or None.
-        limits: limits that cut examples, for messages.
     """
 
     num_rows = None
 
     def __init__(
         self,
-        tokenized: Callable[[], Iterable[dict[str, list[Any]]]],
+        examples: Callable[[np.random.Generator], Iterator[TokenizedExample]],
         *,
         source: str,
         shuffle_buffer_size: int,
         pack_to: int | None,
-        limits: LengthLimits,
     ) -> None:
-        self._limits, self._has_warned = limits, False
-        self._tokenized, self._source = tokenized, source
+        self._examples, self._source = examples, source
         self._shuffle_buffer_size, self._pack_to = shuffle_buffer_size, pack_to
 
     def order(self, seed: int, epoch: int, start: int = 0) -> Iterator[Row]:
         """Yield the rows of an epoch themselves; those before ``start`` are read again and skipped."""
-        examples = self._examples()
+        examples = self._examples(np.random.default_rng([seed, epoch, _DRAWS]))
         if self._shuffle_buffer_size > 1:
             examples = _shuffled(examples, self._shuffle_buffer_size, np.random.default_rng([seed, epoch]))
         rows = (
@@ -145,24 +195,9 @@ class StreamedExamples:
         """Return the row itself."""
         return reference
 
-    def head(self, count: int) -> list[TokenizedExample]:
-        """Return the first examples in the order of the source."""
-        return list(islice(self._examples(), count))
 
-    def _examples(self) -> Iterator[TokenizedExample]:
-        summary = DataSummary()
-        for columns in self._tokenized():
-            summary = summary + summarise(columns)
-            if not self._has_warned and summary.num_read >= JUDGED_EXAMPLES:
-                source = f"{self._source}, the first {summary.num_read:,}"
-                self._has_warned = summary.warn(source, self._limits)
-            for values in zip(*columns.values(), strict=True):
-                tokenized = dict(zip(columns, values, strict=True))
-                if tokenized["outcome"] == Outcome.KEPT:
-                    yield _example(tokenized)
-        summary.require_examples(self._source)
-        summary.log(f"{self._source}, one epoch", self._limits, warn=not self._has_warned)
-        self._has_warned = True
+_DRAWS = 1
+"""Keeps the draws among sources apart from those of the shuffle buffer, which have the same seed and epoch."""
 
 
 def column(table: datasets.Dataset, name: str) -> np.ndarray:
@@ -171,10 +206,10 @@ def column(table: datasets.Dataset, name: str) -> np.ndarray:
     return np.asarray(values[name])
 
 
-def _example(tokenized: dict[str, Any]) -> TokenizedExample:
+def _example(tokenized: dict[str, Any], first_id: int = 0) -> TokenizedExample:
     input_ids_T = np.asarray(tokenized["input_ids"], dtype=np.int64)
     labels_T = np.where(np.asarray(tokenized["is_learnt"], dtype=bool), input_ids_T, IGNORED_LABEL)
-    return TokenizedExample(int(tokenized["sample_id"]), input_ids_T, labels_T)
+    return TokenizedExample(first_id + int(tokenized["sample_id"]), input_ids_T, labels_T)
 
 
 def _shuffled(

@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from itertools import islice
 from typing import Any
 
 import datasets
 import numpy as np
-from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.epoch_rows import Examples, MappedExamples, StreamedExamples, column
+from lowmem_ft.data.epoch_rows import (
+    OF_UNUSED,
+    Examples,
+    MappedExamples,
+    StreamedExamples,
+    TokenizedStream,
+    column,
+)
+from lowmem_ft.data.mixing import JoinedExamples, drawn, mixed, probabilities_of
+from lowmem_ft.data.source_keys import without_weights
 from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
-from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.sources.splits import Part, held_out_parts, num_held_out, training_parts
 from lowmem_ft.data.summary import (
     SUMMARISED,
     DataSummary,
@@ -31,16 +43,36 @@ from lowmem_ft.data.summary import (
 )
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_template
 from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
-from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
+from lowmem_ft.data.text.tokenized_rows import tokenized_rows
+from lowmem_ft.data.text.tokenizing import Tokenization
 from lowmem_ft.data.text.unused_fields import columns_left, columns_to_read, keys_left
 from lowmem_ft.foundation.errors import DataError, raise_problems
+from lowmem_ft.foundation.units import counted
 
 logger = logging.getLogger(__name__)
 
-TOKENIZING_BATCH_ROWS = 1000
 STREAMING_BATCH_ROWS = 64
 NUM_EXAMPLES_TO_LOOK_AT = 32
 """Training examples checked before the first step: fewer than a streamed batch, which is tokenized anyway."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceCounts:
+    """One of several sources in an epoch.
+
+    Args:
+        name: names its metrics.
+        source: its path and split.
+        examples: examples that an epoch takes from it, repeated ones counted each time.
+        tokens: tokens of these.
+        share: share of the epoch's tokens.
+    """
+
+    name: str
+    source: str
+    examples: int
+    tokens: int
+    share: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,11 +80,15 @@ class PreparedData:
     """The data that a run trains and evaluates on.
 
     Args:
-        train: training examples.
-        evaluation: held-out examples in their own order, or None.
-        summary: counts of the training data, or None when streaming (they are logged after each epoch).
+        train: training examples of all sources.
+        evaluation: held-out examples in their own order, source after source, or None.
+        summary: counts of the training data in an epoch, or None when streaming (they are logged after each epoch).
         evaluation_summary: counts of the held-out data, or None.
         collate: collates batches of either.
+        evaluation_by_source: the same held-out examples by the name of their source; empty if all have one source.
+        sources: what an epoch takes from each of several sources; empty for one source, and when streaming.
+        fingerprint: digest of the tokens of all training rows and of what is learnt of them; when streaming, of the
+            first ones.
     """
 
     train: Examples
@@ -60,6 +96,9 @@ class PreparedData:
     summary: DataSummary | None
     evaluation_summary: DataSummary | None
     collate: Collator
+    evaluation_by_source: Mapping[str, Examples] = field(default_factory=dict)
+    sources: tuple[SourceCounts, ...] = ()
+    fingerprint: str = ""
 
 
 def load_data(
@@ -90,7 +129,7 @@ def load_data(
     Raises:
         DataError: if the configuration, the source, an example or the tokenizer is unfit, or nothing is left to learn.
     """
-    if config.path is None:
+    if not config.is_named:
         raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
     raise_problems(config.problems(), DataError)
     config = replace(config, max_length=_max_length(config, max_positions))
@@ -125,40 +164,74 @@ class _Loader:
 
     def mapped(self, collate: Collator, seed: int) -> PreparedData:
         """Return tokenized tables, the training examples among which ``seed`` may hold some out."""
-        train_source, eval_source = sources_of(self.config)
-        train_table, eval_table = self._table(train_source, is_train=True), None
-        if eval_source is not None:
-            eval_table = self._table(eval_source, is_train=False)
-        elif self.config.eval_size is not None:
-            train_table, eval_table = _hold_out(train_table, self.config.eval_size, seed)
-        train, summary = self._examples(train_table, train_source, is_train=True)
-        self._look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT))
-        evaluation, evaluation_summary = None, None
-        if eval_table is not None:
-            source = eval_source or train_source
-            evaluation, evaluation_summary = self._examples(eval_table, source, is_train=False)
+        training, held_out = training_parts(self.config), held_out_parts(self.config)
+        tables = [self._table(part) for part in training]
+        num_read = [int(column(table, "sample_id").max(initial=-1)) + 1 for table in tables]
+        fingerprint = _digest(column(table, "digest") for table in tables)
+        eval_tables = [self._table(part) for part in held_out]
+        if self.config.eval_size is not None:
+            held_out = [replace(part, is_train=False) for part in training]
+            halves = [_hold_out(table, self.config.eval_size, seed) for table in tables]
+            tables, eval_tables = [train for train, _ in halves], [rest for _, rest in halves]
+        kept = [self._kept(table, part) for table, part in zip(tables, training, strict=True)]
+        train, summary, sources = self._mixed(kept, training, num_read, seed)
+        evaluation, summaries = {}, []
+        for table, part in zip(eval_tables, held_out, strict=True):
+            eval_table, eval_summary = self._kept(table, part)
+            evaluation[part.listed.name], packed_summary = self._examples(eval_table, eval_summary)
+            summaries.append(packed_summary)
         return PreparedData(
             train=train,
-            evaluation=evaluation,
             summary=summary,
-            evaluation_summary=evaluation_summary,
+            evaluation_summary=reduce(DataSummary.__add__, summaries) if summaries else None,
             collate=collate,
+            sources=sources,
+            fingerprint=fingerprint,
+            **_evaluation(evaluation),
         )
 
     def streamed(self, collate: Collator) -> PreparedData:
         """Return examples that are tokenized while they are read."""
-        train_source, eval_source = sources_of(self.config)
-        train = self._stream(train_source, is_train=True)
-        self._look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT))
-        evaluation = None if eval_source is None else self._stream(eval_source, is_train=False)
+        parts = training_parts(self.config)
+        streams = [self._stream(part) for part in parts]
+        heads = [list(islice(stream.examples(), NUM_EXAMPLES_TO_LOOK_AT)) for stream in streams]
+        for head in heads:
+            self._look_at(head)
+        probabilities = probabilities_of([part.listed for part in parts])
+        if len(parts) > 1 and probabilities is None:
+            raise DataError(without_weights(len(parts)))
+
+        def examples(generator: np.random.Generator) -> Iterator[TokenizedExample]:
+            if probabilities is None:
+                return streams[0].examples()
+            starts = [stream.examples for stream in streams]
+            return drawn(starts, probabilities, generator, stopping_strategy=self.config.stopping_strategy)
+
+        train = StreamedExamples(
+            examples,
+            source=", ".join(str(part.source) for part in parts),
+            shuffle_buffer_size=self.config.shuffle_buffer_size if self.config.shuffle else 1,
+            pack_to=self.config.max_length if self.config.packing else None,
+        )
+        for part, probability in zip(parts, probabilities or (), strict=bool(probabilities)):
+            logger.info("Of the examples of an epoch, %.1f %% come from %s.", 100 * probability, part.source)
+        evaluation = {part.listed.name: self._held_out_stream(part) for part in held_out_parts(self.config)}
         return PreparedData(
-            train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
+            train=train,
+            summary=None,
+            evaluation_summary=None,
+            collate=collate,
+            fingerprint=_digest(
+                array for head in heads for one in head for array in (one.input_ids_T, one.labels_T)
+            ),
+            **_evaluation(evaluation),
         )
 
-    def _tokenization(self, source: Source, first_row: dict[str, Any]) -> Tokenization:
+    def _tokenization(self, part: Part, first_row: dict[str, Any]) -> Tokenization:
+        source, config = part.source, part.listed.config
         has_chat_template = self.tokenizer.chat_template is not None
         example_format = recognise_format(
-            self.config, list(first_row), has_chat_template=has_chat_template, source=str(source)
+            config, list(first_row), has_chat_template=has_chat_template, source=str(source)
         )
         if example_format.is_chat(first_row):
             require_chat_template(self.tokenizer)
@@ -175,80 +248,140 @@ class _Loader:
         return Tokenization(
             tokenizer=self.tokenizer,
             example_format=example_format,
-            loss_on=choose_loss_on(self.config, example_format),
+            loss_on=choose_loss_on(config, example_format),
             max_length=self.config.max_length,
             source=str(source),
             vocab_size=self.vocab_size,
         )
 
-    def _table(self, source: Source, *, is_train: bool) -> datasets.Dataset:
+    def _table(self, part: Part) -> datasets.Dataset:
         """Return the tokenized table of a split, including dropped examples, from the cache if it was made before."""
-        rows = open_split(self.config, source, is_train=is_train)
-        try:
-            tokenization = self._tokenization(source, rows[0])
-            rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
-            return rows.map(
-                tokenization,
-                with_indices=True,
-                batched=True,
-                batch_size=TOKENIZING_BATCH_ROWS,
-                writer_batch_size=TOKENIZING_BATCH_ROWS,
-                remove_columns=rows.column_names,
-                features=TOKENIZED,
-                num_proc=self.config.num_proc,
-                # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
-                new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
-                desc=f"Tokenizing {source}",
-            )
-        except UnicodeDecodeError as error:
-            # Arrow accepts any bytes as text; only reading a row decodes them.
-            raise reading_error(error, source) from error
+        with part.listed.named_in_errors():
+            rows = part.open()
+            try:
+                tokenization = self._tokenization(part, rows[0])
+                rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
+                return tokenized_rows(rows, tokenization, num_proc=self.config.num_proc)
+            except UnicodeDecodeError as error:
+                # Arrow accepts any bytes as text; only reading a row decodes them.
+                raise reading_error(error, part.source) from error
 
-    def _examples(
-        self, table: datasets.Dataset, source: Source, *, is_train: bool
-    ) -> tuple[MappedExamples, DataSummary]:
+    def _kept(self, table: datasets.Dataset, part: Part) -> tuple[datasets.Dataset, DataSummary]:
+        """Return the examples to use, and the counts of all, which are logged."""
         columns = {name: column(table, name) for name in SUMMARISED}
-        outcomes, lengths = columns["outcome"], columns["num_tokens"]
         summary = summarise(columns)
-        summary.require_examples(str(source))
-        is_kept = outcomes == Outcome.KEPT
+        with part.listed.named_in_errors():
+            summary.require_examples(str(part.source))
+        is_kept = columns["outcome"] == Outcome.KEPT
         if not is_kept.all():
             table = table.select(np.flatnonzero(is_kept))
+        summary.log(f"{'Training' if part.is_train else 'Held-out'} data {part.source}", self.limits)
+        examples = MappedExamples(table, shuffle=False)
+        if part.is_train:
+            self._look_at(examples.head(NUM_EXAMPLES_TO_LOOK_AT))
+        has_unused = columns["unused_fields"][is_kept] > 0
+        if has_unused.any():
+            self._show(examples.example(int(np.argmax(has_unused))), OF_UNUSED)
+        return table, summary
+
+    def _mixed(
+        self,
+        kept: Sequence[tuple[datasets.Dataset, DataSummary]],
+        parts: Sequence[Part],
+        num_read: Sequence[int],
+        seed: int,
+    ) -> tuple[MappedExamples, DataSummary, tuple[SourceCounts, ...]]:
+        """Return the training examples of all sources, their counts, and those of each source if there are several."""
+        listed = [part.listed for part in parts]
+        if len(parts) == 1 and listed[0].repeats == 1:
+            return *self._examples(*kept[0], is_train=True), ()
+        table, sources = mixed(
+            [table for table, _ in kept], listed, seed=seed, stopping_strategy=self.config.stopping_strategy
+        )
+        first_ids = np.concatenate([[0], np.cumsum(num_read)[:-1]]).astype(np.int64)
+        in_all = reduce(DataSummary.__add__, [summary for _, summary in kept])
+        counts = summarise({name: column(table, name) for name in SUMMARISED})
+        summary = replace(counts, outcomes=Counter({**in_all.outcomes, **counts.outcomes}))
+        lengths = np.bincount(sources, weights=column(table, "num_tokens"), minlength=len(parts))
+        rows = np.bincount(sources, minlength=len(parts))
+        of_each = tuple(
+            SourceCounts(
+                name=part.listed.name,
+                source=str(part.source),
+                examples=int(num_rows),
+                tokens=int(num_tokens),
+                share=round(float(num_tokens / lengths.sum()), 6),
+            )
+            for part, num_rows, num_tokens in zip(parts, rows, lengths, strict=True)
+        )
+        for one, first_id, read in zip(of_each, first_ids, num_read, strict=True):
+            logger.info(
+                "An epoch takes %s of %s, %s tokens, %.1f %% of all (%s); examples %d to %d are its rows.",
+                *(counted(one.examples, "example"), one.source, f"{one.tokens:,}", 100 * one.share, one.name),
+                *(first_id, first_id + read - 1),
+            )
+        return *self._examples(table, summary, is_train=True, first_ids=first_ids[sources]), of_each
+
+    def _examples(
+        self,
+        table: datasets.Dataset,
+        summary: DataSummary,
+        *,
+        is_train: bool = False,
+        first_ids: np.ndarray | None = None,
+    ) -> tuple[MappedExamples, DataSummary]:
+        """Return examples in the rows of an epoch, packed if the recipe says so, and their counts."""
         packed = None
         if self.config.packing:
             assert self.config.max_length is not None
-            packed = pack_best_fit(lengths[is_kept].astype(np.int64), self.config.max_length)
+            packed = pack_best_fit(column(table, "num_tokens").astype(np.int64), self.config.max_length)
             summary = replace(summary, num_rows=len(packed), row_capacity=self.config.max_length)
-        summary.log(f"{'Training' if is_train else 'Held-out'} data {source}", self.limits)
+            logger.info("%s data: %s", "Training" if is_train else "Held-out", summary.packed_words)
         examples = MappedExamples(
             table,
             shuffle=self.config.shuffle and is_train,
             group_by_length=self.config.group_by_length and is_train,
             packed=packed,
+            first_ids=first_ids,
         )
         return examples, summary
 
-    def _stream(self, source: Source, *, is_train: bool) -> StreamedExamples:
-        rows = open_split(self.config, source, is_train=is_train)
-        first_row = next(_batches(rows, source, batch_rows=1), None)
-        if first_row is None:
-            raise no_example(source)
-        tokenization = self._tokenization(source, {name: values[0] for name, values in first_row.items()})
+    def _stream(self, part: Part) -> TokenizedStream:
+        source = part.source
+        with part.listed.named_in_errors():
+            rows = part.open()
+            first_row = next(_batches(rows, source, batch_rows=1), None)
+            if first_row is None:
+                raise no_example(source)
+            tokenization = self._tokenization(part, {name: values[0] for name, values in first_row.items()})
         rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
-        return StreamedExamples(
+        return TokenizedStream(
             _tokenized_batches(rows, source, tokenization),
             source=str(source),
-            shuffle_buffer_size=self.config.shuffle_buffer_size if self.config.shuffle and is_train else 1,
-            pack_to=self.config.max_length if self.config.packing else None,
             limits=self.limits,
+            show=self._show,
+        )
+
+    def _held_out_stream(self, part: Part) -> StreamedExamples:
+        stream = self._stream(part)
+        return StreamedExamples(
+            lambda _: stream.examples(),
+            source=str(part.source),
+            shuffle_buffer_size=1,
+            pack_to=self.config.max_length if self.config.packing else None,
         )
 
     def _look_at(self, examples: Sequence[TokenizedExample]) -> None:
         check_known_tokens(examples, self.tokenizer)
-        example = examples[0]
+        self._show(examples[0])
+
+    def _show(self, example: TokenizedExample, why: str = "") -> None:
         text = marked_text(example.input_ids_T, example.labels_T, self.tokenizer)
         logger.info(
-            "Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text
+            "Example %d%s as the model reads it, learnt text between ⟦ and ⟧:\n%s",
+            example.sample_id,
+            why,
+            text,
         )
 
 
@@ -269,7 +402,7 @@ def _tell_of_unused(
 ) -> None:
     """Log all unused fields, once; the loss from those that other tools read is counted and warned about later."""
     template = tokenizer.get_chat_template() if example_format.is_chat(row) else None
-    left = columns_left(example_format, list(row))
+    left = columns_left(example_format, row)
     keys = keys_left(example_format, row, template)
     said = [", ".join(left)] if left else []
     said += [f"in messages {', '.join(keys)}"] if keys else []
@@ -285,6 +418,20 @@ def _hold_out(table: datasets.Dataset, size: float, seed: int) -> tuple[datasets
     chosen = np.random.default_rng([seed, len(candidates)]).choice(candidates, count, replace=False)
     is_held_out = np.isin(sample_ids, chosen)
     return table.select(np.flatnonzero(~is_held_out)), table.select(np.flatnonzero(is_held_out))
+
+
+def _evaluation(by_source: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of held-out examples."""
+    if len(by_source) < 2:
+        return {"evaluation": next(iter(by_source.values()), None)}
+    return {"evaluation": JoinedExamples(list(by_source.values())), "evaluation_by_source": by_source}
+
+
+def _digest(arrays: Iterable[np.ndarray]) -> str:
+    digest = hashlib.sha256()
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array, dtype=np.int64).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _tokenized_batches(

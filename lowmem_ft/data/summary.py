@@ -161,11 +161,14 @@ class DataSummary:
         yield from (self._left_out(why) for why, count in self.dropped.items() if not self._is_much(count))
         if self.num_cut and not self._is_much(self.num_answers_cut):
             yield f"truncated {self._share(self.num_cut)} at data.max_length"
-        if self.packing_efficiency is not None:
-            yield (
-                f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
-                f"{self.packing_efficiency:.1%} full"
-            )
+
+    @property
+    def packed_words(self) -> str:
+        """Rows that the examples are packed into, in words."""
+        return (
+            f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
+            f"{self.packing_efficiency:.1%} full"
+        )
 
     def _left_out(self, why: Outcome) -> str:
         return f"left out {self._share(self.dropped[why])}: {why}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.system.cores import usable_cores
 
 PROCESSES_VARIABLE = "LOWMEM_FT_TRACE_PROCESSES"
 """The most processes that make traces at once; ``1``: one process makes all. Unset: one per core."""
@@ -18,11 +19,7 @@ def processes_at_once() -> int:
     """
     asked = os.environ.get(PROCESSES_VARIABLE, "")
     if not asked:
-        return _cores()
+        return usable_cores()
     if not (asked.isdecimal() and int(asked) >= 1):
         raise UserError(f"{PROCESSES_VARIABLE} is a number of processes, at least 1, got {asked!r}.")
-    return min(_cores(), int(asked))
-
-
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(usable_cores(), int(asked))

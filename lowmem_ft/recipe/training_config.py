@@ -111,6 +111,11 @@ class TrainingConfig:
         "Let a resumed run compute by other kernels than before, of the same mathematics, which round differently: "
         "model.kernels and its package's version, adapter.kernel, accumulation.fusion.",
     )
+    resume_with_other_data: bool = knob(
+        False,
+        "Let a resumed run continue with training rows that have changed since its checkpoint, from the same place in "
+        "their order.",
+    )
 
     report_to: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = knob(
         (), "Trackers in addition to metrics.jsonl, such as [tensorboard, wandb]."

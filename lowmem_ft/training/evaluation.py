@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,10 +29,12 @@ class EvaluationResult:
     Args:
         loss: negative log-likelihood per label token, in nats.
         num_label_tokens: number of tokens in the mean.
+        by_source: loss of each of several sources, by its name.
     """
 
     loss: float
     num_label_tokens: int
+    by_source: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def perplexity(self) -> float:
@@ -45,10 +47,20 @@ class EvaluationResult:
             "eval_loss": self.loss,
             "eval_perplexity": self.perplexity,
             "eval_label_tokens": self.num_label_tokens,
+            **{f"eval_loss_{name}": loss for name, loss in self.by_source.items()},
         }
 
     def __str__(self) -> str:
-        return f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.2f}"
+        each = "".join(f", {name} {loss:.4f}" for name, loss in self.by_source.items())
+        return f"held-out loss {self.loss:.4f}, perplexity {self.perplexity:.2f}{each}"
+
+
+def together(results: Mapping[str, EvaluationResult]) -> EvaluationResult:
+    """Return the results of several sources as one, its loss the mean over all their label tokens."""
+    count = sum(result.num_label_tokens for result in results.values())
+    loss_sum = sum(result.loss * result.num_label_tokens for result in results.values())
+    by_source = {name: result.loss for name, result in results.items()}
+    return EvaluationResult(loss_sum / max(count, 1), count, by_source)
 
 
 class EvaluationInPieces:

@@ -20,6 +20,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.stream import DataStream, eval_batches
+from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.data.loading import PreparedData
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
@@ -35,7 +36,7 @@ from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.distributed.error_propagation import ending_together
 from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.distributed.process_group import join_processes
-from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
+from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate, together
 from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
 from lowmem_ft.training.export.model_card import model_card
@@ -51,7 +52,14 @@ from lowmem_ft.training.run.random_seed import seed_generators
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run.run_memory import RunMemory
 from lowmem_ft.training.run.run_metrics import RunMetrics
-from lowmem_ft.training.run.start import log_start, num_training_steps, progress_at, read_data, stream_from
+from lowmem_ft.training.run.start import (
+    log_start,
+    num_training_steps,
+    progress_at,
+    read_data,
+    stream_from,
+    write_sources,
+)
 from lowmem_ft.training.run.time_left import TimeLeft
 from lowmem_ft.training.run.unplanned import refuse_unplanned
 from lowmem_ft.training.run_runtime import RunRuntime
@@ -271,6 +279,7 @@ class TrainingRun:
                     self.folder.start(self.recipe, self.progress)
                     self.memory.continue_from(self.folder.read_metrics())
                     self.memory.write_estimate(self.metrics, self.progress.step)
+                    write_sources(self.data, self.metrics, self.progress.step)
             self.runtime.start_trackers(self.recipe)
             log_start(self.recipe, self.runtime, self.progress, self.num_steps)
             with self.interruption:
@@ -363,22 +372,13 @@ class TrainingRun:
         """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
         if self.data.evaluation is None:
             return None
-        config = self.recipe.training
-        batches = eval_batches(
-            self.data.evaluation,
-            batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,
-            num_processes=self.runtime.num_processes,
-            process_index=self.runtime.process_index,
-            collate=self.data.collate,
-        )
         with self.memory.during("evaluation"), self.time_left.during("evaluation"):
-            result = evaluate(
-                self.session,
-                self.runtime,
-                self.runtime.to_evaluate(batches),
-                in_pieces=self.evaluation,
-                interrupted=lambda: self.interruption.signal_number != 0,
-            )
+            if by_source := self.data.evaluation_by_source:
+                results = {name: self._evaluated(examples) for name, examples in by_source.items()}
+                finished = {name: one for name, one in results.items() if one is not None}
+                result = together(finished) if len(finished) == len(results) else None
+            else:
+                result = self._evaluated(self.data.evaluation)
         if result is None:
             self._stop_if_interrupted()
         assert result is not None, "only a signal can end an evaluation without a result"
@@ -386,6 +386,24 @@ class TrainingRun:
         self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
         logger.info("Step %d: %s.", self.progress.step, result)
         return result
+
+    def _evaluated(self, examples: Examples) -> EvaluationResult | None:
+        """Evaluate on some held-out examples; None if a signal cut it short."""
+        config = self.recipe.training
+        batches = eval_batches(
+            examples,
+            batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,
+            num_processes=self.runtime.num_processes,
+            process_index=self.runtime.process_index,
+            collate=self.data.collate,
+        )
+        return evaluate(
+            self.session,
+            self.runtime,
+            self.runtime.to_evaluate(batches),
+            in_pieces=self.evaluation,
+            interrupted=lambda: self.interruption.signal_number != 0,
+        )
 
     def _save_checkpoint(self) -> None:
         step = self.progress.step

@@ -68,6 +68,10 @@ def test_rows_of_the_other_kind_are_refused_before_a_model_is_loaded(pairs, tmp_
         DataError, match=r"a column `chosen` and one `rejected`, and .* has messages\. .*SFTTrainer"
     ):
         run("dpo", tmp_path / "run", "loss.chunk_tokens=null")
+    judged = tmp_path / "judged.jsonl"
+    judged.write_text('{"prompt": "Hi", "completion": " Ho", "label": true}\n' * 16)
+    with pytest.raises(DataError, match=r"judged.jsonl: label=true judges the answer .*TRL's KTOTrainer"):
+        run("sft", tmp_path / "run", f"data={judged}")
 
 
 def test_sft(tmp_path):

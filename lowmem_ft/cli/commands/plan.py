@@ -155,7 +155,7 @@ def _report(
         elif length is not None:
             values["run"] = dataclasses.asdict(length)
             output.add(run_words(length, plan.estimate))
-    data = [] if recipe.data.path is not None else ["data=YOUR_DATA"]
+    data = [] if recipe.data.is_named else ["data=YOUR_DATA"]
     if plan.fits and command is not None:
         output.add(Document("Train it:", Command(*train_command(plan, command), *data), gap=0))
     if options.write is not None and plan.fits:
@@ -187,14 +187,15 @@ def _why_this_gpu(recipe: Recipe, options: argparse.Namespace) -> str:
 def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
     """Return the run's length, or why it is unknown; None if its data is not on this machine, or streamed."""
     from lowmem_ft.data.sources.files import local_files
+    from lowmem_ft.data.sources.listed import listed_sources
     from lowmem_ft.foundation.user_paths import expand_user
     from lowmem_ft.planner.run_length import run_length
 
-    path = recipe.data.path
-    if path is None or recipe.data.streaming:
+    paths = [one.path for one in listed_sources(recipe.data)]
+    if not paths or recipe.data.streaming:
         return None
     try:
-        is_here = local_files(path) or expand_user(path).is_dir()
+        is_here = all(local_files(path) or expand_user(path).is_dir() for path in paths)
         return run_length(recipe, step) if is_here else None
     except UserError as error:
         return f"The length of the run is unknown: {' '.join(error.problems)}"

@@ -25,7 +25,11 @@ model, data and a budget without a recipe: the memory settings are chosen first,
 checkpointing.mode=auto: only the checkpointed layers are chosen.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
 
-_ENOUGH_FOR_A_PLAN = ({"model", "model.name_or_path"}, {"data", "data.path"}, {"budget", "budget.device"})
+_ENOUGH_FOR_A_PLAN = (
+    {"model", "model.name_or_path"},
+    {"data", "data.path", "data.sources"},
+    {"budget", "budget.device"},
+)
 """Settings that say what to train, on what data, and within what budget: the rest can be chosen."""
 
 

@@ -19,7 +19,8 @@ class TokenizedExample:
     """One example as model inputs.
 
     Args:
-        sample_id: index among the rows of the source.
+        sample_id: index among the rows of the source; those of a second source continue the first's, except in a
+            stream.
         input_ids_T: int64 token ids.
         labels_T: int64, -100 where nothing is learnt; the first always is.
     """

@@ -17,10 +17,10 @@ from datasets import are_progress_bars_disabled, disable_progress_bars, enable_p
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.sources.files import is_saved_dataset, known_files, local_files, reader_of
 from lowmem_ft.data.sources.reading import Source, reading_error
-from lowmem_ft.data.sources.splits import num_held_out, open_split, sources_of
+from lowmem_ft.data.sources.splits import Part, num_held_out, parts_of
 from lowmem_ft.data.summary import DataSummary, Outcome
-from lowmem_ft.data.text.formats import ExampleFormat, choose_format, loss_on_of, naming_example
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images
+from lowmem_ft.data.text.formats import ExampleFormat, choose_format, naming_example
+from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers
 from lowmem_ft.foundation.user_paths import expand_user
 
 MOST_BYTES = 64 * 2**20
@@ -42,11 +42,11 @@ def check_small_local_data(config: DataConfig) -> None:
     """
     if config.streaming:
         return
-    train, evaluation = sources_of(config)
     with _without_progress_bars():
-        for source in (train, evaluation):
-            if source is not None and _is_small(source):
-                _check(config, source, is_train=source is train)
+        for part in parts_of(config):
+            with part.listed.named_in_errors():
+                if _is_small(part.source):
+                    _check(part)
 
 
 @contextlib.contextmanager
@@ -74,8 +74,8 @@ def _is_small(source: Source) -> bool:
     return 0 < sum(file.stat().st_size for file in files) <= MOST_BYTES
 
 
-def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
-    rows = open_split(config, source, is_train=is_train)
+def _check(part: Part) -> None:
+    rows, config, source = part.open(), part.listed.config, part.source
     try:
         first = list(islice(rows, NUM_ROWS))
     except UnicodeDecodeError as error:  # Arrow accepts any bytes as text; only reading a row decodes them
@@ -84,7 +84,6 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
     example_format = ExampleFormat(
         name=name, columns=tuple(columns.values()), system_prompt=config.system_prompt
     )
-    loss_on = loss_on_of(config, name)
     num_empty = 0
     for index, row in enumerate(first):
         with naming_example(index, str(source)):
@@ -92,8 +91,8 @@ def _check(config: DataConfig, source: Source, *, is_train: bool) -> None:
                 num_empty += 1
             else:
                 refuse_images(example_format, row)
-                refuse_bad_answers(example_format, row, loss_on)
+                refuse_judged_answers(example_format, row)
     if num_empty == len(rows):
         DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))
-    if is_train and config.eval_size is not None:
+    if part.is_train and config.eval_size is not None:
         num_held_out(config.eval_size, len(rows))

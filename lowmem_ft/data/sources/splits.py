@@ -2,18 +2,76 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.sources.listed import ListedSource, listed_sources
 from lowmem_ft.data.sources.reading import Source, open_rows
 from lowmem_ft.foundation.errors import DataError
 
 
-def sources_of(config: DataConfig) -> tuple[Source, Source | None]:
-    """Return the sources of the training rows, and of the held-out rows if they have a separate one."""
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """The training rows of one source, or held-out ones.
+
+    Args:
+        listed: the source that the recipe lists, or whose rows are held out; its config says how they are read.
+        source: the split to open.
+        is_train: whether the rows are trained on.
+    """
+
+    listed: ListedSource
+    source: Source
+    is_train: bool
+
+    def open(self) -> Any:
+        """Open the rows; for training, no more than ``max_samples``."""
+        rows: Any = open_rows(self.source)
+        limit = self.listed.config.max_samples
+        if limit is None or not self.is_train:
+            return rows
+        return rows.take(limit if self.source.streaming else min(limit, len(rows)))
+
+
+def training_parts(config: DataConfig) -> list[Part]:
+    """Return the training rows of each source."""
+    return [
+        Part(listed=listed, source=_source(listed.config), is_train=True) for listed in listed_sources(config)
+    ]
+
+
+def held_out_parts(config: DataConfig) -> list[Part]:
+    """Return the held-out rows that have a file or a split of their own: of ``eval_path``, or of each source."""
+    if config.eval_path is not None:
+        source = Source(
+            path=config.eval_path,
+            split=config.eval_split or "train",
+            setting="data.eval_path",
+            split_setting="data.eval_split",
+            streaming=config.streaming,
+            sample_by=config.sample_by,
+        )
+        return [Part(listed=ListedSource(name="eval", config=config), source=source, is_train=False)]
+    if config.eval_split is None:
+        return []
+    changes = {"split": config.eval_split, "split_setting": "data.eval_split"}
+    return [
+        replace(part, source=replace(part.source, **changes), is_train=False)
+        for part in training_parts(config)
+    ]
+
+
+def parts_of(config: DataConfig) -> Iterator[Part]:
+    """Yield the training rows of each source, then the held-out rows."""
+    yield from training_parts(config)
+    yield from held_out_parts(config)
+
+
+def _source(config: DataConfig) -> Source:
     assert config.path is not None
-    train = Source(
+    return Source(
         path=config.path,
         split=config.split,
         name=config.name,
@@ -22,26 +80,6 @@ def sources_of(config: DataConfig) -> tuple[Source, Source | None]:
         streaming=config.streaming,
         sample_by=config.sample_by,
     )
-    if config.eval_path is not None:
-        return train, Source(
-            path=config.eval_path,
-            split=config.eval_split or "train",
-            setting="data.eval_path",
-            split_setting="data.eval_split",
-            streaming=config.streaming,
-            sample_by=config.sample_by,
-        )
-    if config.eval_split is not None:
-        return train, replace(train, split=config.eval_split, split_setting="data.eval_split")
-    return train, None
-
-
-def open_split(config: DataConfig, source: Source, *, is_train: bool) -> Any:
-    """Open the rows of a source; for training data, no more than ``data.max_samples``."""
-    rows: Any = open_rows(source)
-    if config.max_samples is None or not is_train:
-        return rows
-    return rows.take(config.max_samples if config.streaming else min(config.max_samples, len(rows)))
 
 
 def num_held_out(size: float, num_examples: int) -> int:

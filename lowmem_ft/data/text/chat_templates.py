@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jinja2
@@ -80,58 +81,67 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def render(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], *, add_generation_prompt: bool = False
-) -> str:
-    """Render a conversation with the chat template.
+@dataclass(frozen=True)
+class Renderer:
+    """The chat template of a tokenizer, with the tools of one chat.
 
     Args:
         tokenizer: has a chat template.
-        messages: the turns.
-        add_generation_prompt: whether to end with the prompt for the model's answer.
-
-    Returns:
-        The text, with special tokens written out.
-
-    Raises:
-        DataError: if the template rejects these turns.
+        tools: the tools that the template is given; empty: none.
     """
-    return _render(tokenizer, messages, add_generation_prompt=add_generation_prompt)[0]
 
+    tokenizer: PreTrainedTokenizerBase
+    tools: list[dict[str, Any]] = field(default_factory=list)
 
-def render_with_marks(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message]
-) -> tuple[str, list[tuple[int, int]]]:
-    """Render a conversation as text, and return the character ranges that the template marks with ``{% generation %}``.
+    def text(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        """Render a conversation.
 
-    Raises:
-        DataError: if the template rejects these turns.
-    """
-    text, ranges = _render(tokenizer, messages, return_assistant_tokens_mask=True)
-    return text, [(start, end) for start, end in ranges]
+        Args:
+            messages: the turns.
+            add_generation_prompt: whether to end with the prompt for the model's answer.
+
+        Returns:
+            The text, with special tokens written out.
+
+        Raises:
+            DataError: if the template rejects these turns.
+        """
+        return self._render(messages, add_generation_prompt=add_generation_prompt)[0]
+
+    def marked_text(self, messages: list[Message]) -> tuple[str, list[tuple[int, int]]]:
+        """Render a conversation, and return the character ranges that the template marks with ``{% generation %}``.
+
+        Raises:
+            DataError: if the template rejects these turns.
+        """
+        text, ranges = self._render(messages, return_assistant_tokens_mask=True)
+        return text, [(start, end) for start, end in ranges]
+
+    def _render(self, messages: list[Message], **options: bool) -> tuple[str, Any]:
+        # apply_chat_template calls this too, but returns the marks only as a token mask; we need characters.
+        try:
+            special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
+            texts, ranges = render_jinja_template(
+                conversations=[messages],
+                tools=[*self.tools] or None,
+                chat_template=self.tokenizer.get_chat_template(),
+                **options,
+                **special_tokens,
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise DataError(
+                f"The chat template is not valid Jinja, line {error.lineno}: {error.message} Correct it, or set "
+                "data.chat_template to another one."
+            ) from error
+        except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
+            roles = ", ".join(str(message.get("role")) for message in messages)
+            raise DataError(
+                f"The chat template rejects a conversation with the roles {roles}: {error}. Change the data to fit the "
+                "template, or set data.chat_template to a template that allows these roles."
+            ) from error
+        return texts[0], ranges[0] if ranges else []
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template marks the assistant's text with ``{% generation %}``."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
-
-
-def _render(tokenizer: PreTrainedTokenizerBase, messages: list[Message], **options: bool) -> tuple[str, Any]:
-    # apply_chat_template calls this too, but returns the marks only as a token mask; we need characters.
-    try:
-        special_tokens: dict[str, Any] = tokenizer.special_tokens_map
-        texts, ranges = render_jinja_template(
-            conversations=[messages], chat_template=tokenizer.get_chat_template(), **options, **special_tokens
-        )
-    except jinja2.TemplateSyntaxError as error:
-        raise DataError(
-            f"The chat template is not valid Jinja, line {error.lineno}: {error.message} Correct it, or set "
-            "data.chat_template to another one."
-        ) from error
-    except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
-        roles = ", ".join(str(message.get("role")) for message in messages)
-        raise DataError(
-            f"The chat template rejects a conversation with the roles {roles}: {error}. Change the data to fit the "
-            "template, or set data.chat_template to a template that allows these roles."
-        ) from error
-    return texts[0], ranges[0] if ranges else []

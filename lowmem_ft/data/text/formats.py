@@ -1,7 +1,7 @@
 """Formats of examples in the user's columns, and how to read them.
 
 =================  ===============================  ==================================================================
-format             columns (any others are ignored)  becomes
+format             columns                           becomes
 =================  ===============================  ==================================================================
 messages           ``messages``                     a chat, through the tokenizer's template
 conversations      ``conversations``                the same; ShareGPT's ``from``/``value`` and ``role``/``content``
@@ -15,6 +15,9 @@ text               ``text``                         raw text, then EOS
 If columns match several formats, the one higher in the table wins; an Alpaca file may have a ``text`` column. An
 example with nothing in a field it needs (null, blank, no turns) is left out and counted; one of the wrong structure is
 an error that names it.
+
+Chats also take a ``system`` column, for those without a system message, and ``tools``; Alpaca takes ``system``, the
+earlier turns in ``history`` and the answer's ``reasoning_content``. All other columns are not used (unused_fields.py).
 """
 
 from __future__ import annotations
@@ -22,10 +25,11 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 from lowmem_ft.data.config import DataConfig, FormatName, LossOn
+from lowmem_ft.data.text.tools import read_calls, read_tools
 from lowmem_ft.foundation.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:
@@ -33,13 +37,23 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Row: TypeAlias = dict[str, Any]
+
+SYSTEM, HISTORY = ("system", "system_prompt"), ("history",)
+TOOLS, REASONING = ("tools", "functions"), ("reasoning_content", "reasoning", "thinking")
+"""Columns with more about an example, by the names that other tools give them; the first one with a value is read."""
+
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation whose first ``num_prompt_messages`` messages are the prompt; None if the data does not say."""
+    """A conversation whose first ``num_prompt_messages`` messages are the prompt; None if the data does not say.
+
+    ``tools`` are those that the model may call, as chat templates take them.
+    """
 
     messages: list[Message]
     num_prompt_messages: int | None = None
+    tools: list[Row] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -58,7 +72,6 @@ class Document:
 
 
 Example: TypeAlias = Chat | Completion | Document
-Row: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +97,20 @@ class ExampleFormat:
         return self.name in ("messages", "conversations") or (
             self.name == "alpaca" and self.has_chat_template
         )
+
+    def further_columns(self, row: Row) -> tuple[str, ...]:
+        """Return the columns that it reads in addition to the required ones, where a row has them."""
+        if self.name == "alpaca":
+            names = (*SYSTEM, *HISTORY, *(TOOLS if self.has_chat_template else ()))
+            names += REASONING if self.has_chat_template else ()
+        else:
+            names = (*SYSTEM, *TOOLS) if self.is_chat(row) else ()
+        return tuple(name for name in names if name not in self.columns)
+
+    def further(self, row: Row, names: Sequence[str]) -> Any:
+        """Return the value of the first of some further columns that a row has; None if it has none of them."""
+        wanted = [name for name in self.further_columns(row) if name in names]
+        return next((row[name] for name in wanted if row.get(name)), None)
 
     def read(self, row: Row) -> Example | None:
         """Return the example in a row; None if a field that it needs is empty.
@@ -239,6 +266,26 @@ def holds_preferences(columns: Sequence[str], source: str) -> str:
     )
 
 
+def judged_answers(row: Row) -> str | None:
+    """Return what is wrong with a row of KTO's if answers are to be learnt, and what learns from it; None for others.
+
+    Args:
+        row: values by column. TRL's rows have a ``label`` next to a completion, LLaMA-Factory's a ``kto_tag``; a label
+            that is neither true nor false, such as the name of a class, judges nothing.
+    """
+    for name in ("label", "kto_tag"):
+        value = row.get(name)
+        is_number = value in (0, 1) and (name == "kto_tag" or "completion" in row)
+        if isinstance(value, bool) or is_number or str(value).strip().lower() in ("true", "false"):
+            return (
+                f"{name}={str(value).lower()} judges the answer (KTO: true is a good one, false a bad one), and "
+                "training here is supervised: good and bad answers would be learnt alike. Use TRL's KTOTrainer, with "
+                "the rows of lowmem_ft.hf.load_rows. To learn only the good answers, leave out the rows of bad ones "
+                f"and the column {name}."
+            )
+    return None
+
+
 _PREFERENCES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
 _OTHER_KINDS = {
     (
@@ -306,17 +353,22 @@ def _absent_column(key: str, column: str, name: str, columns: Sequence[str], sou
 def _read_messages(fmt: ExampleFormat, row: Row) -> Example | None:
     (column,) = fmt.columns
     messages = _messages(row.get(column), column)
-    return Chat(_with_system_prompt(messages, fmt.system_prompt)) if messages else None
+    return _chat(fmt, row, messages) if messages else None
+
+
+def _chat(fmt: ExampleFormat, row: Row, asked: list[Message], answered: list[Message] | None = None) -> Chat:
+    """Return a chat with its row's system message and tools; with an answer, what comes before that is the prompt."""
+    system = fmt.further(row, SYSTEM)
+    asked = _with_system_prompt(asked, fmt.system_prompt if system is None else _text(system, "system"))
+    tools = read_tools(fmt.further(row, TOOLS), "tools")
+    return Chat(asked + (answered or []), None if answered is None else len(asked), tools)
 
 
 def _read_prompt_completion(fmt: ExampleFormat, row: Row) -> Example | None:
     prompt, completion = (row.get(column) for column in fmt.columns)
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = (_messages(row.get(column), column) for column in fmt.columns)
-        if not asked or not answered:
-            return None
-        asked = _with_system_prompt(asked, fmt.system_prompt)
-        return Chat(asked + answered, num_prompt_messages=len(asked))
+        return _chat(fmt, row, asked, answered) if asked and answered else None
     if isinstance(prompt, list) != isinstance(completion, list) and None not in (prompt, completion):
         raise DataError(
             f"{' and '.join(fmt.columns)} are both text or both lists of messages, got {_seen(prompt)} and "
@@ -331,26 +383,49 @@ def _read_alpaca(fmt: ExampleFormat, row: Row) -> Example | None:
     context = "".join(_text(row.get(column), column) for column in fmt.columns[2:])
     if not instruction.strip() or not output.strip():
         return None
+    earlier = _history(fmt.further(row, HISTORY))
     if not fmt.has_chat_template:
-        return Completion(_alpaca_prompt(instruction, context), output)
+        system = _text(fmt.further(row, SYSTEM), "system")
+        return Completion(_alpaca_prompt(instruction, context, system, earlier), output)
     question = f"{instruction}\n\n{context}" if context.strip() else instruction
-    asked = _with_system_prompt([{"role": "user", "content": question}], fmt.system_prompt)
-    return Chat([*asked, {"role": "assistant", "content": output}], num_prompt_messages=len(asked))
+    asked = [message for pair in earlier for message in _turns(*pair)]
+    said = _turns(question, output)
+    if (reasoning := fmt.further(row, REASONING)) is not None:
+        said[1]["reasoning_content"] = _text(reasoning, "reasoning_content")
+    return _chat(fmt, row, [*asked, said[0]], said[1:])
 
 
-def _alpaca_prompt(instruction: str, context: str) -> str:
-    """Return the prompt that the Stanford Alpaca models were trained on, with or without an input."""
-    if context.strip():
-        return (
-            "Below is an instruction that describes a task, paired with an input that provides further context. "
-            "Write a response that appropriately completes the request.\n\n"
-            f"### Instruction:\n{instruction}\n\n### Input:\n{context}\n\n### Response:\n"
+def _turns(question: str, answer: str) -> list[Message]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _history(value: Any) -> list[tuple[str, str]]:
+    """Return the questions and answers of the turns before."""
+    pairs = value or []
+    is_pairs = isinstance(pairs, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in pairs)
+    if not is_pairs:
+        raise DataError(
+            f"history is a list of [question, answer] pairs, got {_seen(value)}. Write the turns before as pairs, or "
+            "the rows as messages."
         )
-    return (
-        "Below is an instruction that describes a task. "
-        "Write a response that appropriately completes the request.\n\n"
-        f"### Instruction:\n{instruction}\n\n### Response:\n"
+    return [(_text(question, "history"), _text(answer, "history")) for question, answer in pairs]
+
+
+def _alpaca_prompt(instruction: str, context: str, system: str, earlier: list[tuple[str, str]]) -> str:
+    """Return the prompt that the Stanford Alpaca models were trained on, with or without an input.
+
+    A system prompt replaces its first sentences, and earlier turns are written as the last one is: LLaMA-Factory's way.
+    """
+    opening = system or (
+        "Below is an instruction that describes a task, paired with an input that provides further context. "
+        "Write a response that appropriately completes the request."
+        if context.strip()
+        else "Below is an instruction that describes a task. "
+        "Write a response that appropriately completes the request."
     )
+    before = "".join(f"### Instruction:\n{asked}\n\n### Response:\n{said}\n\n" for asked, said in earlier)
+    further = f"### Input:\n{context}\n\n" if context.strip() else ""
+    return f"{opening}\n\n{before}### Instruction:\n{instruction}\n\n{further}### Response:\n"
 
 
 def _read_text(fmt: ExampleFormat, row: Row) -> Example | None:
@@ -381,11 +456,11 @@ _ROLES = {
     "function": "tool",
     "observation": "tool",
     "ipython": "ipython",
+    "function_call": "assistant",
+    "tool_call": "assistant",
 }
-ASSISTANT_ROLES = {role for role, meaning in _ROLES.items() if meaning == "assistant"}
 _ROLES_OF_CALLS = ("function_call", "tool_call")
-"""Roles in LLaMA-Factory's ShareGPT of a turn in which the assistant calls a tool."""
-
+"""Roles in LLaMA-Factory's ShareGPT of a turn in which the assistant calls a tool: its text is the call in JSON."""
 
 _CALLS = ("tool_calls", "function_call")
 _SAYING = ("content", "value", *_CALLS)
@@ -401,7 +476,7 @@ def _messages(value: Any, column: str) -> list[Message] | None:
             f"{column} is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {_seen(value)}."
         )
     messages = [_message(message, column) for message in value]
-    spoken = all(message["content"].strip() or not message.keys().isdisjoint(_CALLS) for message in messages)
+    spoken = all(message["content"].strip() or message.get("tool_calls") for message in messages)
     return messages if messages and spoken else None
 
 
@@ -410,13 +485,6 @@ def _message(raw: Row, column: str) -> Message:
     message = {key: value for key, value in raw.items() if value is not None}
     named = message.pop("role", None) or message.pop("from", None)
     role = named.lower() if isinstance(named, str) else named
-    if role in _ROLES_OF_CALLS:
-        raise DataError(
-            f"{column}: a message from {role} is a tool call (LLaMA-Factory's ShareGPT), which lowmem_ft does not "
-            "read: what the model learns from it depends on how its chat template writes calls. Make it an assistant "
-            "message with 'tool_calls': [{'type': 'function', 'function': {'name': ..., 'arguments': {...}}}] and an "
-            "empty content, or leave those chats out."
-        )
     if role not in _ROLES:
         raise DataError(
             f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(named)}"
@@ -429,7 +497,12 @@ def _message(raw: Row, column: str) -> Message:
         )
     content = message.pop("content", None)
     content = message.pop("value", None) if content is None else content
-    return {"role": _ROLES[role], "content": _content(content, column), **message}
+    calls = message.pop("function_call", None)
+    calls = message.pop("tool_calls", None) or calls
+    if role in _ROLES_OF_CALLS and not calls:
+        calls, content = content, ""
+    with_calls = {"tool_calls": read_calls(calls, column)} if calls else {}
+    return {"role": _ROLES[role], "content": _content(content, column), **with_calls, **message}
 
 
 def _misspelt(raw: Row) -> str:

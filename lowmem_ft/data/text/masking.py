@@ -5,18 +5,20 @@ characters from both sides of a border is learnt. A tokenizer therefore always s
 when the model is used.
 
 In a chat, the learnt part of an assistant turn is what the model has to produce after its generation prompt: the
-answer and the end-of-turn token, without the line break that a template writes after it.
+answer and the end-of-turn token, without the line break that a template writes after it. A turn that its data excludes
+(``weight: 0`` of OpenAI and Mistral, ``train: false`` of axolotl, ``loss: false`` of ms-swift) is read and not learnt.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.text.chat_templates import Message, has_generation_marks, render, render_with_marks
+from lowmem_ft.data.text.chat_templates import Message, Renderer, has_generation_marks
 from lowmem_ft.data.text.formats import Chat, Completion, Document, Example
+from lowmem_ft.data.text.tools import names_of, with_arguments_as_text, writes_python
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -62,29 +64,73 @@ def mark_learnt(example: Example, tokenizer: PreTrainedTokenizerBase, loss_on: L
         text = example.prompt + example.completion
         start = 0 if loss_on == "all" else len(example.prompt)
         return MarkedText(text, ((start, len(text)),), holds_special_tokens=False)
-    return _mark_chat(example, tokenizer, loss_on)
+    if not any(message.get("tool_calls") for message in example.messages):
+        return _mark_chat(example, tokenizer, loss_on)
+    return _mark_calls(example, tokenizer, loss_on)
+
+
+def _mark_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
+    """Mark a chat with tool calls, whose arguments some templates take as a mapping, and others as JSON text."""
+    as_text = replace(chat, messages=with_arguments_as_text(chat.messages))
+    try:
+        marked = _mark_chat(chat, tokenizer, loss_on)
+    except DataError:
+        try:
+            marked = _mark_chat(as_text, tokenizer, loss_on)
+        except DataError:
+            marked = None
+        if marked is None:
+            raise
+    else:
+        if writes_python(chat.messages, marked.text):
+            marked = _mark_chat(as_text, tokenizer, loss_on)
+    for index, message in enumerate(chat.messages):
+        if any(name not in marked.text for name in names_of(message.get("tool_calls") or [])):
+            raise DataError(
+                f"The chat template does not write the tool calls of message {index + 1}, so they would not be learnt. "
+                "Set data.chat_template to a template that writes message.tool_calls, or write the calls into the "
+                "content."
+            )
+    return marked
 
 
 def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
-    _refuse_unwritten_tool_calls(chat, tokenizer)
+    template = Renderer(tokenizer, chat.tools)
+    excluded = [index for index, message in enumerate(chat.messages) if _is_excluded(message)]
     if loss_on == "all":
-        text = render(tokenizer, chat.messages)
-        return MarkedText(text, ((0, len(text)),), holds_special_tokens=True)
+        text = template.text(chat.messages)
+        turns = [_turn_of_any(template, chat.messages, index, text) for index in excluded]
+        return MarkedText(text, _without([(0, len(text))], turns), holds_special_tokens=True)
     earliest = chat.num_prompt_messages or 0 if loss_on == "completion" else 0
     answers = [i for i in range(earliest, len(chat.messages)) if chat.messages[i]["role"] == "assistant"]
-    if not answers:
-        return MarkedText(render(tokenizer, chat.messages), (), holds_special_tokens=True)
-    messages = chat.messages[: answers[-1] + 1]  # nothing after the last answer is learnt or seen by what is
+    if loss_on == "completion" and chat.num_prompt_messages is None:
+        answers = answers[-1:]
+    learnt_answers = [index for index in answers if index not in excluded]
+    if not learnt_answers:
+        return MarkedText(template.text(chat.messages), (), holds_special_tokens=True)
+    messages = chat.messages[: learnt_answers[-1] + 1]  # what follows is neither learnt nor seen by what is
+    answers = [index for index in answers if index < len(messages)]
     if loss_on == "completion":
-        text = render(tokenizer, messages)
+        text = template.text(messages)
         first = answers[-1] if chat.num_prompt_messages is None else chat.num_prompt_messages
-        learnt = [(_answer_start(tokenizer, messages, first, text), len(text.rstrip()))]
+        turns = [_turn(template, messages, index, text) for index in answers if index in excluded]
+        whole = (_answer_start(template, messages, first, text), len(text.rstrip()))
+        learnt = _without([whole], turns)
     elif has_generation_marks(tokenizer):
-        text, marks = render_with_marks(tokenizer, messages)
-        learnt = [_with_eos(text, mark, tokenizer) for mark in marks]
+        text, marks = template.marked_text(messages)
+        if excluded and len(marks) != len(answers):
+            raise DataError(
+                f"Message {excluded[0] + 1} is excluded from learning, but the chat template marks {len(marks)} parts "
+                f"of a chat of {len(answers)} answers with {{% generation %}}, so that its own mark is not known. "
+                "Correct the template, or set data.chat_template to one without such marks."
+            )
+        kept = (
+            [mark for mark, i in zip(marks, answers, strict=True) if i not in excluded] if excluded else marks
+        )
+        learnt = [_with_eos(text, mark, tokenizer) for mark in kept]
     else:
-        text = render(tokenizer, messages)
-        learnt = [_turn(tokenizer, messages, index, text) for index in answers]
+        text = template.text(messages)
+        learnt = [_turn(template, messages, index, text) for index in learnt_answers]
     if not any(start < end for start, end in learnt):
         raise DataError(
             "The chat template marks no answer, although the chat has an assistant turn. Check its {% generation %} "
@@ -93,22 +139,34 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
     return MarkedText(text, tuple(learnt), holds_special_tokens=True)
 
 
-def _refuse_unwritten_tool_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Reject tool calls if the template ignores them: it would write empty answers, and those would be learnt."""
-    template = tokenizer.get_chat_template()
-    for message in chat.messages:
-        if message.get("tool_calls") and "tool_calls" not in template:
-            raise DataError(
-                "The chat template does not write the tool calls of an assistant turn, so they would not be learnt. "
-                "Set data.chat_template to a template that writes message.tool_calls, or write the calls into the "
-                "content."
-            )
-        if message.get("function_call") and "function_call" not in template:
-            raise DataError(
-                "The chat template does not write the function_call of an assistant turn, so it would not be learnt. "
-                "It is the older form of tool_calls: replace 'function_call': {...} by 'tool_calls': [{'type': "
-                "'function', 'function': {...}}], and the role `function` by `tool`."
-            )
+_TRAINED = ("train", "training", "loss")
+
+
+def _is_excluded(message: Message) -> bool:
+    """Return whether a message says that it must not be learnt."""
+    weight = message.get("weight")
+    is_weightless = isinstance(weight, (int, float)) and weight == 0
+    return is_weightless or any(message.get(name) is False for name in _TRAINED)
+
+
+def _without(ranges: list[tuple[int, int]], holes: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Return the ranges without the holes in them, all of them ascending."""
+    for hole_start, hole_end in holes:
+        ranges = [
+            part
+            for start, end in ranges
+            for part in ((start, min(end, hole_start)), (max(start, hole_end), end))
+            if part[0] < part[1]
+        ]
+    return tuple(ranges)
+
+
+def _turn_of_any(template: Renderer, messages: list[Message], index: int, text: str) -> tuple[int, int]:
+    """Return the range of a turn of any role in the rendered chat, an answer's without what prompts it."""
+    if messages[index]["role"] == "assistant":
+        return _turn(template, messages, index, text)
+    start = 0 if index == 0 else _common_length(template.text(messages[:index]), text)
+    return start, _common_length(template.text(messages[: index + 1]), text)
 
 
 def _with_eos(text: str, mark: tuple[int, int], tokenizer: PreTrainedTokenizerBase) -> tuple[int, int]:
@@ -121,40 +179,39 @@ def _with_eos(text: str, mark: tuple[int, int], tokenizer: PreTrainedTokenizerBa
     return (start, end + len(eos)) if isinstance(eos, str) and text.startswith(eos, end) else (start, end)
 
 
-def _turn(
-    tokenizer: PreTrainedTokenizerBase, messages: list[Message], index: int, text: str
-) -> tuple[int, int]:
+def _turn(template: Renderer, messages: list[Message], index: int, text: str) -> tuple[int, int]:
     """Return the range of assistant turn ``index`` in the rendered chat."""
-    start = _answer_start(tokenizer, messages, index, text)
+    start = _answer_start(template, messages, index, text)
     is_last = index == len(messages) - 1
-    until_turn = (text if is_last else render(tokenizer, messages[: index + 1])).rstrip()
+    until_turn = (text if is_last else template.text(messages[: index + 1])).rstrip()
     if text.startswith(until_turn):
         return start, len(until_turn)
-    # Some templates write a turn differently once others follow. Then the turn is found by its content.
-    said = messages[index]["content"].strip()
-    if said not in until_turn[start:]:
-        raise _rewritten(index)
+    # Some templates write a turn differently once others follow. Then the turn is found by what it says.
+    calls = names_of(messages[index].get("tool_calls") or [])
+    said = calls[-1] if calls else messages[index]["content"].strip()
+    written = until_turn[start:]
+    # Qwen3 gives only the last answer a <think> part: what follows that is the same in both.
+    cut = next((cut for cut in range(len(written)) if text.startswith(written[cut:], start)), len(written))
+    if said in written[cut:]:
+        return start, start + len(written) - cut
     end = until_turn.rfind(said) + len(said)
-    if text.startswith(until_turn[:end]):
+    if not calls and said in written and text.startswith(until_turn[:end]):
         # gpt-oss ends an answer by <|return|>, and by <|end|> in history, where no model stops.
         return start, end
-    closing = until_turn[end:]
-    if not text.startswith(said + closing, start):  # Qwen3 gives only the last answer an empty <think> part
-        raise _rewritten(index)
-    return start, start + len(said + closing)
+    raise _rewritten(index)
 
 
-def _answer_start(tokenizer: PreTrainedTokenizerBase, messages: list[Message], index: int, text: str) -> int:
+def _answer_start(template: Renderer, messages: list[Message], index: int, text: str) -> int:
     """Return where the answer begins after ``messages[:index]`` and the generation prompt."""
     if index == 0:  # most templates cannot render an empty chat, so compare two first answers
         role = messages[0]["role"]
-        first, second = (render(tokenizer, [{"role": role, "content": content}]) for content in ("a", "b"))
+        first, second = (template.text([{"role": role, "content": content}]) for content in ("a", "b"))
         return _common_length(first[: _common_length(first, second)], text)
-    prompted = render(tokenizer, messages[:index], add_generation_prompt=True)
+    prompted = template.text(messages[:index], add_generation_prompt=True)
     if text.startswith(prompted):
         return len(prompted)
     # A generation prompt need not be in the chat as a whole: DeepSeek-R1's opens a <think> that a plain answer lacks.
-    if not text.startswith(render(tokenizer, messages[:index]).rstrip()):
+    if not text.startswith(template.text(messages[:index]).rstrip()):
         raise _rewritten(index)
     return _common_length(prompted, text)
 

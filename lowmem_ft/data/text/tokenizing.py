@@ -5,6 +5,7 @@ Axes: T tokens of one example.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.summary import Outcome
 from lowmem_ft.data.text.formats import ExampleFormat, Row, naming_example
 from lowmem_ft.data.text.masking import MarkedText, mark_learnt
-from lowmem_ft.data.text.unused_fields import refuse_bad_answers, refuse_images, unused_fields
+from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers, unused_fields
 from lowmem_ft.foundation.errors import DataError
 
 TOKENIZED = datasets.Features(
@@ -31,12 +32,14 @@ TOKENIZED = datasets.Features(
         "is_answer_cut": datasets.Value("bool"),
         "outcome": datasets.Value("int8"),
         "unused_fields": datasets.Value("int32"),
+        "digest": datasets.Value("int64"),
     }
 )
 """Columns of a tokenized example.
 
 ``sample_id`` is its index among the rows read; the mask is one bit a token; ``num_whole_tokens`` counts it before it
-was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has.
+was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has and
+its text has not; ``digest`` is one of its tokens and of the mask.
 """
 
 
@@ -73,9 +76,8 @@ class Tokenization:
         columns = dict(columns)
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
-        template: Any = self.tokenizer.chat_template and self.tokenizer.get_chat_template()
         unused = [
-            unused_fields(self.example_format, row, template) if text else 0
+            unused_fields(self.example_format, row, text.text) if text else 0
             for row, text in zip(rows, marked, strict=True)
         ]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
@@ -100,7 +102,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 4,  # increase it when the same values give other tokens
+            "version": 5,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -109,7 +111,7 @@ class Tokenization:
             if example is None:
                 return None
             refuse_images(self.example_format, row)
-            refuse_bad_answers(self.example_format, row, self.loss_on)
+            refuse_judged_answers(self.example_format, row)
             return mark_learnt(example, self.tokenizer, self.loss_on)
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
@@ -187,6 +189,7 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
     input_ids_T, is_learnt_T = input_ids_T[:limit], is_learnt_T[:limit].copy()
     is_learnt_T[:1] = False  # nothing comes before the first token to predict it from
     counts = {"num_whole_tokens": num_whole_tokens, "is_cut": is_cut, "is_answer_cut": is_answer_cut}
+    digest = hashlib.blake2b(input_ids_T.tobytes() + is_learnt_T.tobytes(), digest_size=8).digest()
     if not is_learnt_T.any():
         return _dropped(Outcome.ANSWER_CUT_OFF if is_cut else Outcome.NO_ANSWER) | counts
     return {
@@ -195,6 +198,7 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
         "num_tokens": len(input_ids_T),
         "num_label_tokens": int(is_learnt_T.sum()),
         "outcome": int(Outcome.KEPT),
+        "digest": int.from_bytes(digest, "little", signed=True),
         **counts,
     }
 
@@ -210,4 +214,5 @@ def _dropped(outcome: Outcome) -> dict[str, Any]:
         "is_cut": False,
         "is_answer_cut": False,
         "outcome": int(outcome),
+        "digest": 0,
     }

@@ -1,11 +1,10 @@
-"""Fields of other tools' formats that training here does not use: reported with their count, or rejected.
+"""Fields of other tools' formats that the text which the model reads does not have: counted, or refused.
 
-A field that says that an answer must not be learnt is rejected if that answer would be: ``label`` and ``kto_tag`` of
-KTO, ``weight: 0`` (OpenAI, Mistral), ``train: false`` (axolotl) and ``loss: false`` (ms-swift) of a turn. So are
-images, videos and sound: the text would be about what the model does not see. A field with more about a right answer
-than is used (earlier turns, tools, reasoning that the template does not write) loses what it would have taught, so it
-is counted and a warning is logged. Sources: TRL's dataset formats, OpenAI's fine-tuning guide,
-and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
+Formats read the fields that they have a place for (formats.py), and a chat template may ignore what it is given, so
+each value is looked for in the text. Counted is what says more about a right answer than the model sees: earlier turns,
+tools, reasoning. Refused are judged answers (``label`` and ``kto_tag`` of KTO), of which bad ones would be learnt, too,
+and images, videos and sound: the text would be about what the model does not see. Sources: TRL's dataset formats,
+OpenAI's fine-tuning guide, and the data pages of axolotl, LLaMA-Factory and ms-swift, 2026.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.text.formats import ASSISTANT_ROLES, ExampleFormat, Row
+from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat, Row, judged_answers
+from lowmem_ft.data.text.tools import names_of, read_tools
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -38,19 +37,19 @@ class UnusedField:
         names: its names.
         what_happens: the rest of a sentence that begins with how many examples have it, and the way out.
         counts: whether a value is meaningful.
-        is_written_by_template: whether it is used if the chat template names it.
+        may_be_written: whether the text can have the value, which is then used.
     """
 
     names: tuple[str, ...]
     what_happens: str
     counts: Callable[[Any], bool] = _says_something
-    is_written_by_template: bool = False
+    may_be_written: bool = False
 
-    def found(self, values: Row, template: str | None) -> bool:
-        """Return whether a row or message has the field unused; what an unknown template would write is not known."""
+    def found(self, values: Row, text: str) -> bool:
+        """Return whether a row or message has the field, and the text of its example does not."""
         names = [name for name in self.names if self.counts(values.get(name))]
-        if self.is_written_by_template:
-            names = [name for name in names if template is not None and not _is_named(name, template)]
+        if self.may_be_written:
+            names = [name for name in names if not all(part in text for part in _parts(name, values[name]))]
         return bool(names)
 
     def __str__(self) -> str:
@@ -59,32 +58,39 @@ class UnusedField:
 
 OF_ROWS = (
     UnusedField(
-        names=("system", "system_prompt"),
-        what_happens=", which the model does not see. Put it into a system message of each chat.",
-    ),
-    UnusedField(
-        names=("history",),
-        what_happens=", so the model does not see the earlier turns. Write the rows as messages.",
-    ),
-    UnusedField(
-        names=("tools", "functions"),
+        names=SYSTEM,
         what_happens=(
-            ", so the model does not see which tools exist. Put their descriptions into a system message."
+            " that the model does not see: the chat template does not write it, the chat has a system message of its "
+            "own, or the rows are plain strings. Put it into the prompt, or into a system message of each chat."
         ),
+        may_be_written=True,
     ),
     UnusedField(
-        names=("reasoning_content", "reasoning", "thinking"),
-        what_happens=", which the model neither sees nor learns. Write it into the answer.",
+        names=HISTORY,
+        what_happens=", but the model does not see all of the earlier turns. Write the rows as messages.",
+        may_be_written=True,
+    ),
+    UnusedField(
+        names=TOOLS,
+        what_happens=(
+            ", but the model does not see which tools exist: the chat template does not write them, or the rows are "
+            "plain strings. Set data.chat_template to a template that writes tools, or put their descriptions into a "
+            "system message."
+        ),
+        may_be_written=True,
+    ),
+    UnusedField(
+        names=REASONING,
+        what_happens=(
+            ", which the model neither sees nor learns: the chat template does not write it, or the format has no "
+            "place for it. Write it into the answer, or set data.chat_template to a template that writes "
+            "reasoning_content."
+        ),
+        may_be_written=True,
     ),
     UnusedField(
         names=("chat_template_kwargs",),
         what_happens=", which the chat template is not given. Remove the column.",
-    ),
-    UnusedField(
-        names=("label", "kto_tag"),
-        what_happens=" of 0, and their answers are learnt like all others. If 0 marks a bad answer, leave those rows "
-        "out.",
-        counts=lambda value: isinstance(value, (int, float)) and not isinstance(value, bool) and value == 0,
     ),
     UnusedField(
         names=("weight",),
@@ -98,16 +104,19 @@ OF_ROWS = (
 
 OF_MESSAGES = (
     UnusedField(
-        names=("reasoning_content", "reasoning", "thinking"),
-        what_happens=" in a message, which the chat template does not write: the model neither sees nor learns it. Set "
-        "data.chat_template to a template that writes it.",
-        is_written_by_template=True,
+        names=REASONING,
+        what_happens=(
+            " in a message, which the chat template does not write: the model neither sees nor learns it. Set "
+            "data.chat_template to a template that writes it. One that writes only the last answer's has to be given "
+            "chats that end with the answer."
+        ),
+        may_be_written=True,
     ),
     UnusedField(
-        names=("tools", "functions"),
+        names=TOOLS,
         what_happens=" in a message, which the chat template does not write: the model does not see which tools "
-        "exist. Put their descriptions into the content.",
-        is_written_by_template=True,
+        "exist. Put them into a column `tools` of the row.",
+        may_be_written=True,
     ),
     UnusedField(
         names=("weight",),
@@ -124,11 +133,21 @@ OF_MESSAGES = (
 
 ALL = (*OF_ROWS, *OF_MESSAGES)
 
-_BAD = ("label", "kto_tag")
 _NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
-_TRAINED = ("train", "training", "loss")
-_KNOWN_OF_ROWS = {*_NOT_TEXT, *(name for field in OF_ROWS for name in field.names)}
-_USED_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call"}
+_KNOWN_OF_ROWS = {*_NOT_TEXT, "label", "kto_tag", *(name for field in OF_ROWS for name in field.names)}
+_KNOWN_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING, *TOOLS}
+_KNOWN_OF_MESSAGES |= {"weight", "train", "training", "loss"}
+
+
+def _parts(name: str, value: Any) -> Iterator[str]:
+    """Yield the parts of a value that a text which has it contains: all strings, of tools their names."""
+    if name in TOOLS:
+        yield from names_of(read_tools(value, name))
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _parts(name, inner)
+    else:
+        yield str(value).strip()
 
 
 def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
@@ -137,31 +156,32 @@ def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> li
     return list(dict.fromkeys((*example_format.columns, *more)))
 
 
-def columns_left(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
-    """Return the columns that the format does not read."""
-    return [name for name in columns if name not in example_format.columns]
+def columns_left(example_format: ExampleFormat, row: Row) -> list[str]:
+    """Return the columns of a row that the format does not read."""
+    read = {*example_format.columns, *example_format.further_columns(row)}
+    return [name for name in row if name not in read]
 
 
 def keys_left(example_format: ExampleFormat, row: Row, template: str | None) -> list[str]:
-    """Return the keys of a row's messages that neither we nor the chat template read."""
+    """Return the keys of a row's messages that nothing here knows and the chat template does not read."""
     keys = dict.fromkeys(str(key) for message in _messages(example_format, row) for key in message)
-    return [key for key in keys if key not in _USED_OF_MESSAGES and not _is_named(key, template or "")]
+    return [key for key in keys if key not in _KNOWN_OF_MESSAGES and not _is_named(key, template or "")]
 
 
-def unused_fields(example_format: ExampleFormat, row: Row, template: str | None) -> int:
-    """Return which fields of ``ALL`` a row has, a bit each: 1 for the first.
+def unused_fields(example_format: ExampleFormat, row: Row, text: str) -> int:
+    """Return which fields of ``ALL`` a row has and its text does not, a bit each: 1 for the first.
 
     Args:
         example_format: reader of the row.
         row: the values of :func:`columns_to_read`.
-        template: the chat template, if it is known and renders the row.
+        text: what the model reads of it.
     """
     if example_format.name == "text":
         return 0
-    unread = {name: value for name, value in row.items() if name not in example_format.columns}
+    further = {name: value for name, value in row.items() if name not in example_format.columns}
     messages = list(_messages(example_format, row))
-    found = [field.found(unread, None) for field in OF_ROWS]
-    found += [any(field.found(message, template) for message in messages) for field in OF_MESSAGES]
+    found = [field.found(further, text) for field in OF_ROWS]
+    found += [any(field.found(message, text) for message in messages) for field in OF_MESSAGES]
     return sum(1 << bit for bit, is_there in enumerate(found) if is_there)
 
 
@@ -188,67 +208,20 @@ def refuse_images(example_format: ExampleFormat, row: Row) -> None:
             )
 
 
-def refuse_bad_answers(example_format: ExampleFormat, row: Row, loss_on: LossOn) -> None:
-    """Reject a row that says that an answer which would be learnt must not be.
+def refuse_judged_answers(example_format: ExampleFormat, row: Row) -> None:
+    """Reject a row whose answer is judged as good or bad: training would learn both alike.
 
     Args:
         example_format: reader of the row.
         row: the values of :func:`columns_to_read`.
-        loss_on: which turns are learnt.
 
     Raises:
-        DataError: if it does.
+        DataError: if it is.
     """
-    if example_format.name == "text":
+    if example_format.name == "text" or {"label", "kto_tag"} & set(example_format.columns):
         return
-    for name in _BAD:
-        if name not in example_format.columns and _is_false(row.get(name)):
-            raise DataError(
-                f"{name}=false says that the answer is a bad one (TRL's and LLaMA-Factory's KTO), and lowmem_ft "
-                "trains supervised: the answer would be learnt as a good one. Leave those rows out, or remove the "
-                "column to learn all of them. TRL's KTOTrainer learns from both kinds."
-            )
-    for number, message in enumerate(turns := list(_messages(example_format, row))):
-        if (said := _not_to_be_learnt(message)) and number in _learnt(example_format, row, turns, loss_on):
-            others = (
-                "Set data.loss_on=completion to learn only the last turn of each chat, "
-                if loss_on == "assistant" and number < len(turns) - 1
-                else "Remove the turn and those after it, "
-            )
-            raise DataError(
-                f"Message {number + 1} has {said}, which excludes it from learning, but here it would be learnt "
-                f"(data.loss_on={loss_on}). {others}or remove that key to learn it."
-            )
-
-
-def _learnt(example_format: ExampleFormat, row: Row, turns: list[Row], loss_on: LossOn) -> set[int]:
-    """Return the messages of a row that are learnt."""
-    if loss_on == "all":
-        return set(range(len(turns)))
-    answers = [number for number, message in enumerate(turns) if _role(message) in ASSISTANT_ROLES]
-    if loss_on == "assistant":
-        return set(answers)
-    if example_format.name == "prompt_completion":
-        prompt = row[example_format.columns[0]]
-        return {number for number in answers if number >= len(prompt)}
-    return set(answers[-1:])
-
-
-def _not_to_be_learnt(message: Row) -> str | None:
-    """Return the message's field that excludes it from learning; None if it has no such field."""
-    weight = message.get("weight")
-    if weight is not None and not isinstance(weight, bool) and weight == 0:
-        return f"weight: {weight}"
-    return next((f"{name}: false" for name in _TRAINED if message.get(name) is False), None)
-
-
-def _is_false(value: Any) -> bool:
-    """Return whether a value is false, as in JSON and Parquet, or in the words of a CSV file."""
-    return value is False or (isinstance(value, str) and value.strip().lower() == "false")
-
-
-def _role(message: Row) -> str:
-    return str(message.get("role") or message.get("from")).lower()
+    if problem := judged_answers(row):
+        raise DataError(problem)
 
 
 def _messages(example_format: ExampleFormat, row: Row) -> Iterator[Row]:

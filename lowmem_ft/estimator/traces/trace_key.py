@@ -25,6 +25,7 @@ NOT_TRACED = frozenset(
     {
         *("name", "description"),
         *("data.path", "data.name", "data.revision", "data.data_files", "data.split", "data.sample_by"),
+        *("data.sources", "data.stopping_strategy"),
         *("data.streaming", "data.max_samples", "data.format", "data.messages_column", "data.prompt_column"),
         *("data.input_column", "data.completion_column", "data.text_column", "data.system_prompt"),
         *("data.chat_template", "data.loss_on", "data.group_by_length", "data.shuffle"),
@@ -33,6 +34,7 @@ NOT_TRACED = frozenset(
         *("training.num_train_epochs", "training.max_steps", "training.logging_steps", "training.eval_steps"),
         *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
         *("training.resume_from_checkpoint", "training.resume_with_other_kernels", "training.project"),
+        "training.resume_with_other_data",
         *("training.run_name", "training.push_to_hub", "training.hub_model_id", "training.hub_private_repo"),
         # The limits for an estimate's result, and the choices made before there is one.
         *("budget.device", "budget.host", "budget.enforce", "budget.preflight", "budget.retry"),

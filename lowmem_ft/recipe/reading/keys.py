@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from lowmem_ft.data.source_keys import EXAMPLE
 from lowmem_ft.foundation.knob import (
     FIDELITIES,
     NO_EFFECT,
@@ -244,6 +245,8 @@ def describe_type(type_hint: Any) -> str:
         return f"one of {', '.join(map(str, arguments))}"
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(member) for member in arguments)
+    if origin is list and get_origin(arguments[0]) is dict:
+        return f"a list of mappings such as {EXAMPLE}"
     if origin is list or (origin is tuple and arguments[-1] is Ellipsis):
         return f"a list such as [{_example(arguments[0])}], each {describe_type(arguments[0])}"
     if origin is tuple:

@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from lowmem_ft.foundation.errors import RecipeError, did_you_mean, raise_problems
+from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.reading.keys import (
-    RecipeKey,
-    describe_type,
     not_a_group,
     recipe_groups,
     recipe_keys,
     unknown_key,
-    without_none,
 )
 from lowmem_ft.recipe.reading.overrides import parse_overrides
 from lowmem_ft.recipe.reading.recipe_files import RecipeFile, read_recipe_files
-from lowmem_ft.recipe.reading.references import escape_references, recipe_key_of
+from lowmem_ft.recipe.reading.references import recipe_key_of
 from lowmem_ft.recipe.reading.replaced_sources import Replaced, replaced_by
+from lowmem_ft.recipe.reading.typed_values import typed_sources, typed_value
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.recipe.tree import Recipe
 
@@ -119,14 +113,10 @@ class _Draft:
             return
         self.unresolved = {key: why for key, why in self.unresolved.items() if recipe_key_of(key) != path}
         try:
-            typed = _typed_value if isinstance(value, (list, tuple, dict)) else _typed_scalar
-            self.values[path] = typed(key, value)
-        except (
-            OmegaConfBaseException,
-            TypeError,
-        ):  # TypeError: a list where a mapping belongs, or the reverse
+            self.values[path] = typed_sources(value) if path == "data.sources" else typed_value(key, value)
+        except RecipeError as error:
             self.wrong.add(path)
-            self.problems.append(f"{origin}{_wrong_type(key, value)}")
+            self.problems += [f"{origin}{problem}" for problem in error.problems]
 
     def finish(self) -> Recipe:
         """Return the recipe; where a value could not be read, its default is used to check the rest."""
@@ -142,51 +132,6 @@ class _Draft:
         prefix = f"{group}." if group else ""
         names = (config_field.name for config_field in dataclasses.fields(config_class))
         return {name: self.values[prefix + name] for name in names if prefix + name in self.values}
-
-
-def _typed_value(key: RecipeKey, value: Any) -> Any:
-    """Return the value in the key's own type, as OmegaConf converts it.
-
-    Raises:
-        OmegaConfBaseException: if the value is not of that type.
-        TypeError: if it is a list where a mapping belongs, or the reverse.
-    """
-    if key.choices and isinstance(value, bool):
-        # YAML 1.1 reads a bare `no` as false: `mixed_precision: no` means the choice of that name.
-        value = {True: "yes", False: "no"}[value]
-    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
-        # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
-        raise OmegaConfBaseException(f"{key.path} is text")
-    if key.takes_choices_by_name and isinstance(value, dict):
-        if all(isinstance(name, str) and chosen in key.choices for name, chosen in value.items()):
-            return value
-        raise OmegaConfBaseException(f"{key.path} maps names to {', '.join(key.choices)}")
-    config = OmegaConf.merge(_schema(key), {key.name: escape_references(value)})
-    assert isinstance(config, DictConfig)
-    converted = config[key.name]
-    return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
-
-
-_typed_scalar: Callable[[RecipeKey, Any], Any] = functools.lru_cache(maxsize=4096, typed=True)(_typed_value)
-"""OmegaConf takes most of the time of a load, and whoever compares recipes loads the same values over and over."""
-
-
-@functools.cache
-def _schema(key: RecipeKey) -> DictConfig:
-    """Return a schema of the key's field alone: OmegaConf takes milliseconds per field, and a file sets many keys."""
-    (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
-    default = dataclasses.field(default=field.default, default_factory=field.default_factory)
-    # OmegaConf has no unions with a mapping, which is read without it.
-    hint = Literal[key.choices] if key.takes_choices_by_name else key.type_hint
-    return OmegaConf.structured(dataclasses.make_dataclass("Setting", [(key.name, hint, default)]))
-
-
-def _wrong_type(key: RecipeKey, value: Any) -> str:
-    shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
-    hint = did_you_mean(str(value), key.choices)
-    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
-        hint = " Put it in quotes: YAML reads it as another type."
-    return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"
 
 
 def _only_leaf(path: str, value: Any) -> tuple[str, Any]:

@@ -11,22 +11,26 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+_OF_DATA = (
+    "data.name",
+    "data.revision",
+    "data.data_files",
+    "data.split",
+    "data.sample_by",
+    "data.format",
+    "data.messages_column",
+    "data.prompt_column",
+    "data.input_column",
+    "data.completion_column",
+    "data.text_column",
+    "data.eval_path",
+    "data.eval_split",
+    "data.stopping_strategy",
+)
+
 OF_A_SOURCE: dict[str, tuple[str, ...]] = {
-    "data.path": (
-        "data.name",
-        "data.revision",
-        "data.data_files",
-        "data.split",
-        "data.sample_by",
-        "data.format",
-        "data.messages_column",
-        "data.prompt_column",
-        "data.input_column",
-        "data.completion_column",
-        "data.text_column",
-        "data.eval_path",
-        "data.eval_split",
-    ),
+    "data.path": ("data.sources", *_OF_DATA),
+    "data.sources": ("data.path", *_OF_DATA),
     "data.eval_path": ("data.eval_split",),
     "model.name_or_path": (
         "model.revision",
@@ -37,7 +41,7 @@ OF_A_SOURCE: dict[str, tuple[str, ...]] = {
 }
 """For each key that names a source, the keys that say how to read that particular source."""
 
-_INSTEAD = {"data.eval_path": "data.path"}
+_INSTEAD = {"data.eval_path": "data.path", "data.path": "data.sources", "data.sources": "data.path"}
 """The key whose source is used where a source is not named."""
 
 _HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")

@@ -6,6 +6,7 @@ import glob
 import os
 from pathlib import Path
 
+from lowmem_ft.data.sources.listed import ListedSource, listed_sources
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.user_paths import address_problem, expand_user
 from lowmem_ft.recipe.tree import Recipe
@@ -71,9 +72,14 @@ def inputs_of(recipe: Recipe) -> dict[str, str | None]:
     return {
         "model.name_or_path": recipe.model.name_or_path,
         "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
-        "data.path": recipe.data.path,
+        **{_setting(number, one): one.path for number, one in enumerate(listed_sources(recipe.data))},
         "data.eval_path": recipe.data.eval_path,
     }
+
+
+def _setting(number: int, listed: ListedSource) -> str:
+    """Return the key of a source; the paths in a list with commas have the same, and a number."""
+    return f"{listed.setting}[{number}]" if number and listed.index is None else listed.setting
 
 
 def _named(value: str | None) -> list[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.sources.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.sources.hub_datasets import require_dataset_within_reach
+from lowmem_ft.data.sources.listed import ListedSource, listed_sources
 from lowmem_ft.data.text.formats import choose_format
 from lowmem_ft.foundation.errors import DataError, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import is_installed
@@ -238,12 +239,19 @@ def _require_flash_attention(config: ModelConfig) -> None:
 
 def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:
     config = recipe.data
-    yield lambda: _require_data(config.path)
-    for setting, path in (("data.path", config.path), ("data.eval_path", config.eval_path)):
-        if path is not None:
-            yield lambda path=path, setting=setting: _check_files(config, path, setting)
+    yield lambda: _require_data(config)
+    if not any(source.get("path") in (None, "") for source in config.sources or ()):  # which is told already
+        for listed in listed_sources(config):
+            yield lambda listed=listed: _check_source(listed)
+    if config.eval_path is not None:
+        yield lambda path=config.eval_path: _check_files(config, path, "data.eval_path")
     if config.chat_template is not None:
         yield lambda template=config.chat_template: read_chat_template(template)
+
+
+def _check_source(listed: ListedSource) -> None:
+    with listed.named_in_errors():
+        _check_files(listed.config, listed.path, "data.path")
 
 
 def _check_files(config: DataConfig, path: str, setting: str) -> None:
@@ -266,8 +274,8 @@ def _check_files(config: DataConfig, path: str, setting: str) -> None:
         choose_format(config, columns, path)
 
 
-def _require_data(path: str | None) -> None:
-    if path is None:
+def _require_data(config: DataConfig) -> None:
+    if not config.is_named:
         raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
 
 

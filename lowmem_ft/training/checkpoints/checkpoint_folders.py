@@ -39,6 +39,7 @@ class Progress:
     Args:
         position: the next example to train on.
         data_tokens: tokens of the training data, by which a change of data is detected; None when streaming.
+        data_fingerprint: digest of the training rows (``PreparedData.fingerprint``); empty in older checkpoints.
         step: optimizer steps taken, skipped ones included.
         tokens: tokens seen, padding excluded, in all processes.
         skipped_steps: steps whose loss or gradient was not finite.
@@ -50,6 +51,7 @@ class Progress:
 
     position: DataPosition
     data_tokens: int | None = None
+    data_fingerprint: str = ""
     step: int = 0
     tokens: int = 0
     skipped_steps: int = 0

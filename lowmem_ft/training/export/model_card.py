@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
 from lowmem_ft.data.sources.files import is_hub_name
+from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models.files.hub_names import hub_id_of
@@ -79,14 +80,14 @@ def model_card(
     Returns:
         Markdown with YAML front matter.
     """
-    base, data = _hub_model(recipe), _hub_dataset(recipe)
+    base, data = _hub_model(recipe), _hub_datasets(recipe)
     is_adapter = recipe.adapter.name != "none"
     metadata: Any = ModelCardData(
         library_name="peft" if is_adapter else "transformers",
         pipeline_tag="text-generation",
         base_model=base,
         base_model_relation=None if base is None else "adapter" if is_adapter else "finetune",
-        datasets=None if data is None else [data],
+        datasets=data or None,
         tags=["lowmem_ft", *(["lora"] if is_adapter else [])],
         **_licence(recipe),
     )
@@ -99,6 +100,7 @@ def model_card(
     results |= {
         row.name: _measured(row) for row in memory if row.measured and not row.is_part and not row.is_time
     }
+    on = ", ".join(map(_quoted, data)) or "local data"
     rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
     return f"""---
 {metadata.to_yaml()}
@@ -107,7 +109,7 @@ def model_card(
 # {recipe.name}
 
 {"LoRA adapters fine-tuned" if is_adapter else "Fine-tuned"} from {_named(base, "a local model")} on
-{_named(data, "local data")} with lowmem_ft, torch {torch.__version__} and transformers {transformers.__version__}.
+{on} with lowmem_ft, torch {torch.__version__} and transformers {transformers.__version__}.
 
 | result | |
 |---|---|
@@ -166,7 +168,11 @@ weights by lowmem_ft, torch {torch.__version__} and transformers {transformers._
 
 
 def _named(hub_id: str | None, otherwise: str) -> str:
-    return otherwise if hub_id is None else f"`{hub_id}`"
+    return otherwise if hub_id is None else _quoted(hub_id)
+
+
+def _quoted(name: str) -> str:
+    return f"`{name}`"
 
 
 def _hub_model(recipe: Recipe) -> str | None:
@@ -180,9 +186,8 @@ def _hub_id(name_or_path: str) -> str | None:
     return None if is_local else name
 
 
-def _hub_dataset(recipe: Recipe) -> str | None:
-    path = recipe.data.path or ""
-    return path if is_hub_name(path) else None
+def _hub_datasets(recipe: Recipe) -> list[str]:
+    return [one.path for one in listed_sources(recipe.data) if is_hub_name(one.path)]
 
 
 def _licence(recipe: Recipe) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from lowmem_ft.data.source_keys import without_paths
 from lowmem_ft.foundation.errors import CheckpointError, UserError, raise_problems
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -29,7 +30,7 @@ those of newly enabled techniques.
 
 State is converted to other formats, exactly if both hold float32 weights in full
 (``optimizers/state/state_conversion.py``). Paths may change, because a run may move to another machine: model and
-tokenizer come from the checkpoint, and other data is detected by its size.
+tokenizer come from the checkpoint, and other data is detected by its tokens.
 """
 
 _DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")
@@ -39,6 +40,7 @@ _CONSENT = "training.resume_with_other_kernels"
 
 _OF_THE_CALL = {
     _CONSENT,
+    "training.resume_with_other_data",
     *(f"training.{name}" for name in ("output_dir", "overwrite_output_dir", "resume_from_checkpoint")),
 }
 
@@ -139,7 +141,8 @@ def _differences(recipe: Recipe, run: Path) -> _Differences:
             )  # a checkpoint tells its choice
             found = accepted if may else other_kernels
         else:
-            found = accepted if _may_change(name, recipe) else refused
+            moved = name == "data.sources" and without_paths(before) == without_paths(now)
+            found = accepted if moved or _may_change(name, recipe) else refused
         found.append(f"{name} was {before!r}, is {now!r}")
     return _Differences(tuple(refused), tuple(other_kernels), tuple(accepted))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_pro
 from lowmem_ft.training.distributed.data_agreement import refuse_other_data
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
+from lowmem_ft.training.run.run_metrics import RunMetrics
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.upstream.tested import warn_if_untested
 
@@ -71,20 +73,41 @@ def progress_at(checkpoint: Path | None, recipe: Recipe, data: PreparedData) -> 
     """Return the progress of a checkpoint, or of a run that starts from scratch.
 
     Raises:
-        CheckpointError: if the checkpoint was made with other data.
+        CheckpointError: if the checkpoint was made with other data, and the recipe does not consent.
     """
     data_tokens = None if data.summary is None else data.summary.num_tokens
     if checkpoint is None:
-        return Progress(position=DataPosition(seed=recipe.training.seed), data_tokens=data_tokens)
+        return Progress(
+            position=DataPosition(seed=recipe.training.seed),
+            data_tokens=data_tokens,
+            data_fingerprint=data.fingerprint,
+        )
     progress = read_progress(checkpoint)
     # A position means nothing in other data; paths may change, because a run may move to another machine.
+    other = None
     if progress.data_tokens != data_tokens:
-        raise CheckpointError(
-            f"{checkpoint} was written with training data of {progress.data_tokens or 'streamed'} tokens, but the "
-            f"recipe's data now has {data_tokens or 'streamed'}. Restore the data, or choose another "
-            "training.output_dir."
+        other = (
+            f"was written with training data of {progress.data_tokens or 'streamed'} tokens, but the recipe's data now "
+            f"has {data_tokens or 'streamed'}"
         )
-    return progress
+    elif progress.data_fingerprint not in ("", data.fingerprint):
+        other = (
+            "was written with other rows: as many tokens, but not the same ones, or not the same ones learnt"
+        )
+    if other and not recipe.training.resume_with_other_data:
+        raise CheckpointError(
+            f"{checkpoint} {other}. Restore the data, choose another training.output_dir, or let the run continue at "
+            "its place among the new rows with training.resume_with_other_data=true."
+        )
+    if other:
+        logger.warning("Resuming with other data: %s %s.", checkpoint, other)
+    return replace(progress, data_tokens=data_tokens, data_fingerprint=data.fingerprint)
+
+
+def write_sources(data: PreparedData, metrics: RunMetrics, step: int) -> None:
+    """Write to the metrics what an epoch takes from each of several sources."""
+    if data.sources:
+        metrics.write({"step": step, "sources": [asdict(source) for source in data.sources]})
 
 
 def num_training_steps(

@@ -1,5 +1,7 @@
 """Formats are recognised from the columns, can be named, and say what is wrong with a row."""
 
+import json
+
 import pytest
 
 from lowmem_ft.data.config import DataConfig
@@ -110,6 +112,83 @@ def test_alpaca_without_an_input(nothing):
     assert "Input" not in recognise(list(row), has_chat_template=False).read(row).prompt
 
 
+FUNCTION = {"name": "weather", "parameters": {"type": "object", "properties": {"city": {"type": "string"}}}}
+WRAPPED = {"type": "function", "function": FUNCTION}
+
+
+@pytest.mark.parametrize("has_chat_template", [True, False])
+def test_alpacas_earlier_turns_and_system_prompt_come_before_its_question(has_chat_template):
+    row = {
+        "instruction": "c",
+        "output": "d",
+        "history": [["a", "b"]],
+        "system": "Be brief.",
+        "thinking": "Hm",
+    }
+    read = recognise(list(row), has_chat_template=has_chat_template).read(row)
+    if not has_chat_template:
+        before = "### Instruction:\na\n\n### Response:\nb\n\n"
+        assert read == Completion(f"Be brief.\n\n{before}### Instruction:\nc\n\n### Response:\n", "d")
+        return
+    assert [message["content"] for message in read.messages] == ["Be brief.", "a", "b", "c", "d"]
+    assert read.num_prompt_messages == 4
+    assert read.messages[-1]["reasoning_content"] == "Hm"
+    for nothing in (None, []):
+        assert len(recognise(list(row)).read(row | {"history": nothing, "system": nothing}).messages) == 2
+
+
+def test_a_system_column_is_for_chats_without_a_system_message_of_their_own():
+    chat, own = [{"role": "user", "content": "Hi"}], {"role": "system", "content": "Be long."}
+    fmt = recognise(["conversations", "system"], system_prompt="Be kind.")
+    contents = [
+        fmt.read({"conversations": messages, "system": system}).messages[0]["content"]
+        for messages, system in ((chat, "Be brief."), ([own, *chat], "Be brief."), (chat, None))
+    ]
+    assert contents == ["Be brief.", "Be long.", "Be kind."]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [[WRAPPED], [FUNCTION], json.dumps([FUNCTION]), json.dumps(WRAPPED), [FUNCTION | {"strict": None}]],
+)
+@pytest.mark.parametrize("column", ["tools", "functions"])
+def test_tools_are_read_in_each_spelling(tools, column):
+    chat = recognise(["messages"]).read({"messages": [{"role": "user", "content": "Hi"}], column: tools})
+    assert chat.tools == [WRAPPED]
+
+
+ARGUMENTS = {"city": "Paris"}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{**CALL, "id": None}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"function": CALL["function"] | {"arguments": '{"city": "Paris"}'}}],
+        },
+        {
+            "role": "assistant",
+            "tool_calls": [{**CALL, "function": {"name": "weather", "arguments": ARGUMENTS | {"a": None}}}],
+        },
+        {"role": "assistant", "content": "", "function_call": CALL["function"], "tool_calls": []},
+        {"from": "function_call", "value": json.dumps(CALL["function"])},
+        {"from": "tool_call", "value": json.dumps([CALL["function"]])},
+    ],
+)
+def test_tool_calls_are_read_in_each_spelling(turn):
+    turns = [{"from": "human", "value": "q"}, turn, {"from": "observation", "value": "Rain."}]
+    chat = recognise(["conversations"]).read({"conversations": turns})
+    _, called, answered = chat.messages
+    assert (called["role"], called["content"]) == ("assistant", "")
+    assert [call["function"] for call in called["tool_calls"]] == [CALL["function"]]
+    assert "function_call" not in called
+    assert answered == {"role": "tool", "content": "Rain."}
+
+
 def test_a_system_prompt_is_put_before_chats_that_have_none():
     fmt = recognise(["messages"], system_prompt="Be brief.")
     bare = [{"role": "user", "content": "Hi"}]
@@ -154,7 +233,23 @@ def test_an_example_with_an_empty_field_is_none(row):
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part of type 'image'"),
         (
             {"conversations": [{"from": "function_call", "value": "{}"}]},
-            r"a message from function_call is a tool call.*tool_calls",
+            r"conversations: a tool call has a name and arguments, got '\{\}'\. Write it as",
+        ),
+        (
+            {"conversations": [{"from": "function_call", "value": "look up"}]},
+            r"a tool call is JSON text, which cannot be read \(Expecting value\): 'look up'\. Correct it",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "tools": "look_up"},
+            "tools: a list of tools is JSON text, which cannot be read",
+        ),
+        (
+            {"messages": [{"role": "user", "content": "Hi"}], "tools": ["look_up"]},
+            r"tools is a list of tools, .*got \[",
+        ),
+        (
+            {"instruction": "a", "output": "b", "history": [["only a question"]]},
+            r"history is a list of \[question, answer\] pairs, got \[\['only",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "text", "txt": "Hi"}]}]}, "is text, got list"),
         (

@@ -3,7 +3,7 @@
 import pytest
 
 from lowmem_ft.data.text.chat_templates import CHATML
-from lowmem_ft.data.text.formats import Chat, Completion, Document, ExampleFormat
+from lowmem_ft.data.text.formats import Chat, Completion, Document
 from lowmem_ft.data.text.masking import mark_learnt
 from lowmem_ft.foundation.errors import DataError
 
@@ -173,15 +173,89 @@ def test_tool_calls_that_the_template_leaves_out_are_not_learnt_as_empty_answers
     )
     with pytest.raises(DataError, match="does not write the tool calls"):
         mark_learnt(chat, tokenizer, "assistant")
-    for said in ({}, {"content": None}, {"content": "I look it up."}):
-        older = {"role": "assistant", "function_call": call["function"], **said}
-        fmt = ExampleFormat(name="messages", columns=("messages",))
-        read = fmt.read({"messages": [{"role": "user", "content": "q"}, older]})
-        with pytest.raises(DataError, match="the older form of tool_calls: replace 'function_call'"):
-            mark_learnt(read, tokenizer, "assistant")
     tokenizer.chat_template = UNMARKED.replace(
         "{{ message['content'] }}",
         "{{ message['content'] }}{% for c in message.tool_calls %}{{ c.function.name }}{% endfor %}",
     )
     marked = mark_learnt(chat, tokenizer, "assistant")
     assert [marked.text[start:end] for start, end in marked.learnt] == ["weather<|im_end|>"]
+
+
+CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"
+WITH_CALLS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}<think>\n\n</think>\n\n{% endif %}"
+    f"{{{{ m.content }}}}{CALLS}<|im_end|>\n{{% endfor %}}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASKS_A_TOOL = [
+    user("Weather?"),
+    assistant("") | {"tool_calls": [{"function": {"name": "weather", "arguments": {"city": "Paris"}}}]},
+    {"role": "tool", "content": "Rain."},
+    assistant("It rains."),
+]
+
+
+@pytest.mark.parametrize(
+    "arguments", ["c.function.arguments | tojson", "'' + c.function.arguments", "c.function.arguments"]
+)
+def test_arguments_are_written_as_json_whichever_form_a_template_takes(arguments, make_tokenizer):
+    """And a turn that calls a tool is learnt although the template writes it otherwise once others follow."""
+    template = WITH_CALLS.replace("ARGUMENTS", arguments)
+    call, answer = learnt(ASKS_A_TOOL, template, make_tokenizer)
+    assert call == '<call>weather {"city": "Paris"}</call><|im_end|>'
+    assert answer == "<think>\n\n</think>\n\nIt rains.<|im_end|>"
+
+
+WEIGHTLESS = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}]
+
+
+@pytest.mark.parametrize("said", WEIGHTLESS)
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+def test_a_turn_without_weight_is_read_and_not_learnt(said, template, make_tokenizer):
+    chat = [user("Hi"), assistant("Ho") | said, user("Hi"), assistant("Ho ho") | {"weight": 1, "train": True}]
+    assert learnt(chat, template, make_tokenizer) == ["Ho ho<|im_end|>"]
+    assert learnt([*chat, user("?"), assistant("Huh") | said], template, make_tokenizer) == [
+        "Ho ho<|im_end|>"
+    ]
+    assert learnt(chat[:2], template, make_tokenizer) == []
+
+
+def test_a_turn_without_weight_is_cut_out_of_what_is_learnt(make_tokenizer):
+    chat = [user("Hi"), assistant("Ho") | {"weight": 0}, user("Hi") | {"weight": 0}, assistant("Ho ho")]
+    kept = "".join(learnt(chat, UNMARKED, make_tokenizer, "all"))
+    assert kept == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n\nHo ho<|im_end|>\n".replace(
+        "assistant\n\nHo", "assistant\n\n<|im_start|>assistant\nHo"
+    )
+    assert learnt(chat, UNMARKED, make_tokenizer, "completion") == ["Ho ho<|im_end|>"]
+    assert learnt([*chat, user("?"), chat[1]], UNMARKED, make_tokenizer, "completion") == []
+    after_a_prompt = learnt(chat, UNMARKED, make_tokenizer, "completion", num_prompt_messages=1)
+    assert after_a_prompt == ["\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHo ho<|im_end|>"]
+
+
+def test_marks_that_belong_to_no_turn_are_refused_where_a_turn_is_not_learnt(make_tokenizer):
+    twice = MARKED.replace("{% generation %}", "{% generation %}:{% endgeneration %}{% generation %}")
+    with pytest.raises(
+        DataError, match=r"Message 2 is excluded from learning, but the chat template marks 4 parts"
+    ):
+        learnt([user("Hi"), assistant("Ho") | {"weight": 0}, *TWO_TURNS[2:]], twice, make_tokenizer)
+
+
+def test_reasoning_is_learnt_where_the_template_writes_it(make_tokenizer):
+    template = UNMARKED.replace(
+        "{{ message['content'] }}", "{{ message.reasoning_content }}{{ message['content'] }}"
+    )
+    for name in ("reasoning_content", "thinking"):
+        assert learnt([user("Hi"), assistant("Ho") | {name: "Hm. "}], template, make_tokenizer) == [
+            "Hm. Ho<|im_end|>"
+        ]
+
+
+def test_the_template_is_given_the_tools(make_tokenizer):
+    tokenizer = make_tokenizer(
+        chat_template="{% for t in tools or [] %}{{ t.function.name }} {% endfor %}" + UNMARKED
+    )
+    tool = {"type": "function", "function": {"name": "weather"}}
+    assert mark_learnt(Chat(TWO_TURNS, tools=[tool]), tokenizer, "assistant").text.startswith(
+        "weather <|im_start|>"
+    )

@@ -1,7 +1,8 @@
-"""What other tools' files say and training here does not use: told with its count, refused where it would be wrong."""
+"""What other tools' files say and the model does not see: told with its count, refused where it would be wrong."""
 
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
@@ -16,6 +17,14 @@ SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
 PAIR = {"prompt": "Hi", "completion": " Ho"}
 ALPACA = {"instruction": "Hi", "output": "Ho"}
 TOOL = {"type": "function", "function": {"name": "look_up"}}
+WRITES_ALL = (
+    "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}"
+)
+ROLES_ALONE = (
+    "{% for m in messages if m.role != 'system' %}{{ m.role }}: {{ m.content }}<|im_end|>\n{% endfor %}"
+)
 
 
 def chat(**of_the_answer):
@@ -26,9 +35,9 @@ TOLD = {
     "TRL: tools": (
         {"messages": CHAT},
         {"tools": [TOOL]},
-        "`tools` or `functions`, so the model does not see",
+        "`tools` or `functions`, but the model does not see",
     ),
-    "TRL: tools as text": ({"messages": CHAT}, {"tools": "[{}]"}, "`tools` or `functions`"),
+    "TRL: tools as text": ({"messages": CHAT}, {"tools": json.dumps([TOOL])}, "`tools` or `functions`"),
     "TRL: options of the template": (
         {"messages": CHAT},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -39,7 +48,12 @@ TOLD = {
         {"messages": chat(thinking="Hm")},
         "in a message, which the chat template",
     ),
-    "KTO by numbers": (PAIR, PAIR | {"label": 0}, "If 0 marks a bad answer"),
+    "strings: system": (
+        PAIR,
+        {"system": "Be brief."},
+        "or the rows are plain strings. Put it into the prompt",
+    ),
+    "strings: history": (PAIR, {"history": [["a", "b"]]}, "does not see all of the earlier turns"),
     "OpenAI: tools": (
         {"messages": CHAT},
         {"tools": [TOOL], "parallel_tool_calls": False},
@@ -53,13 +67,16 @@ TOLD = {
     ),
     "a weight between": ({"messages": CHAT}, {"messages": chat(weight=0.5)}, "is neither 0 nor 1"),
     "ShareGPT: system": (
-        {"conversations": SHARE_GPT},
+        {"conversations": [{"from": "system", "value": "Be kind."}, *SHARE_GPT]},
         {"system": "Be brief."},
-        "which the model does not see",
+        "the chat has a system message of its own",
     ),
-    "ShareGPT: tools": ({"conversations": SHARE_GPT}, {"tools": "[{}]"}, "`tools` or `functions`"),
-    "Alpaca: history": (ALPACA, {"history": [["a", "b"]]}, "does not see the earlier turns"),
-    "Alpaca: system": (ALPACA, {"system": "Be brief."}, "which the model does not see"),
+    "ShareGPT: tools": (
+        {"conversations": SHARE_GPT},
+        {"tools": json.dumps([TOOL])},
+        "`tools` or `functions`",
+    ),
+    "Alpaca: reasoning": (ALPACA, {"reasoning": "Hm"}, "neither sees nor learns: the chat template"),
     "axolotl: parts of turns": (
         {"messages": CHAT},
         {"messages": chat(train_detail=[{"begin_offset": 0, "end_offset": 1, "train": True}])},
@@ -82,6 +99,7 @@ def test_a_field_that_is_not_used_is_told_with_its_count(of_all, of_some, words,
     (told,) = warnings_of(caplog)
     assert "2 of 8 (25.0%) have `" in told
     assert words in told
+    assert [line for line in caplog.messages if line.startswith("Example 6, the first with a field that the")]
 
 
 @pytest.mark.parametrize("of_all,of_some,words", TOLD.values(), ids=TOLD)
@@ -93,27 +111,46 @@ def test_a_field_that_says_nothing_is_not_told(of_all, of_some, words, write_jso
 
 
 def test_a_stream_tells_them_too(write_jsonl, load, caplog, all_examples):
-    data = load(write_jsonl([ALPACA | {"history": [["a", "b"]]}] * 300), streaming=True)
+    caplog.set_level(logging.INFO)
+    data = load(write_jsonl([PAIR] * 5 + [PAIR | {"history": [["a", "b"]]}] * 300), streaming=True)
     list(data.train.order(seed=0, epoch=0))
-    assert any("`history`, so the model" in told for told in warnings_of(caplog))
+    assert any("`history`, but the model" in told for told in warnings_of(caplog))
+    (shown,) = [line for line in caplog.messages if "the first with a field" in line]
+    assert shown.startswith("Example 5,")
 
 
 def test_counts_come_from_the_cache_too(write_jsonl, load, caplog):
-    path = write_jsonl([ALPACA | {"history": [["a", "b"]]}] * 3)
+    path = write_jsonl([PAIR | {"history": [["a", "b"]]}] * 3)
     load(path)
     caplog.clear()
     load(path)
     assert any("3 of 3 (100.0%) have `history`" in told for told in warnings_of(caplog))
 
 
-def test_what_the_template_writes_is_used(write_jsonl, load, caplog, make_tokenizer):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
-    load(
-        write_jsonl([{"messages": chat(reasoning_content="Hm")}]),
-        tokenizer=make_tokenizer(chat_template=template),
-        loss_on="all",
-    )
+USED = {
+    "reasoning": {"messages": chat(reasoning_content="Hm")},
+    "thinking": {"messages": chat(thinking=" Hm\n")},
+    "ShareGPT: system": {"conversations": SHARE_GPT, "system": "Be brief."},
+    "ShareGPT: tools": {"conversations": SHARE_GPT, "tools": json.dumps([TOOL["function"]])},
+    "OpenAI: tools": {"messages": CHAT, "tools": [TOOL]},
+    "TRL: tools": {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": [TOOL]},
+    "Alpaca": ALPACA | {"history": [["a", "b"]], "system": "Be brief.", "thinking": "Hm", "tools": [TOOL]},
+}
+
+
+@pytest.mark.parametrize("row", USED.values(), ids=USED)
+def test_what_the_template_writes_is_used(row, write_jsonl, load, caplog, make_tokenizer):
+    caplog.set_level(logging.INFO)
+    path = write_jsonl([row])
+    data = load(path, tokenizer=make_tokenizer(chat_template=WRITES_ALL))
     assert warnings_of(caplog) == []
+    assert "Not used from" not in caplog.text
+    text = make_tokenizer().decode(data.train.head(1)[0].input_ids_T.tolist())
+    wanted = [word for word in ("Hm", "Be brief.", "look_up") if word in json.dumps(row)]
+    assert wanted
+    assert all(word in text for word in wanted)
+    load(path, tokenizer=make_tokenizer(chat_template=ROLES_ALONE))
+    assert warnings_of(caplog) != []
 
 
 def test_a_column_that_is_read_under_another_name_is_used(write_jsonl, load, caplog):
@@ -137,39 +174,16 @@ def test_columns_and_keys_that_nobody_knows_are_listed_once(write_jsonl, load, c
 
 KTO = [PAIR | {"label": True}] * 3 + [PAIR | {"label": False}]
 REFUSED = {
-    "KTO": (KTO, {}, r"Example 3 of .*label=false says that the answer is a bad one.*KTO"),
-    "KTO in words": ([PAIR | {"label": "False"}], {}, "label=false says"),
-    "KTO of chats": ([{"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}], {}, "label=false says"),
-    "LLaMA-Factory's KTO": ([{"conversations": SHARE_GPT, "kto_tag": False}], {}, "kto_tag=false says"),
-    "Alpaca's KTO": ([ALPACA | {"kto_tag": False}], {}, "kto_tag=false says"),
-    "OpenAI's weight": (
-        [{"messages": chat(weight=0)}],
+    "KTO": (KTO, {}, r"Example 0 of .*label=true judges the answer.*TRL's KTOTrainer"),
+    "KTO by numbers": ([PAIR | {"label": 1}], {}, "label=1 judges"),
+    "KTO in words": ([PAIR | {"label": "False"}], {}, "label=false judges"),
+    "KTO of chats": (
+        [{"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}],
         {},
-        r"Message 2 has weight: 0, which excludes it.*Remove the turn and those after it",
+        "label=false judges",
     ),
-    "a turn before": (
-        [{"messages": chat(weight=0) + chat(weight=1)}],
-        {},
-        r"Message 2 has weight: 0.*data\.loss_on=completion to learn only the last turn",
-    ),
-    "ms-swift's loss": ([{"messages": chat(loss=False)}], {}, "Message 2 has loss: false"),
-    "axolotl's train": ([{"messages": chat(train=False)}], {}, "Message 2 has train: false"),
-    "axolotl's training": ([{"messages": chat(training=False)}], {}, "Message 2 has training: false"),
-    "ShareGPT's weight": (
-        [{"conversations": [SHARE_GPT[0], SHARE_GPT[1] | {"weight": 0}]}],
-        {},
-        "Message 2 has",
-    ),
-    "a question, where all is learnt": (
-        [{"messages": [CHAT[0] | {"weight": 0}, CHAT[1]]}],
-        {"loss_on": "all"},
-        r"Message 1 has weight: 0.*data\.loss_on=all",
-    ),
-    "a completion in messages": (
-        [{"prompt": CHAT[:1], "completion": [CHAT[1] | {"weight": 0}, *CHAT]}],
-        {},
-        "Message 2 has weight: 0",
-    ),
+    "LLaMA-Factory's KTO": ([{"conversations": SHARE_GPT, "kto_tag": False}], {}, "kto_tag=false judges"),
+    "Alpaca's KTO": ([ALPACA | {"kto_tag": False}], {}, "kto_tag=false judges"),
     "TRL's images": (
         [{"messages": CHAT, "images": []}, {"messages": CHAT, "images": ["a.png"]}],
         {},
@@ -201,21 +215,12 @@ def test_a_row_that_must_not_be_learnt_is_refused(rows, config, words, write_jso
 
 
 @pytest.mark.parametrize(
-    "rows,config",
-    [
-        ([PAIR | {"label": True}], {}),
-        ([{"messages": chat(weight=0) + chat(weight=1)}], {"loss_on": "completion"}),
-        (
-            [{"messages": [CHAT[0] | {"weight": 0, "train": False}, CHAT[1] | {"weight": 1, "train": True}]}],
-            {},
-        ),
-        ([{"prompt": chat(weight=0) + CHAT[:1], "completion": CHAT[1:]}], {}),
-    ],
+    "row", [PAIR | {"label": "sports"}, PAIR | {"label": 3}, {"messages": CHAT, "label": 1}]
 )
-def test_what_is_not_learnt_anyway_passes(rows, config, write_jsonl, load, caplog):
-    path = write_jsonl(rows)
-    early_checks.check_small_local_data(DataConfig(path=path, **config))
-    load(path, **config)
+def test_a_label_that_judges_nothing_passes(row, write_jsonl, load, caplog):
+    path = write_jsonl([row])
+    early_checks.check_small_local_data(DataConfig(path=path))
+    load(path)
     assert warnings_of(caplog) == []
 
 

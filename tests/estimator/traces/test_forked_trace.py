@@ -26,7 +26,7 @@ from lowmem_ft.estimator.traces import forked_trace, tracing
 from lowmem_ft.recipe import load_recipe
 
 os.environ[estimating_processes.PROCESSES_VARIABLE] = "2"
-estimating_processes._cores = lambda: 2
+estimating_processes.usable_cores = lambda: 2
 forked_trace.PATIENCE_S = float(sys.argv[2])
 here, depths, original = os.getpid(), [], tracing.trace_layers
 
