@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import datasets
@@ -31,6 +31,7 @@ from lowmem_ft.data.summary import (
 )
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_template
 from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
+from lowmem_ft.data.text.template_checks import NUM_CHECKED_EXAMPLES, log_template_problems
 from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.data.text.unused_fields import columns_left, columns_to_read, keys_left
 from lowmem_ft.foundation.errors import DataError, raise_problems
@@ -41,6 +42,9 @@ TOKENIZING_BATCH_ROWS = 1000
 STREAMING_BATCH_ROWS = 64
 NUM_EXAMPLES_TO_LOOK_AT = 32
 """Training examples checked before the first step: fewer than a streamed batch, which is tokenized anyway."""
+
+SHOWS_ROW = "shows_row"
+"""Attribute of the log record that shows an example; a report that shows examples itself leaves it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +57,7 @@ class PreparedData:
         summary: counts of the training data, or None when streaming (they are logged after each epoch).
         evaluation_summary: counts of the held-out data, or None.
         collate: collates batches of either.
+        formats: names of the formats of the examples.
     """
 
     train: Examples
@@ -60,6 +65,7 @@ class PreparedData:
     summary: DataSummary | None
     evaluation_summary: DataSummary | None
     collate: Collator
+    formats: frozenset[str]
 
 
 def load_data(
@@ -70,6 +76,7 @@ def load_data(
     seed: int,
     attn_implementation: str,
     vocab_size: int | None = None,
+    end_token_ids: Collection[int] | None = None,
 ) -> PreparedData:
     """Load tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
 
@@ -83,6 +90,7 @@ def load_data(
         seed: chooses the held-out examples of ``data.eval_size``.
         attn_implementation: the model's attention; it decides how packed rows are laid out.
         vocab_size: rows of the model's embedding, which no token id may exceed; None: not checked.
+        end_token_ids: tokens at which the model's generation stops, in addition to the EOS; None: unknown.
 
     Returns:
         The data. It logs the examples left out, cut and learnt, and one example as the model reads it.
@@ -110,7 +118,7 @@ def load_data(
         packed=config.packing,
         in_one_row="flash" in attn_implementation,
     )
-    loader = _Loader(config, tokenizer, vocab_size, limits)
+    loader = _Loader(config, tokenizer, vocab_size, limits, end_token_ids)
     return loader.streamed(collate) if config.streaming else loader.mapped(collate, seed)
 
 
@@ -122,6 +130,8 @@ class _Loader:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     limits: LengthLimits
+    end_token_ids: Collection[int] | None
+    formats: set[str] = field(default_factory=set)
 
     def mapped(self, collate: Collator, seed: int) -> PreparedData:
         """Return tokenized tables, the training examples among which ``seed`` may hold some out."""
@@ -143,6 +153,7 @@ class _Loader:
             summary=summary,
             evaluation_summary=evaluation_summary,
             collate=collate,
+            formats=frozenset(self.formats),
         )
 
     def streamed(self, collate: Collator) -> PreparedData:
@@ -152,7 +163,12 @@ class _Loader:
         self._look_at(train.head(NUM_EXAMPLES_TO_LOOK_AT))
         evaluation = None if eval_source is None else self._stream(eval_source, is_train=False)
         return PreparedData(
-            train=train, evaluation=evaluation, summary=None, evaluation_summary=None, collate=collate
+            train=train,
+            evaluation=evaluation,
+            summary=None,
+            evaluation_summary=None,
+            collate=collate,
+            formats=frozenset(self.formats),
         )
 
     def _tokenization(self, source: Source, first_row: dict[str, Any]) -> Tokenization:
@@ -172,6 +188,7 @@ class _Loader:
                 "add data.format=alpaca."
             )
         _tell_of_unused(example_format, first_row, self.tokenizer, source)
+        self.formats.add(example_format.name)
         return Tokenization(
             tokenizer=self.tokenizer,
             example_format=example_format,
@@ -187,7 +204,7 @@ class _Loader:
         try:
             tokenization = self._tokenization(source, rows[0])
             rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
-            return rows.map(
+            tokenized = rows.map(
                 tokenization,
                 with_indices=True,
                 batched=True,
@@ -200,6 +217,10 @@ class _Loader:
                 new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
                 desc=f"Tokenizing {source}",
             )
+            if is_train:
+                first = rows.select(range(min(len(rows), NUM_CHECKED_EXAMPLES)))
+                log_template_problems(tokenization, first, self.end_token_ids)
+            return tokenized
         except UnicodeDecodeError as error:
             # Arrow accepts any bytes as text; only reading a row decodes them.
             raise reading_error(error, source) from error
@@ -233,7 +254,10 @@ class _Loader:
         first_row = next(_batches(rows, source, batch_rows=1), None)
         if first_row is None:
             raise no_example(source)
-        tokenization = self._tokenization(source, {name: values[0] for name, values in first_row.items()})
+        first_row = {name: values[0] for name, values in first_row.items()}
+        tokenization = self._tokenization(source, first_row)
+        if is_train:
+            log_template_problems(tokenization, [first_row], self.end_token_ids)
         rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
         return StreamedExamples(
             _tokenized_batches(rows, source, tokenization),
@@ -248,7 +272,10 @@ class _Loader:
         example = examples[0]
         text = marked_text(example.input_ids_T, example.labels_T, self.tokenizer)
         logger.info(
-            "Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s", example.sample_id, text
+            "Example %d as the model reads it, learnt text between ⟦ and ⟧:\n%s",
+            example.sample_id,
+            text,
+            extra={SHOWS_ROW: True},
         )
 
 

@@ -25,6 +25,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils.hub import cached_file
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, is_panic
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
@@ -157,9 +158,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
         ModelError: if no tokenizer can be read there, or one without a vocabulary.
     """
     check_tokenizer_path(config)
-    source = source_of(config)
-    if config.tokenizer_name_or_path:
-        source = _tokenizer_source(config.tokenizer_name_or_path)
+    named = config.tokenizer_name_or_path
+    source = _tokenizer_source(named) if named else source_of(config)
     path = source.pop("path")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **source)
@@ -292,6 +292,31 @@ def vocab_size(hf_config: PretrainedConfig) -> int | None:
     """Return the rows of the embedding, which bound every token id; None if the config does not say."""
     size = getattr(hf_config.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
+
+
+def end_token_ids(config: ModelConfig) -> frozenset[int] | None:
+    """Return the ids of the tokens at which the model's generation stops, by its files; None: they do not say.
+
+    Raises:
+        ModelError: if the model is named by a path and nothing is there, or the file is damaged.
+    """
+    source = source_of(config)
+    path = source.pop("path")
+    if "gguf_file" in source:
+        return None
+    for name in ("generation_config.json", "config.json"):  # as generation itself looks for them
+        try:
+            file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **source)
+            fields = json.loads(Path(file).read_text("utf-8")) if file else {}
+        except OSError:
+            return None  # neither on this machine nor within reach
+        except ValueError as error:
+            raise ModelError(
+                f"{path} has a damaged {name}: {error}. Copy it from the model again."
+            ) from error
+        if isinstance(fields, dict) and (ends := fields.get("eos_token_id")) is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return None
 
 
 def source_of(config: ModelConfig) -> dict[str, Any]:

@@ -107,7 +107,7 @@ def test_counts_come_from_the_cache_too(write_jsonl, load, caplog):
 
 
 def test_what_the_template_writes_is_used(write_jsonl, load, caplog, make_tokenizer):
-    template = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
+    template = "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}<|im_end|>\n{% endfor %}"
     load(
         write_jsonl([{"messages": chat(reasoning_content="Hm")}]),
         tokenizer=make_tokenizer(chat_template=template),
