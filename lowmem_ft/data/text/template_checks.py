@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
@@ -42,7 +42,7 @@ _CONTEXT_CHARS = 400
 
 
 @dataclass(frozen=True)
-class TemplateProblem:
+class _Problem:
     """A way in which examples become wrong text.
 
     Args:
@@ -57,12 +57,12 @@ class TemplateProblem:
 def log_template_problems(
     tokenization: Tokenization, rows: Iterable[Row], end_token_ids: Collection[int] | None
 ) -> None:
-    """Log a warning for each problem of :func:`template_problems`; the record's ``check`` has its name.
+    """Log a warning for each problem of :func:`_problems`; the record's ``check`` has its name.
 
     Args:
         tokenization: tokenizes the rows.
         rows: raw rows of the data; no more than the first :data:`NUM_CHECKED_EXAMPLES` are read.
-        end_token_ids: see :func:`template_problems`.
+        end_token_ids: see :func:`_problems`.
     """
     examples = []
     for row in islice(rows, NUM_CHECKED_EXAMPLES):
@@ -71,17 +71,17 @@ def log_template_problems(
         except DataError:
             continue  # tokenizing it raises the same error, with the row's number
         examples += [] if example is None else [example]
-    found = template_problems(examples, tokenization.tokenizer, tokenization.loss_on, end_token_ids)
+    found = _problems(examples, tokenization.tokenizer, tokenization.loss_on, end_token_ids)
     for problem in found:
         logger.warning("%s: %s", tokenization.source, problem.words, extra={"check": problem.check})
 
 
-def template_problems(
+def _problems(
     examples: Collection[Example],
     tokenizer: PreTrainedTokenizerBase,
     loss_on: LossOn,
     end_token_ids: Collection[int] | None = None,
-) -> list[TemplateProblem]:
+) -> list[_Problem]:
     """Return what is wrong with the text that examples become, each problem once.
 
     Args:
@@ -98,7 +98,10 @@ def template_problems(
     kinds = {_kind_of(example): example for example in examples if isinstance(example, Chat)}
     found = [problem for chat in kinds.values() for problem in check.chat(chat)]
     found += check.strings([example for example in examples if not isinstance(example, Chat)])
-    return list({problem.check: problem for problem in reversed(found)}.values())[::-1]
+    first: dict[str, _Problem] = {}
+    for problem in found:
+        first.setdefault(problem.check, problem)
+    return list(first.values())
 
 
 def _kind_of(chat: Chat) -> tuple[Any, ...]:
@@ -123,7 +126,7 @@ class _Check:
     loss_on: LossOn
     end_token_ids: Collection[int] | None
 
-    def chat(self, chat: Chat) -> Iterator[TemplateProblem]:
+    def chat(self, chat: Chat) -> Iterator[_Problem]:
         """Yield what is wrong with chats of one kind."""
         answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
         if not answers or answers[-1] < (chat.num_prompt_messages or 0):
@@ -132,18 +135,19 @@ class _Check:
             _saying(message, number) for number, message in enumerate(chat.messages[: answers[-1] + 1])
         ]
         try:
-            marked = mark_learnt(Chat(messages, chat.num_prompt_messages), self.tokenizer, self.loss_on)
+            marked = mark_learnt(replace(chat, messages=messages), self.tokenizer, self.loss_on)
         except DataError:
             return  # of these words alone: tokenizing the chat itself raised no error
         yield from self._unsaid(messages, marked)
         yield from self._mask(messages, chat.num_prompt_messages, marked)
         yield from self._two_begins(marked.text, templated=True)
-        yield from self._end(messages[-1], marked)
+        if _says(_learnt(marked), messages[-1], len(messages) - 1):
+            yield from self._end(messages[-1], marked)
         asked = answers[-1] if chat.num_prompt_messages is None else chat.num_prompt_messages
         if asked > 0:
             yield from self._generation_prompt(messages[:asked], marked.text)
 
-    def strings(self, examples: Collection[Completion | Document]) -> Iterator[TemplateProblem]:
+    def strings(self, examples: Collection[Completion | Document]) -> Iterator[_Problem]:
         """Yield what is wrong with texts and pairs of strings, which no template writes."""
         for example in examples:
             begin = example.text if isinstance(example, Document) else example.prompt
@@ -153,7 +157,7 @@ class _Check:
         pairs = [example for example in examples if isinstance(example, Completion)]
         split = sum(map(self._is_border_in_a_token, pairs))
         if pairs and split > MUCH * len(pairs):
-            yield TemplateProblem(
+            yield _Problem(
                 "prompt_border",
                 f"{split} of the first {len(pairs)} prompts end inside a token of prompt and completion together, so a "
                 "prompt alone, as in generation, has other tokens than those learnt. Move the blank at the end of the "
@@ -161,7 +165,7 @@ class _Check:
                 "template.",
             )
 
-    def _unsaid(self, messages: list[Message], marked: MarkedText) -> Iterator[TemplateProblem]:
+    def _unsaid(self, messages: list[Message], marked: MarkedText) -> Iterator[_Problem]:
         lost = [
             message["role"]
             for number, message in enumerate(messages)
@@ -170,7 +174,7 @@ class _Check:
         if lost:
             roles = " and ".join(dict.fromkeys(lost))
             instead = "" if "user" in lost else ", or move its words into the first user message"
-            yield TemplateProblem(
+            yield _Problem(
                 "message_lost",
                 f"The chat template leaves out the {roles} message of some chats: the model does not see it. Set "
                 f"data.chat_template to a template that writes it{instead}.",
@@ -178,28 +182,29 @@ class _Check:
 
     def _mask(
         self, messages: list[Message], num_prompt_messages: int | None, marked: MarkedText
-    ) -> Iterator[TemplateProblem]:
-        learnt = "".join(marked.text[start:end] for start, end in marked.learnt)
-        last = len(messages) - 1
-        if not _says(learnt, messages[last], last):
-            where = "marks other text than" if _says(marked.text, messages[last], last) else "does not write"
-            yield TemplateProblem(
+    ) -> Iterator[_Problem]:
+        learnt = _learnt(marked)
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if not any(_says(learnt, messages[number], number) for number in answers):
+            is_written = _says(marked.text, messages[answers[-1]], answers[-1])
+            yield _Problem(
                 "answer_not_learnt",
-                f"The chat template {where} the content of the assistant's last turn, so no answer is learnt. Check "
-                "its {% generation %} marks, or set data.chat_template to another template.",
+                f"The chat template {'marks other text than' if is_written else 'does not write'} the content of the "
+                "assistant's turns, so no answer is learnt. Check its {% generation %} marks, or set "
+                "data.chat_template to another template.",
             )
         if self.loss_on == "all" or num_prompt_messages is not None:
             return
         asked = [number for number, message in enumerate(messages) if message["role"] != "assistant"]
         if any(_word(number) in learnt for number in asked):
-            yield TemplateProblem(
+            yield _Problem(
                 "question_learnt",
                 f"The chat template's {{% generation %}} marks hold more than answers, so questions are learnt too "
                 f"(data.loss_on={self.loss_on}). Set data.chat_template to a template that marks answers alone, or "
                 "data.loss_on=all if that is intended.",
             )
 
-    def _two_begins(self, text: str, *, templated: bool) -> Iterator[TemplateProblem]:
+    def _two_begins(self, text: str, *, templated: bool) -> Iterator[_Problem]:
         bos: Any = self.tokenizer.bos_token_id
         ids = self._ids(text, add_special_tokens=not templated)
         if bos is None or ids[:2] != [bos, bos]:
@@ -210,13 +215,13 @@ class _Check:
             else "The tokenizer adds one to the text, which has one. Remove it from the text; chats are better given "
             "as messages than as rendered text (data.format=messages)."
         )
-        yield TemplateProblem(
+        yield _Problem(
             "two_begins",
             f"Examples begin with the beginning-of-text token {self.tokenizer.bos_token!r} twice. {way_out}",
         )
 
-    def _end(self, answer: Message, marked: MarkedText) -> Iterator[TemplateProblem]:
-        """Yield whether the last answer ends without a token at which generation stops."""
+    def _end(self, answer: Message, marked: MarkedText) -> Iterator[_Problem]:
+        """Yield whether the last answer, which is learnt, ends without a token at which generation stops."""
         start = max((word.end() for word in _WORDS.finditer(marked.text)), default=0)
         if not answer["content"].strip():  # a call of a tool, which has no words
             start = marked.learnt[-1][0]
@@ -228,10 +233,8 @@ class _Check:
         eos: Any = self.tokenizer.eos_token_id
         ends: set[int] = {eos, *(self.end_token_ids or ())} - {None}
         named = ", ".join(repr(self.tokenizer.convert_ids_to_tokens(number)) for number in sorted(ends))
-        if not ids or not self._is_special(ids[-1]):
-            if ids and ids[-1] in ends:
-                return
-            yield TemplateProblem(
+        if not ids or not (self._is_special(ids[-1]) or ids[-1] in ends):
+            yield _Problem(
                 "end_of_turn",
                 "The chat template writes no end-of-turn token that is learnt after an answer, so the model does not "
                 f"learn to stop. Set data.chat_template to a template that ends each answer with {named or 'one'}, "
@@ -239,14 +242,14 @@ class _Check:
             )
         elif self.end_token_ids is not None and ids[-1] not in ends:
             last = self.tokenizer.convert_ids_to_tokens(ids[-1])
-            yield TemplateProblem(
+            yield _Problem(
                 "other_end",
                 f"Answers end with {last!r}, and generation stops at {named} (generation_config.json and the "
                 f"tokenizer's EOS): the trained model would write on. Add {ids[-1]} to eos_token_id in the model's "
                 f"generation_config.json, or set data.chat_template to a template that ends answers with {named}.",
             )
 
-    def _generation_prompt(self, asked: list[Message], text: str) -> Iterator[TemplateProblem]:
+    def _generation_prompt(self, asked: list[Message], text: str) -> Iterator[_Problem]:
         try:
             prompt = render(self.tokenizer, asked, add_generation_prompt=True)
         except DataError:
@@ -258,14 +261,14 @@ class _Check:
             )
             start = max((word.end() for word in _WORDS.finditer(prompt[:shared])), default=0)
             until = text.find(_WORD, start)
-            yield TemplateProblem(
+            yield _Problem(
                 "generation_prompt",
                 f"The chat template's generation prompt ends with {prompt[start:]!r}, and answers are learnt after "
                 f"{text[start:until]!r}, a place where generation does not begin. Set data.chat_template to a template "
                 "that begins both alike.",
             )
         elif self._ids(text)[: len(ids)] != ids:
-            yield TemplateProblem(
+            yield _Problem(
                 "generation_prompt",
                 f"The chat template's generation prompt ends with {prompt[-20:]!r}, inside a token of prompt and "
                 "answer together, so generation begins after other tokens than those learnt. Set data.chat_template to "
@@ -283,6 +286,10 @@ class _Check:
 
     def _ids(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return self.tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+
+
+def _learnt(marked: MarkedText) -> str:
+    return "".join(marked.text[start:end] for start, end in marked.learnt)
 
 
 def _word(number: int) -> str:

@@ -14,7 +14,8 @@ from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.loading import PreparedData, load_data
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.units import counted
-from lowmem_ft.models.loading import end_token_ids, max_positions, vocab_size
+from lowmem_ft.models.loading import max_positions, vocab_size
+from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before

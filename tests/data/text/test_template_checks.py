@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lowmem_ft.data.text.formats import Chat, Completion, Document
 from lowmem_ft.data.text.masking import mark_learnt
-from lowmem_ft.data.text.template_checks import template_problems
+from lowmem_ft.data.text.template_checks import _problems as template_problems
 from lowmem_ft.foundation.errors import DataError
 
 OF_TRL = Path(importlib.util.find_spec("trl").origin).parent / "chat_templates"
