@@ -104,7 +104,7 @@ class MappedExamples:
 
     def masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the lengths of some examples and their learnt masks end to end, for all examples in turn."""
-        parts: Iterator[Any] = self._table.select_columns("is_learnt").with_format("arrow").iter(MASKS_READ)
+        parts: Any = self._table.select_columns("is_learnt").with_format("arrow").iter(MASKS_READ)
         for part in parts:
             mask = pyarrow.concat_arrays(part["is_learnt"].chunks)
             lengths_R = mask.value_lengths().to_numpy(zero_copy_only=False)
