@@ -16,6 +16,7 @@ COMMANDS = {
     "estimate": "what a run needs, and which GPUs it fits: estimate model=NAME",
     "plan": "choose the memory settings for a budget: plan model=NAME budget=24GiB",
     "rehearse": "the complete run without a GPU: rehearse recipe=NAME --gpu NAME",
+    "data": "what the model reads, and what is wrong: data recipe=NAME data=FILE",
     "report": "results of runs, with estimated and measured memory: report RUN_DIR",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
@@ -32,8 +33,8 @@ def main(arguments: list[str]) -> int:
         arguments: the arguments after the program's name.
 
     Returns:
-        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, or may not, 130 or 143
-        stopped by Ctrl-C or SIGTERM.
+        The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, or may not, 4 the data has
+        something that would be lost or learnt wrongly, 130 or 143 stopped by Ctrl-C or SIGTERM.
     """
     parser = _parser()
     if not arguments:

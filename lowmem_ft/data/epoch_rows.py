@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import datasets
 import numpy as np
+import pyarrow
 from datasets.utils import tqdm
 
 from lowmem_ft.data.batches.order import epoch_order
@@ -23,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 JUDGED_EXAMPLES = 256
 """Examples of a stream that are judged: enough to say what share of it is lost, few enough to say so early."""
+
+MASKS_READ = 10_000
+"""Examples whose masks are read at a time."""
 
 PACKING_BUFFER_EXAMPLES = 1000
 """Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
@@ -49,6 +53,10 @@ class Examples(Protocol):
 
     def read(self, reference: Any) -> Row:
         """Return the row of a reference."""
+        ...
+
+    def head(self, count: int) -> list[TokenizedExample]:
+        """Return the first examples in the order of the source."""
         ...
 
 
@@ -100,6 +108,14 @@ class MappedExamples:
         """Return the row at an index."""
         members = [reference] if self._packed is None else self._packed.row(reference).tolist()
         return [self.example(index) for index in members]
+
+    def masks(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """Yield the lengths of some examples and their learnt masks end to end, for all examples in turn."""
+        parts: Any = self._table.select_columns("is_learnt").with_format("arrow").iter(MASKS_READ)
+        for part in parts:
+            mask = pyarrow.concat_arrays(part["is_learnt"].chunks)
+            lengths_R = mask.value_lengths().to_numpy(zero_copy_only=False)
+            yield lengths_R.astype(np.int64), mask.flatten().to_numpy(zero_copy_only=False)
 
     def head(self, count: int) -> list[TokenizedExample]:
         """Return the first examples in the order of the source."""

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import islice
@@ -43,6 +43,7 @@ from lowmem_ft.data.summary import (
 )
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_template
 from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
+from lowmem_ft.data.text.template_checks import NUM_CHECKED_EXAMPLES, log_template_problems
 from lowmem_ft.data.text.tokenized_rows import tokenized_rows
 from lowmem_ft.data.text.tokenizing import Tokenization
 from lowmem_ft.data.text.unused_fields import columns_left, columns_to_read, keys_left
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 STREAMING_BATCH_ROWS = 64
 NUM_EXAMPLES_TO_LOOK_AT = 32
 """Training examples checked before the first step: fewer than a streamed batch, which is tokenized anyway."""
+
+SHOWS_ROW = "shows_row"
+"""Attribute of the log record that shows an example; a report that shows examples itself leaves it out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +93,7 @@ class PreparedData:
         sources: what an epoch takes from each of several sources; empty for one source, and when streaming.
         fingerprint: digest of the tokens of all training rows and of what is learnt of them; when streaming, of the
             first ones.
+        formats: names of the formats of the examples.
     """
 
     train: Examples
@@ -99,6 +104,7 @@ class PreparedData:
     evaluation_by_source: Mapping[str, Examples] = field(default_factory=dict)
     sources: tuple[SourceCounts, ...] = ()
     fingerprint: str = ""
+    formats: frozenset[str] = frozenset()
 
 
 def load_data(
@@ -109,6 +115,7 @@ def load_data(
     seed: int,
     attn_implementation: str,
     vocab_size: int | None = None,
+    end_token_ids: Collection[int] | None = None,
 ) -> PreparedData:
     """Load tokenized training and held-out data, memory-mapped from the cache of ``datasets`` or streamed.
 
@@ -122,6 +129,7 @@ def load_data(
         seed: chooses the held-out examples of ``data.eval_size``.
         attn_implementation: the model's attention; it decides how packed rows are laid out.
         vocab_size: rows of the model's embedding, which no token id may exceed; None: not checked.
+        end_token_ids: tokens at which the model's generation stops, in addition to the EOS; None: unknown.
 
     Returns:
         The data. It logs the examples left out, cut and learnt, and one example as the model reads it.
@@ -149,7 +157,7 @@ def load_data(
         packed=config.packing,
         in_one_row="flash" in attn_implementation,
     )
-    loader = _Loader(config, tokenizer, vocab_size, limits)
+    loader = _Loader(config, tokenizer, vocab_size, limits, end_token_ids)
     return loader.streamed(collate) if config.streaming else loader.mapped(collate, seed)
 
 
@@ -161,6 +169,8 @@ class _Loader:
     tokenizer: PreTrainedTokenizerBase
     vocab_size: int | None
     limits: LengthLimits
+    end_token_ids: Collection[int] | None
+    formats: set[str] = field(default_factory=set)
 
     def mapped(self, collate: Collator, seed: int) -> PreparedData:
         """Return tokenized tables, the training examples among which ``seed`` may hold some out."""
@@ -187,6 +197,7 @@ class _Loader:
             collate=collate,
             sources=sources,
             fingerprint=fingerprint,
+            formats=frozenset(self.formats),
             **_evaluation(evaluation),
         )
 
@@ -224,6 +235,7 @@ class _Loader:
             fingerprint=_digest(
                 array for head in heads for one in head for array in (one.input_ids_T, one.labels_T)
             ),
+            formats=frozenset(self.formats),
             **_evaluation(evaluation),
         )
 
@@ -245,6 +257,7 @@ class _Loader:
                 "add data.format=alpaca."
             )
         _tell_of_unused(example_format, first_row, self.tokenizer, source)
+        self.formats.add(example_format.name)
         return Tokenization(
             tokenizer=self.tokenizer,
             example_format=example_format,
@@ -261,7 +274,11 @@ class _Loader:
             try:
                 tokenization = self._tokenization(part, rows[0])
                 rows = rows.select_columns(columns_to_read(tokenization.example_format, rows.column_names))
-                return tokenized_rows(rows, tokenization, num_proc=self.config.num_proc)
+                tokenized = tokenized_rows(rows, tokenization, num_proc=self.config.num_proc)
+                if part.is_train:
+                    first = rows.select(range(min(len(rows), NUM_CHECKED_EXAMPLES)))
+                    log_template_problems(tokenization, first, self.end_token_ids)
+                return tokenized
             except UnicodeDecodeError as error:
                 # Arrow accepts any bytes as text; only reading a row decodes them.
                 raise reading_error(error, part.source) from error
@@ -350,10 +367,13 @@ class _Loader:
         source = part.source
         with part.listed.named_in_errors():
             rows = part.open()
-            first_row = next(_batches(rows, source, batch_rows=1), None)
-            if first_row is None:
+            first_batch = next(_batches(rows, source, batch_rows=1), None)
+            if first_batch is None:
                 raise no_example(source)
-            tokenization = self._tokenization(part, {name: values[0] for name, values in first_row.items()})
+            first_row = {name: values[0] for name, values in first_batch.items()}
+            tokenization = self._tokenization(part, first_row)
+            if part.is_train:
+                log_template_problems(tokenization, [first_row], self.end_token_ids)
         rows = rows.select_columns(columns_to_read(tokenization.example_format, list(first_row)))
         return TokenizedStream(
             _tokenized_batches(rows, source, tokenization),
@@ -382,6 +402,7 @@ class _Loader:
             example.sample_id,
             why,
             text,
+            extra={SHOWS_ROW: True},
         )
 
 

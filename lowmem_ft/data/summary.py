@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from lowmem_ft.data.batches.row import IGNORED_LABEL, LENGTH_MULTIPLE, TokenizedExample
+from lowmem_ft.data.text.marked_pieces import marked_pieces
 from lowmem_ft.data.text.unused_fields import UnusedField, fields_of
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import counted
@@ -313,13 +314,8 @@ def marked_text(
         limit: characters shown, half from each end.
 
     Returns:
-        The text, special tokens included.
+        The text, special tokens included, and safe for a terminal.
     """
-    learnt_T = labels_T != IGNORED_LABEL
-    borders = np.flatnonzero(np.diff(learnt_T)) + 1
-    pieces = []
-    for ids, learnt in zip(np.split(input_ids_T, borders), np.split(learnt_T, borders), strict=True):
-        text = str(tokenizer.decode(ids.tolist()))
-        pieces.append(f"⟦{text}⟧" if learnt.any() else text)
-    text = "".join(pieces)
+    pieces = marked_pieces(input_ids_T, labels_T != IGNORED_LABEL, tokenizer)
+    text = "".join(f"⟦{piece.text}⟧" if piece.is_learnt else piece.text for piece in pieces)
     return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"

@@ -1,4 +1,4 @@
-"""Read a model and its tokenizer: hub id, local folder or GGUF file; safetensors only; straight to the device.
+"""Read a model: hub id, local folder or GGUF file; safetensors only; straight to the device.
 
 transformers builds the model on the meta device and reads one tensor at a time into its place, so the host never
 holds a second copy of the weights: the peak is the weights plus the largest tensor (``scripts/measure_load.py``).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import struct
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +18,12 @@ from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
-    PreTrainedTokenizerBase,
 )
 
-from lowmem_ft.foundation.errors import MissingPackageError, ModelError, is_panic
-from lowmem_ft.foundation.hub_connection import hub_is_reachable
+from lowmem_ft.foundation.errors import MissingPackageError, ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import expand_user
@@ -36,8 +32,8 @@ from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
-from lowmem_ft.models.files.local_paths import check_model_path, check_tokenizer_path, not_a_tokenizer
 from lowmem_ft.models.files.model_files import limit_of_positions
+from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, DAMAGED_GGUF, first_line, source_of
 from lowmem_ft.models.files.stored_quantization import (
     FORMATS,
     packing_problem,
@@ -59,15 +55,10 @@ from lowmem_ft.models.quantizing.stored_quantizers import (
     stored_weights_trainable,
     unpacking_config,
 )
+from lowmem_ft.models.tokenizer import load_tokenizer as load_tokenizer  # many import it from here
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
 logger = logging.getLogger(__name__)
-
-_DAMAGED_GGUF = (struct.error, IndexError, KeyError)
-"""Errors of the GGUF readers, in addition to ValueError, for a file that ends early or holds nonsense."""
-
-_BY_WHAT_IS_WRITTEN = (StrictDataclassError, ArithmeticError, AttributeError, TypeError, *_DAMAGED_GGUF)
-"""Errors of transformers, in addition to OSError and ValueError, for odd values in a config's or tokenizer's JSON."""
 
 
 _OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "RewardModel", "ForMultipleChoice")
@@ -133,7 +124,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
         hf_config = AutoConfig.from_pretrained(path, **source)
         del source["trust_remote_code"]  # only for Auto classes
         written, _ = ({}, None) if "gguf_file" in source else PretrainedConfig.get_config_dict(path, **source)
-    except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
+    except (OSError, ValueError, *BY_WHAT_IS_WRITTEN) as error:
         raise _explained(config, error) from error
     if type(language_config(hf_config)) not in AutoModelForCausalLM._model_mapping:
         if "AutoModelForCausalLM" not in (getattr(hf_config, "auto_map", None) or {}):
@@ -148,36 +139,6 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
     if written:
         refuse_incomplete(path, written, hf_config)
     return hf_config
-
-
-def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
-
-    Raises:
-        ModelError: if no tokenizer can be read there, or one without a vocabulary.
-    """
-    check_tokenizer_path(config)
-    source = source_of(config)
-    if config.tokenizer_name_or_path:
-        source = _tokenizer_source(config.tokenizer_name_or_path)
-    path = source.pop("path")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **source)
-    except (OSError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
-        lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
-        reason = "it has no tokenizer.json." if lacks_files else _first_line(error)
-        raise not_a_tokenizer(path, reason) from error
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise not_a_tokenizer(path, f"its tokenizer.json is damaged: {_first_line(error)}") from error
-    # If there are no files, transformers makes up one that knows only its special tokens.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise ModelError(
-            f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
-            "Set model.tokenizer_name_or_path to a folder or hub id that has one."
-        )
-    return tokenizer
 
 
 def load_model(
@@ -232,7 +193,7 @@ def load_model(
             model, report = read(source.pop("path"), source, options)
     except torch.OutOfMemoryError:
         raise  # not the checkpoint's fault
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *_DAMAGED_GGUF) as error:
+    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *DAMAGED_GGUF) as error:
         raise _explained(config, error) from error
     _refuse_missing_weights(config, hf_config, report)
     if bits is not None:
@@ -292,37 +253,6 @@ def vocab_size(hf_config: PretrainedConfig) -> int | None:
     """Return the rows of the embedding, which bound every token id; None if the config does not say."""
     size = getattr(hf_config.get_text_config(), "vocab_size", None)
     return size if isinstance(size, int) else None
-
-
-def source_of(config: ModelConfig) -> dict[str, Any]:
-    """Return ``path`` and the keyword arguments to read from it that every ``from_pretrained`` understands.
-
-    Raises:
-        ModelError: if it looks like a path and nothing is there.
-    """
-    check_model_path(config)
-    path = expand_user(config.name_or_path or "")
-    source: dict[str, Any] = {"trust_remote_code": config.trust_remote_code, "local_files_only": True}
-    if path.suffix == ".gguf":
-        return source | {"path": str(path.parent), "gguf_file": path.name}
-    if config.gguf_file:
-        source["gguf_file"] = config.gguf_file
-    if path.is_dir():
-        return source | {"path": str(path)}
-    return source | {
-        "path": hub_id_of(config.name_or_path or ""),
-        "revision": config.revision or "main",
-        "local_files_only": not hub_is_reachable(),
-    }
-
-
-def _tokenizer_source(name_or_path: str) -> dict[str, Any]:
-    path = expand_user(name_or_path)
-    # Not None, with which transformers would ask on the terminal whether to run code.
-    source = {"trust_remote_code": False, "local_files_only": True}
-    if path.is_dir():
-        return source | {"path": str(path)}
-    return source | {"path": hub_id_of(name_or_path), "local_files_only": not hub_is_reachable()}
 
 
 def _dtype(config: ModelConfig) -> torch.dtype | str:
@@ -396,7 +326,7 @@ def model_of_config(
                 attn_implementation=attn_implementation,
                 trust_remote_code=config.trust_remote_code,
             )
-    except (ImportError, LookupError, RuntimeError, ValueError, *_BY_WHAT_IS_WRITTEN) as error:
+    except (ImportError, LookupError, RuntimeError, ValueError, *BY_WHAT_IS_WRITTEN) as error:
         if is_failed_allocation(error):
             raise
         raise ModelError(
@@ -458,9 +388,9 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
         )
     if {"LocalEntryNotFoundError", "ConnectError", "OfflineModeIsEnabled"} & causes:
         return out_of_reach(name)
-    if config.is_gguf and isinstance(error, (ValueError, OSError, RuntimeError, *_DAMAGED_GGUF)):
+    if config.is_gguf and isinstance(error, (ValueError, OSError, RuntimeError, *DAMAGED_GGUF)):
         return ModelError(
-            f"The GGUF file of {name} is damaged or truncated ({type(error).__name__}: {_first_line(error)}) Download "
+            f"The GGUF file of {name} is damaged or truncated ({type(error).__name__}: {first_line(error)}) Download "
             "it again."
         )
     if "trust_remote_code" in str(error):
@@ -468,9 +398,9 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
     if "does not recognize this architecture" in str(error):
         return ModelError(
             f"{name} is of a model type that transformers {transformers.__version__} does not know: "
-            f"{_first_line(error)} Upgrade it (pip install -U transformers), or choose another model."
+            f"{first_line(error)} Upgrade it (pip install -U transformers), or choose another model."
         )
-    if isinstance(error, _BY_WHAT_IS_WRITTEN):
+    if isinstance(error, BY_WHAT_IS_WRITTEN):
         kind = "" if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: "
         return ModelError(
             f"The config.json of {name} is invalid: {kind}{' '.join(str(error).split())} Correct the field, or take "
@@ -488,11 +418,9 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
             "Download the model again."
         )
     if "SafetensorError" in causes:
-        return ModelError(
-            f"The weights of {name} are damaged: {_first_line(error)} Download the model again."
-        )
+        return ModelError(f"The weights of {name} are damaged: {first_line(error)} Download the model again.")
     return ModelError(
-        f"{name} cannot be read as a causal language model: {_first_line(error)} A model folder holds config.json and "
+        f"{name} cannot be read as a causal language model: {first_line(error)} A model folder holds config.json and "
         "*.safetensors; convert older .bin files with from_pretrained(...).save_pretrained(...)."
     )
 
@@ -510,7 +438,3 @@ def _cause_names(error: BaseException | None) -> set[str]:
         names.add(type(error).__name__)
         error = error.__cause__ or error.__context__
     return names
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[0].rstrip(".") + "."

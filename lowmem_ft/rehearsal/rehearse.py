@@ -29,6 +29,7 @@ from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime
 from lowmem_ft.system.garbage_collector import collector_paused
+from lowmem_ft.system.heard_logs import log_heard
 from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.out_of_memory.budget_cap import lift_cap
@@ -211,19 +212,10 @@ def _warnings_heard() -> Iterator[list[str]]:
     """Collect the warnings logged in a block for the report, instead of logging them."""
     heard: list[str] = []
 
-    class Heard(logging.Handler):
-        def emit(self, record: logging.LogRecord) -> None:
-            message = record.getMessage()
-            if message not in heard:
-                heard.append(message)
+    def hear(record: logging.LogRecord) -> None:
+        message = record.getMessage()
+        if message not in heard:
+            heard.append(message)
 
-    log, handler = logging.getLogger("lowmem_ft"), Heard(logging.WARNING)
-    propagated = log.propagate
-    log.addHandler(handler)
-    log.propagate = False
-    try:
-        with said_of_virtual_gpus():
-            yield heard
-    finally:
-        log.propagate = propagated
-        log.removeHandler(handler)
+    with log_heard(logging.WARNING, hear), said_of_virtual_gpus():
+        yield heard

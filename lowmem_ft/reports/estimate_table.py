@@ -6,7 +6,6 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, ConsoleOptions, RenderResult
 from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
@@ -15,6 +14,7 @@ from lowmem_ft.catalog.gpu_spec import Price
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
+from lowmem_ft.reports.text.bar import Bar
 from lowmem_ft.reports.text.document import INDENT, Command, Document, Pairs
 from lowmem_ft.reports.wording import (
     CATEGORY_WORDS,
@@ -155,7 +155,7 @@ def _memory_bars(estimate: MemoryEstimate) -> Document:
     for _ in ("bytes", "share"):
         bars.add_column(justify="right", no_wrap=True)
     for words, size, colour in _uses(estimate):
-        bars.add_row(words, _Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
+        bars.add_row(words, Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
     peaks = (
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}, "
         f"reserved {format_bytes(estimate.reserved_peak_bytes)}, "
@@ -291,18 +291,3 @@ def _host_parts(estimate: MemoryEstimate) -> str:
         for part, num_bytes in largest_first
         if num_bytes >= WORTH_A_WORD * estimate.host_peak_bytes
     )
-
-
-class _Bar:
-    """A share of the available width, in eighths of a character; in whole ``#`` where blocks cannot be written."""
-
-    def __init__(self, share: float, colour: str) -> None:
-        self._share = min(1.0, share)
-        self._colour = colour
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        full, eighths = divmod(round(self._share * options.max_width * 8), 8)
-        text = "█" * full + " ▏▎▍▌▋▊▉"[eighths].strip()
-        if options.ascii_only:
-            text = "#" * round(self._share * options.max_width)
-        yield Text(text, self._colour)

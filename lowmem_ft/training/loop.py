@@ -236,7 +236,7 @@ class TrainingRun:
             tokenizer = load_tokenizer(built.model)
         checks = PreflightChecks(preflight, built, runtime)
         checks.before_data()
-        data = read_data(recipe, runtime, tokenizer, plan)
+        data = read_data(built, runtime, tokenizer, plan)
         memory = RunMemory(runtime.device)
         memory.estimate = checks.after_data(data)
         with runtime.failing_together():

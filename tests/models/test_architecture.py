@@ -29,12 +29,12 @@ def no_network(monkeypatch):
     def asked():
         raise AssertionError("the hub was asked for")
 
-    monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", asked)
+    monkeypatch.setattr("lowmem_ft.models.files.sources.hub_is_reachable", asked)
 
 
 @pytest.fixture
 def offline(monkeypatch):
-    monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("lowmem_ft.models.files.sources.hub_is_reachable", lambda: False)
 
 
 def read(tmp_path, fields):
@@ -80,7 +80,7 @@ def test_for_training_a_catalogue_name_stands_for_its_hub_id(monkeypatch, offlin
         raise OSError("no")
 
     monkeypatch.setattr("lowmem_ft.models.loading.AutoConfig.from_pretrained", no_config)
-    monkeypatch.setattr("lowmem_ft.models.loading.AutoTokenizer.from_pretrained", no_config)
+    monkeypatch.setattr("lowmem_ft.models.tokenizer.AutoTokenizer.from_pretrained", no_config)
     config = ModelConfig(name_or_path="qwen2.5-7b", tokenizer_name_or_path="llama-3.1-8b")
     with caplog.at_level(logging.INFO, "lowmem_ft"), pytest.raises(ModelError, match=r"Qwen/Qwen2\.5-7B"):
         load_model_config(config)

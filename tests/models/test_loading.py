@@ -261,9 +261,9 @@ def test_a_tokenizer_folder_that_is_none_is_said_to_be_none(folder):
 def test_a_local_model_may_take_its_tokenizer_from_the_hub(folder, monkeypatch):
     seen = {}
     tokenizer = AutoTokenizer.from_pretrained(Path(__file__).parents[2] / "recipes" / "tiny")
-    monkeypatch.setattr("lowmem_ft.models.loading.hub_is_reachable", lambda: True)
+    monkeypatch.setattr("lowmem_ft.models.files.sources.hub_is_reachable", lambda: True)
     monkeypatch.setattr(
-        "lowmem_ft.models.loading.AutoTokenizer.from_pretrained",
+        "lowmem_ft.models.tokenizer.AutoTokenizer.from_pretrained",
         lambda path, **source: seen.update(source) or tokenizer,
     )
     load_tokenizer(ModelConfig(name_or_path=str(folder), tokenizer_name_or_path="some/tokenizer"))

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
+from lowmem_ft.data.text.visible import visible
 from lowmem_ft.foundation.errors import (
     Interrupted,
     OtherProcessError,
@@ -155,7 +156,7 @@ def _tell(error: UserError) -> int:
     """Print each problem on lines of its own, filled to the terminal's width; unfilled in a file or a pipe."""
     if _speaks_for(error):
         for problem in error.problems:
-            _say(_filled(f"error: {problem}"))
+            _say(_filled(f"error: {visible(problem)}"))
     return error.exit_code
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,9 @@ class Output:
     def __init__(self, json_to: str | None = None) -> None:
         from rich.console import Console
 
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # for what its encoding lacks
         self._json_to = json_to
         self._console = Console(stderr=json_to == "-", highlight=False, markup=False, emoji=False)
         self._is_empty = True

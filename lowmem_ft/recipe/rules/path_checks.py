@@ -83,6 +83,20 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
     )
 
 
+def check_paths_of_data(recipe: Recipe) -> None:
+    """Refuse to look at data that is missing, or that no tokenizer is there for; the model's other files are not used.
+
+    Raises:
+        UserError: lists all problems.
+    """
+    raise_together(
+        lambda: check_tokenizer_path(recipe.model),
+        lambda: require_tokenizer_within_reach(recipe.model),
+        lambda: recipe.data.refuse_positions(limit_of_positions(text_fields(recipe.model).get)),
+        *_checks_of_data(recipe),
+    )
+
+
 def check_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose step cannot be built here, even on a virtual GPU; trackers are not checked.
 

@@ -16,6 +16,7 @@ from lowmem_ft.data.loading import PreparedData, load_data
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.units import counted
 from lowmem_ft.models.loading import max_positions, vocab_size
+from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
@@ -48,6 +49,7 @@ def read_data(
                     vocab_size=vocab_size(plan.hf_config),
                     seed=recipe.training.seed,
                     attn_implementation=plan.attention.implementation,
+                    end_token_ids=end_token_ids(recipe.model),
                 )
     assert data is not None, "each process has run"
     refuse_other_data(data, runtime)

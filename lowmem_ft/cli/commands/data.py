@@ -1,0 +1,109 @@
+"""``lowmem-ft data``: what the model reads, and what would be lost, before anything is trained."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_options import file_problems, split_recipe
+from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST, raise_problems
+from lowmem_ft.system.signals import if_stopped
+
+ROWS_SHOWN = 2
+
+_USAGE = "lowmem-ft data recipe=NAME|PATH [key=value ...] [--show N] [--json FILE|-] [--overwrite]"
+_EXAMPLES = """\
+examples:
+  lowmem-ft data recipe=tiny
+  lowmem-ft data recipe=7b-lora data=chats.jsonl --show 5
+  lowmem-ft data recipe=7b-lora data=chats.jsonl data.max_length=4096 data.packing=true
+  lowmem-ft data recipe=my.yaml --json data.json
+
+Rows are tokenized as in training, which then finds them in the cache. It needs the tokenizer, and no weights: without
+access to the hub, name a folder with model.tokenizer_name_or_path=FOLDER.
+
+Exit codes: 0 all is well; 4 something is, of which training warns too: it would be lost or learnt wrongly; 2 the data
+cannot be used, or the input is at fault."""
+
+
+@explains_user_errors
+def main(arguments: list[str]) -> int:
+    """Show what the model reads of the data that the settings name.
+
+    Args:
+        arguments: ``recipe=NAME|PATH``, ``key=value`` settings and options.
+
+    Returns:
+        The exit code: 0 if all is well; 4 if there is something that training warns of.
+    """
+    with if_stopped("while reading data: only what was tokenized is kept, in the cache."):
+        return _show(arguments)
+
+
+def _show(arguments: list[str]) -> int:
+    options, others = _parser().parse_options(arguments)
+    recipe_name, settings = split_recipe(others, "A look at the data", model_alone=False)
+    _check(options)
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe import load_recipe
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_data
+
+    set_up_logging()
+    recipe = load_recipe(recipe_name, settings)
+    check_paths_of_data(recipe)
+
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
+
+    take_over_library_logs()
+    check_small_local_data(recipe.data)
+    with progress_line("loading torch and transformers"):
+        import datasets
+
+        from lowmem_ft.reports.data_table import data_table
+        from lowmem_ft.training.run.data_inspection import inspect_data_of
+
+    take_over_library_logs()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    found = inspect_data_of(recipe, show=options.show)
+    output = Output(options.json)
+    output.add(data_table(found))
+    output.write_json(found.to_json())
+    return EXIT_DATA_IS_LOST if found.warnings else 0
+
+
+def _check(options: argparse.Namespace) -> None:
+    problems = [] if options.show >= 0 else [f"--show is at least 0, got {options.show}."]
+    raise_problems([*problems, *file_problems(options, "json")])
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft data",
+        usage=_USAGE,
+        description="Show what the model reads, with what it learns marked; what data.max_length cuts; padding; and "
+        "what is wrong with the data and the chat template.",
+        epilog=_EXAMPLES,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=ROWS_SHOWN,
+        metavar="N",
+        help=f"show the first N rows, N that are cut, and the longest (default: {ROWS_SHOWN}; 0: none)",
+    )
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE|-",
+        help="write the result as JSON; - or nothing is stdout, then JSON alone",
+    )
+    parser.add_overwrite()
+    return parser

@@ -1,0 +1,88 @@
+"""Read a tokenizer, and what a model's small files say; without the modules that build and quantise models."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.hub import cached_file
+
+from lowmem_ft.foundation.errors import ModelError, is_panic
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.local_paths import check_tokenizer_path, not_a_tokenizer
+from lowmem_ft.models.files.model_files import text_fields
+from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, first_line, source_of, tokenizer_source
+
+
+def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
+
+    Raises:
+        ModelError: if no tokenizer can be read there, or one without a vocabulary.
+    """
+    check_tokenizer_path(config)
+    named = config.tokenizer_name_or_path
+    source = tokenizer_source(named) if named else source_of(config)
+    path = source.pop("path")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **source)
+    except (OSError, ValueError, *BY_WHAT_IS_WRITTEN) as error:
+        lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
+        reason = "it has no tokenizer.json." if lacks_files else first_line(error)
+        raise not_a_tokenizer(path, reason) from error
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise not_a_tokenizer(path, f"its tokenizer.json is damaged: {first_line(error)}") from error
+    # If there are no files, transformers makes up one that knows only its special tokens.
+    if len(tokenizer) <= len(tokenizer.all_special_ids):
+        raise ModelError(
+            f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
+            "Set model.tokenizer_name_or_path to a folder or hub id that has one."
+        )
+    return tokenizer
+
+
+def end_token_ids(config: ModelConfig) -> frozenset[int] | None:
+    """Return the ids of the tokens at which the model's generation stops, by its files; None: they do not say.
+
+    Raises:
+        ModelError: if the model is named by a path and nothing is there, or the file is damaged.
+    """
+    for name in ("generation_config.json", "config.json"):  # as generation itself looks for them
+        ends = _written(config, name).get("eos_token_id")
+        if ends is not None:
+            return frozenset(ends if isinstance(ends, list) else [ends])
+    return None
+
+
+def written_fields(config: ModelConfig) -> dict[str, Any]:
+    """Return the fields of a model's config as its file, or the catalogue, has them, those of its text part in place.
+
+    Returns:
+        The fields; empty if the file is neither on this machine nor within reach.
+
+    Raises:
+        ModelError: as :func:`end_token_ids`.
+    """
+    fields = text_fields(config) or _written(config, "config.json")
+    text = fields.get("text_config")
+    return {**fields, **(text if isinstance(text, dict) else {})}
+
+
+def _written(config: ModelConfig, name: str) -> dict[str, Any]:
+    """Return the fields of one of a model's JSON files; none if it is not within reach, as of a GGUF file."""
+    source = source_of(config)
+    path = source.pop("path")
+    if "gguf_file" in source:
+        return {}
+    try:
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False, **source)
+        fields = json.loads(Path(file).read_text("utf-8")) if file else {}
+    except OSError:
+        return {}
+    except ValueError as error:
+        raise ModelError(f"{path} has a damaged {name}: {error}. Copy it from the model again.") from error
+    return fields if isinstance(fields, dict) else {}
