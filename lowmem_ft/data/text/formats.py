@@ -195,13 +195,13 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
     Returns:
         The choice.
     """
-    chosen = loss_on_of(config, example_format.name)
+    chosen = _loss_on_of(config, example_format.name)
     if config.loss_on == "auto":
         logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, example_format.name)
     return chosen
 
 
-def loss_on_of(config: DataConfig, name: FormatName) -> LossOn:
+def _loss_on_of(config: DataConfig, name: FormatName) -> LossOn:
     """Return which tokens of a format are learnt."""
     if config.loss_on != "auto":
         return config.loss_on

@@ -37,7 +37,7 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
             f"{column} is a list of tools, or JSON text of one, got {_shortened(tools)}. Write each as "
             "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}."
         )
-    return [_wrapped(without_nulls(tool)) for tool in tools]
+    return [_wrapped(_without_nulls(tool)) for tool in tools]
 
 
 def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
     calls = calls if isinstance(calls, list) else [calls]
     wrapped = []
     for call in calls:
-        call = _wrapped(without_nulls(call)) if isinstance(call, dict) else {}
+        call = _wrapped(_without_nulls(call)) if isinstance(call, dict) else {}
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
@@ -96,11 +96,11 @@ def names_of(tools_or_calls: list[dict[str, Any]]) -> list[str]:
     return [str(entry["function"].get("name", "")) for entry in tools_or_calls]
 
 
-def without_nulls(value: Any) -> Any:
+def _without_nulls(value: Any) -> Any:
     """Return a value without the null fields of its mappings: Arrow gives each mapping the fields of all others."""
     if isinstance(value, dict):
-        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _wrapped(entry: dict[str, Any]) -> dict[str, Any]:
