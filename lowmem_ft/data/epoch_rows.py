@@ -211,6 +211,10 @@ class StreamedExamples:
         """Return the row itself."""
         return reference
 
+    def head(self, count: int) -> list[TokenizedExample]:
+        """Return the first examples, in the order of the source, or as they are drawn among several."""
+        return list(islice(self._examples(np.random.default_rng([0, 0, _DRAWS])), count))
+
 
 _DRAWS = 1
 """Keeps the draws among sources apart from those of the shuffle buffer, which have the same seed and epoch."""

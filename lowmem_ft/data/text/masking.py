@@ -96,7 +96,7 @@ def _mark_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn)
 
 def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
     template = Renderer(tokenizer, chat.tools)
-    excluded = [index for index, message in enumerate(chat.messages) if _is_excluded(message)]
+    excluded = [index for index, message in enumerate(chat.messages) if is_excluded(message)]
     if loss_on == "all":
         text = template.text(chat.messages)
         turns = [_turn_of_any(template, chat.messages, index, text) for index in excluded]
@@ -142,7 +142,7 @@ def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) 
 _TRAINED = ("train", "training", "loss")
 
 
-def _is_excluded(message: Message) -> bool:
+def is_excluded(message: Message) -> bool:
     """Return whether a message says that it must not be learnt."""
     weight = message.get("weight")
     is_weightless = isinstance(weight, (int, float)) and weight == 0

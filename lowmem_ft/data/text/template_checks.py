@@ -18,9 +18,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.text.chat_templates import Message, render
+from lowmem_ft.data.text.chat_templates import Message, Renderer
 from lowmem_ft.data.text.formats import Chat, Completion, Document, Example, Row
-from lowmem_ft.data.text.masking import MarkedText, mark_learnt
+from lowmem_ft.data.text.masking import MarkedText, is_excluded, mark_learnt
 from lowmem_ft.data.text.tokenizing import Tokenization
 from lowmem_ft.foundation.errors import DataError
 
@@ -145,7 +145,9 @@ class _Check:
             yield from self._end(messages[-1], marked)
         asked = answers[-1] if chat.num_prompt_messages is None else chat.num_prompt_messages
         if asked > 0:
-            yield from self._generation_prompt(messages[:asked], marked.text)
+            yield from self._generation_prompt(
+                Renderer(self.tokenizer, chat.tools), messages[:asked], marked.text
+            )
 
     def strings(self, examples: Collection[Completion | Document]) -> Iterator[_Problem]:
         """Yield what is wrong with texts and pairs of strings, which no template writes."""
@@ -184,8 +186,12 @@ class _Check:
         self, messages: list[Message], num_prompt_messages: int | None, marked: MarkedText
     ) -> Iterator[_Problem]:
         learnt = _learnt(marked)
-        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        if not any(_says(learnt, messages[number], number) for number in answers):
+        answers = [
+            number
+            for number, message in enumerate(messages)
+            if message["role"] == "assistant" and not is_excluded(message)
+        ]
+        if answers and not any(_says(learnt, messages[number], number) for number in answers):
             is_written = _says(marked.text, messages[answers[-1]], answers[-1])
             yield _Problem(
                 "answer_not_learnt",
@@ -249,9 +255,9 @@ class _Check:
                 f"generation_config.json, or set data.chat_template to a template that ends answers with {named}.",
             )
 
-    def _generation_prompt(self, asked: list[Message], text: str) -> Iterator[_Problem]:
+    def _generation_prompt(self, template: Renderer, asked: list[Message], text: str) -> Iterator[_Problem]:
         try:
-            prompt = render(self.tokenizer, asked, add_generation_prompt=True)
+            prompt = template.text(asked, add_generation_prompt=True)
         except DataError:
             return
         ids = self._ids(prompt)
