@@ -101,8 +101,8 @@ class TrainingConfig:
     )
     profile_steps: tuple[int, int] | None = knob(
         None,
-        "First and last optimizer step to profile, such as [10, 12]: torch.profiler's trace and a table by operator and "
-        "module in output_dir; these steps take longer. null: none.",
+        "First and last optimizer step to profile, such as [10, 12]: output_dir gets torch.profiler's trace and a "
+        "table by operator and module; these steps take longer. null: none.",
     )
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
     eval_on_start: bool = knob(False, "Also evaluate before the first step, as a baseline.")

@@ -1,9 +1,9 @@
 """Rows of a profile from the profiler's events: each operator's own time, with its module and its part of the step.
 
-Events nest by time. Ranges tell modules and parts; a node of autograd carries the sequence number with which an operator
-of the forward pass made it, and the module of that operator is its own. A module that runs inside a node is run again:
-its layer was checkpointed. A node that adds up a gradient has no number: the engine runs it right after the node that
-completed the gradient.
+Events nest by time. Ranges tell modules and parts of the step. A node of autograd carries the sequence number with
+which an operator of the forward pass made it: their module is the same. A module that runs inside a node is run again,
+since its layer is checkpointed. A node that adds up a gradient has no number: the engine runs it right after the node
+that completed the gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowmem_ft.monitoring.profiling.step_profile import (
 )
 
 _NODE = "autograd::engine::evaluate_function: "
-_OPTIMIZER = "Optimizer.step#"
+_OPTIMIZER = "Optimizer."
 _WAITS = ("Synchronize", "cudaStreamWaitEvent", "cudaMemcpy")
 _MICROSECOND = 1e-6
 
@@ -75,32 +75,39 @@ class EventRows:
 
     events: Iterable[Event]
     as_one: Container[str] = ()
-    _times: dict[tuple[str, str, str], _Times] = field(default_factory=lambda: defaultdict(_Times))
+    _times: dict[tuple[str, str, str], _Times] = field(default_factory=dict)
     _module_of: dict[tuple[int, int], str] = field(default_factory=dict)
     _last_node: dict[int, str] = field(default_factory=dict)
 
-    def rows(self, num_steps: int) -> list[ProfileRow]:
-        """Return the rows, means over so many steps, with the full name of each module."""
+    def by_step(self) -> Iterator[list[ProfileRow]]:
+        """Yield the rows of each step, with the full name of each module."""
         roots = sorted(filter(_is_root, self.events), key=_start)
-        steps = [root for root in roots if root.name == STEP]
-        for step in steps:
-            self._walk(step, _Place())
-        elsewhere = [root for root in roots if root.name.startswith(_NODE) and _is_within(root, steps)]
-        for node in elsewhere:
+        for step in roots:
+            if step.name == STEP:
+                in_other_threads = [
+                    root for root in roots if root.name.startswith(_NODE) and _is_within(root, step)
+                ]
+                yield self._rows_of(step, in_other_threads)
+
+    def _rows_of(self, step: Event, in_other_threads: Sequence[Event]) -> list[ProfileRow]:
+        self._times = defaultdict(_Times)
+        self._walk(step, _Place())
+        for node in in_other_threads:
             self._walk(node, _Place(part=BACKWARD))
         # While other threads compute the gradients, this one only waits for them.
         waiting = self._times.get((BACKWARD, OUTSIDE, PYTHON))
         if waiting is not None:
-            waiting.host = max(0.0, waiting.host - sum(node.time_range.elapsed_us() for node in elsewhere))
+            elsewhere = sum(node.time_range.elapsed_us() for node in in_other_threads)
+            waiting.host = max(0.0, waiting.host - elsewhere)
         return [
             ProfileRow(
                 part=part,
                 module=module,
                 operator=operator,
-                calls=one.calls / num_steps,
-                host_seconds=one.host * _MICROSECOND / num_steps,
-                device_seconds=one.device * _MICROSECOND / num_steps,
-                wait_seconds=one.waits * _MICROSECOND / num_steps,
+                calls=one.calls,
+                host_seconds=one.host * _MICROSECOND,
+                device_seconds=one.device * _MICROSECOND,
+                wait_seconds=one.waits * _MICROSECOND,
             )
             for (part, module, operator), one in self._times.items()
         ]
@@ -149,7 +156,9 @@ class EventRows:
         return self._last_node.get(event.thread, OUTSIDE)
 
     def _count(self, event: Event, place: _Place, operator: str) -> None:
-        own = event.time_range.elapsed_us() - sum(child.time_range.elapsed_us() for child in event.cpu_children)
+        own = event.time_range.elapsed_us() - sum(
+            child.time_range.elapsed_us() for child in event.cpu_children
+        )
         is_of_driver = not operator
         if is_of_driver:
             operator = _operator_around(event)
@@ -201,8 +210,8 @@ def _start(event: Event) -> float:
     return event.time_range.start
 
 
-def _is_within(event: Event, steps: Iterable[Event]) -> bool:
-    return any(step.time_range.start <= _start(event) < step.time_range.end for step in steps)
+def _is_within(event: Event, step: Event) -> bool:
+    return bool(step.time_range.start <= _start(event) < step.time_range.end)
 
 
 def seconds_of_steps(events: Iterable[Event]) -> Iterator[float]:

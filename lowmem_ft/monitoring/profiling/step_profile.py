@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_ft.monitoring.text_table import text_table
+from lowmem_ft.monitoring.text_table import WIDTH, text_table
 
 PYTHON = "(Python)"
 """In place of an operator: time of the host between operators, such as hooks and launches by Python code."""
@@ -144,10 +145,12 @@ class StepProfile:
         """
         texts = [self.title]
         texts += [
-            f"{one.title}\n{text_table(one.headings, one.rows)}" for one in self.sections(max_rows) if one.rows
+            f"{one.title}\n{text_table(one.headings, one.rows)}"
+            for one in self.sections(max_rows)
+            if one.rows
         ]
         if self.advice:
-            texts.append("\n".join(("What to change first", *(f"- {one}" for one in self.advice))))
+            texts.append("\n".join(("What to change first", *map(_ITEM.fill, self.advice))))
         return "\n\n".join(texts)
 
     @property
@@ -156,11 +159,11 @@ class StepProfile:
         first, last = self.steps
         steps = f"step {first}" if first == last else f"steps {first} to {last}"
         device = (
-            f"the device was busy for {self.busy_seconds / (self.step_seconds or 1):.0%}"
+            f", the device busy for {self.busy_seconds / (self.step_seconds or 1):.0%}"
             if self.is_on_device
-            else "on a CPU, so without columns of a device"
+            else " on a CPU, so no columns of a device"
         )
-        return f"Profile of {steps}: {_time(self.step_seconds)} a step, {device}"
+        return f"Profile of {steps}: {_time(self.step_seconds)} a step{device}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, from which :meth:`from_json` makes the same profile."""
@@ -201,7 +204,8 @@ class StepProfile:
         def name(operator: str, rows: Sequence[ProfileRow]) -> str:
             by_module = _grouped(rows, lambda row: (row.part, row.module))
             (part, module), _ = max(by_module.items(), key=lambda one: self.total(one[1]))
-            return f"{operator}  {part}{'' if module == OUTSIDE else f' of {module}'}"
+            place = "" if module == OUTSIDE else f" of {module or 'the model'}"
+            return f"{operator}  {part}{place}"
 
         return Section(
             title="By operator",
@@ -211,7 +215,9 @@ class StepProfile:
 
     def _by_module(self, max_rows: int) -> Section:
         groups = _grouped(self.rows, lambda row: row.module)
-        parts = [part for part in (FORWARD, RECOMPUTATION, BACKWARD) if any(row.part == part for row in self.rows)]
+        parts = [
+            part for part in (FORWARD, RECOMPUTATION, BACKWARD) if any(row.part == part for row in self.rows)
+        ]
 
         def cells(rows: Sequence[ProfileRow]) -> tuple[str, ...]:
             of_parts = [self.total(row for row in rows if row.part == part) for part in parts]
@@ -230,7 +236,11 @@ class StepProfile:
             title="Where the host waits for the device",
             headings=("operator", "calls", "waits"),
             rows=[
-                (f"{row.operator}  {row.part} of {self.label(row.module)}", f"{row.calls:,.0f}", _time(row.wait_seconds))
+                (
+                    f"{row.operator}  {row.part} of {self.label(row.module)}",
+                    f"{row.calls:,.0f}",
+                    _time(row.wait_seconds),
+                )
                 for row in rows
             ],
         )
@@ -258,6 +268,9 @@ class StepProfile:
         return shown
 
 
+_ITEM = textwrap.TextWrapper(
+    WIDTH, initial_indent="- ", subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+)
 _SHORT = {FORWARD: "forward", RECOMPUTATION: "again", BACKWARD: "backward"}
 
 

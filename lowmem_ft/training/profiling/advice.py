@@ -27,7 +27,9 @@ BUSY_DEVICE = 0.8
 TIMES_THE_CLOCK, SHARE_OF_OPERATOR = 2.0, 0.05
 """An operator takes longer than predicted if it takes this many times the clock's seconds, and this share of a step."""
 
-_LIBRARIES = frozenset({"torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger_kernel", "lowmem_ft"})
+_LIBRARIES = frozenset(
+    {"torch", "transformers", "peft", "accelerate", "bitsandbytes", "liger_kernel", "lowmem_ft"}
+)
 _FUSED_BY_KERNELS = ("Norm", "Rotary", "MLP", "Activation")
 _PRODUCTS = ("mm", "linear", "attention", "embedding")
 
@@ -63,7 +65,9 @@ def advice_of(profile: StepProfile, recipe: Recipe, model: nn.Module) -> tuple[s
         *_beyond_the_clock(profile),
     ]
     ordered = sorted(found, key=lambda one: one.seconds, reverse=True)
-    return tuple(one.sentence for one in ordered) or ("Nothing is out of proportion: matrix products decide.",)
+    return tuple(one.sentence for one in ordered) or (
+        "Nothing is out of proportion: matrix products decide.",
+    )
 
 
 def _slow_modules(profile: StepProfile, model: nn.Module) -> Iterator[Finding]:
@@ -82,7 +86,9 @@ def _own_modules(profile: StepProfile, model: nn.Module) -> Iterator[Finding]:
     """Yield what belongs to no library that the run uses, and takes long."""
     slow = {one.module for one in profile.slow}
     kinds = {
-        type(module).__name__: inspect.getmodule(type(module)) for module in model.modules() if not _is_known(type(module))
+        type(module).__name__: inspect.getmodule(type(module))
+        for module in model.modules()
+        if not _is_known(type(module))
     }
     for name, kind in profile.classes.items():
         rows = [row for row in profile.rows if row.module == name]
@@ -136,15 +142,16 @@ def _device(profile: StepProfile, recipe: Recipe) -> Iterator[Finding]:
         if share >= LARGE_WAIT and row.part != FETCH:
             yield Finding(
                 row.wait_seconds,
-                f"The host waits {share:.0%} of the step for the device in {row.operator} of {profile.label(row.module)}: "
-                "read values of tensors once a step, or not at all.",
+                f"The host waits {share:.0%} of the step for the device, in {row.operator} of "
+                f"{profile.label(row.module)}: read values of tensors once a step, or not at all.",
             )
     idle = profile.step_seconds - profile.busy_seconds
     if idle > (1 - BUSY_DEVICE) * profile.step_seconds:
         yield Finding(
             idle,
-            f"The device has nothing to do for {idle / profile.step_seconds:.0%} of the step, while the host prepares its "
-            "work: larger micro-batches (training.per_device_train_batch_size) take fewer kernels for as many tokens.",
+            f"The device has nothing to do for {idle / profile.step_seconds:.0%} of the step, while the host "
+            "prepares its work: larger micro-batches (training.per_device_train_batch_size) take fewer kernels for "
+            "as many tokens.",
         )
     unfused = [row for row in profile.rows if _could_be_fused(profile, row)]
     if recipe.model.kernels == "none" and profile.share(unfused) >= LARGE_UNFUSED:
@@ -175,7 +182,10 @@ def _beyond_the_clock(profile: StepProfile) -> Iterator[Finding]:
 
 def _own_hooks(module: nn.Module) -> list[str]:
     """Return the forward hooks of a module that belong to no library, by name and file."""
-    hooks: Iterable[Callable[..., object]] = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
+    hooks: Iterable[Callable[..., object]] = [
+        *module._forward_pre_hooks.values(),
+        *module._forward_hooks.values(),
+    ]
     return [
         f"{getattr(hook, '__qualname__', type(hook).__name__)} of {_file_of(inspect.getmodule(hook))}"
         for hook in hooks

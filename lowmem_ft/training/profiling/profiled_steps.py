@@ -49,7 +49,9 @@ class ProfiledSteps:
                 f"Set training.profile_steps to earlier steps, or training.max_steps={last} or more."
             )
         if first <= last <= step and last:
-            logger.info("training.profile_steps: the run resumes after step %d, so nothing is profiled.", last)
+            logger.info(
+                "training.profile_steps: the run resumes after step %d, so nothing is profiled.", last
+            )
         is_profiled = run.runtime.is_main and run.runtime.computes_values
         self._steps = range(max(first, step + 1), last + 1) if is_profiled and last else range(0)
         self._profiler: StepProfiler | None = None
@@ -118,7 +120,9 @@ class ProfiledSteps:
             write_whole_file(path / PROFILE_TABLE, found.table() + "\n")
             write_whole_file(path / PROFILE_FILE, json.dumps(found.to_json()))
         except OSError as error:
-            logger.warning("The profile of training.profile_steps cannot be written: %s. The run continues.", error)
+            logger.warning(
+                "The profile of training.profile_steps cannot be written: %s. The run continues.", error
+            )
             return
         logger.info("%s. Trace: %s; table: %s.", found.title, path / PROFILE_TRACE, path / PROFILE_TABLE)
         for sentence in found.advice:
