@@ -36,19 +36,35 @@ class Event(Protocol):
 
     name: str
     thread: int
-    fwd_thread: int | None
     sequence_nr: int
     time_range: Any
-    kernels: Sequence[Any]
-    cpu_children: Sequence[Any]
     cpu_parent: Any
     device_type: Any
-    is_user_annotation: bool
+
+    @property
+    def fwd_thread(self) -> int | None:
+        """Thread of the operator that made a node; 0 or None: there is no such operator."""
+        ...
+
+    @property
+    def kernels(self) -> Sequence[Any]:
+        """Kernels and copies that it launched itself."""
+        ...
+
+    @property
+    def cpu_children(self) -> Sequence[Any]:
+        """Events within it, in the same thread."""
+        ...
+
+    @property
+    def is_user_annotation(self) -> bool | None:
+        """True for a range."""
+        ...
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the program is: the part of the step and the module; the operator if an estimate counts it as one."""
+    """The program's position: the part of the step and the module; the operator if an estimate counts it as one."""
 
     part: str = REST
     module: str = OUTSIDE

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from torch import nn
@@ -76,17 +76,17 @@ class ModulesAlike:
             )
 
 
-def _by_module(rows: Iterable[ProfileRow], *, of_device: bool) -> Counter[str]:
-    seconds: Counter[str] = Counter()
+def _by_module(rows: Iterable[ProfileRow], *, of_device: bool) -> dict[str, float]:
+    seconds: dict[str, float] = defaultdict(float)
     for row in rows:
         seconds[row.module] += row.device_seconds if of_device else row.host_seconds
     return seconds
 
 
-def _slower(names: Sequence[str], steps: Sequence[Counter[str]], least: float) -> Iterator[SlowModule]:
+def _slower(names: Sequence[str], steps: Sequence[Mapping[str, float]], least: float) -> Iterator[SlowModule]:
     if len(names) < 2:
         return
-    of_each = {name: min(seconds[name] for seconds in steps) for name in names}
+    of_each = {name: min(seconds.get(name, 0.0) for seconds in steps) for name in names}
     median = statistics.median_low(of_each.values())
     for name, seconds in of_each.items():
         if seconds >= TIMES_SLOWER * median and seconds - median >= least:

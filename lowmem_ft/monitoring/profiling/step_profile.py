@@ -78,7 +78,7 @@ class Section:
 
 @dataclass(frozen=True, kw_only=True)
 class StepProfile:
-    """Where the time of some training steps went.
+    """Time of some training steps, and where it went.
 
     Attributes:
         steps: numbers of the first and the last step.
@@ -89,7 +89,7 @@ class StepProfile:
         rows: the times; their host seconds sum to ``step_seconds`` on a CPU.
         classes: class of each module in the rows, by its name.
         slow: modules that take at least twice as long as those like them.
-        predicted: seconds of a step by operator on the clock of an estimate; empty: there is none.
+        predicted: seconds of a step by operator on the clock of an estimate; empty: no such clock.
         advice: what to change first, a sentence each.
     """
 
@@ -106,11 +106,11 @@ class StepProfile:
 
     @property
     def is_on_device(self) -> bool:
-        """Whether the steps ran on a GPU, whose seconds count."""
+        """True if the steps ran on a GPU, whose seconds count."""
         return self.device != "cpu"
 
     def seconds_of(self, row: ProfileRow) -> float:
-        """Return the seconds of a row that count: the device's, or those of the host where there is none."""
+        """Return the seconds of a row that count: the device's, or those of the host on a CPU."""
         return row.device_seconds if self.is_on_device else row.host_seconds
 
     def total(self, rows: Iterable[ProfileRow] | None = None) -> float:

@@ -1,4 +1,4 @@
-"""What to change first, by what was measured in a profile: recipe keys, and parts of the model that are slow."""
+"""Advice on what to change first, from a profile: recipe keys, and parts of the model that are slow."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ def _own_modules(profile: StepProfile, model: nn.Module) -> Iterator[Finding]:
             continue
         yield Finding(
             profile.total(rows),
-            f"{profile.label(name)} takes {profile.share(rows):.0%} of the step. Its code is none of torch's or "
-            f"transformers' but of {_file_of(kinds[kind])}: look there first.",
+            f"{profile.label(name)} takes {profile.share(rows):.0%} of the step. It is code of "
+            f"{_file_of(kinds[kind])}, not of torch or transformers: look there first.",
         )
 
 

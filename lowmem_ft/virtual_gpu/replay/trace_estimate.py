@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -287,7 +286,7 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
     seconds, sent = step.seconds, _sent_bytes(trace, first, last)
-    by_operator: Counter[str] = Counter(replays.clock.seconds_by_operator(times, first, last))
+    by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
     if traced and wanted is not None:
@@ -296,14 +295,14 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
         seconds += others * times.between(*repeated).seconds
         sent += others * _sent_bytes(trace, *repeated)
         for name, each in replays.clock.seconds_by_operator(times, *repeated).items():
-            by_operator[name] += others * each
+            by_operator[name] = by_operator.get(name, 0.0) + others * each
     return StepTime(
         seconds=seconds,
         tokens=surroundings.tokens_per_step,
         bound_by=step.bound_by,
         sent_bytes=sent,
         seconds_share=gpu.rates.seconds_share,
-        by_operator=dict(by_operator),
+        by_operator=by_operator,
     )
 
 
