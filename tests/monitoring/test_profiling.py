@@ -132,7 +132,7 @@ def test_a_module_with_a_slow_hook_is_told_apart_from_those_like_it():
     profile, _ = profiled(model)
     assert [one.module for one in profile.slow] == ["layers.2.0"]
     assert profile.slow[0].seconds > 2 * profile.slow[0].others_seconds
-    assert next(row for row in profile.sections()).title == "By part of the step"
+    assert next(row for row in profile.sections()).title == "By part of the step, in ms a step"
     assert list(profile.sections())[2].rows[0][0] == "layers.2.0 Linear"
 
 

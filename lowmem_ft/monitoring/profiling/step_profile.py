@@ -163,7 +163,7 @@ class StepProfile:
             if self.is_on_device
             else " on a CPU, so no columns of a device"
         )
-        return f"Profile of {steps}: {_time(self.step_seconds)} a step{device}"
+        return f"Profile of {steps}: {_time(self.step_seconds)} ms a step{device}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, from which :meth:`from_json` makes the same profile."""
@@ -186,7 +186,7 @@ class StepProfile:
         parts = _grouped(self.rows, lambda row: row.part)
         known = [part for part in PARTS if part in parts]
         return Section(
-            title="By part of the step",
+            title="By part of the step, in ms a step",
             headings=("part", *self._time_headings),
             rows=[(part, *self._times(parts[part])) for part in known],
         )
@@ -208,7 +208,7 @@ class StepProfile:
             return f"{operator}  {part}{place}"
 
         return Section(
-            title="By operator",
+            title="By operator, in ms a step",
             headings=(*headings, *clock),
             rows=self._largest(groups, name, cells, max_rows),
         )
@@ -224,7 +224,7 @@ class StepProfile:
             return *map(_time, of_parts), _time(self.total(rows)), f"{self.share(rows):.0%}"
 
         return Section(
-            title="By module, without the modules within",
+            title="By module without the modules within, in ms a step",
             headings=("module", *map(_SHORT.__getitem__, parts), "in all", "share"),
             rows=self._largest(groups, lambda module, _: self.label(module), cells, max_rows),
         )
@@ -233,7 +233,7 @@ class StepProfile:
         waiting = [row for row in self.rows if row.wait_seconds]
         rows = sorted(waiting, key=lambda row: row.wait_seconds, reverse=True)[:max_rows]
         return Section(
-            title="Where the host waits for the device",
+            title="Where the host waits for the device, in ms a step",
             headings=("operator", "calls", "waits"),
             rows=[
                 (
@@ -282,7 +282,5 @@ def _grouped(rows: Iterable[ProfileRow], key: Callable[[ProfileRow], Any]) -> di
 
 
 def _time(seconds: float) -> str:
-    """Format seconds for people."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1000 * seconds:.1f} ms" if seconds else "-"
+    """Format seconds as milliseconds."""
+    return f"{1000 * seconds:,.1f}" if seconds else "-"

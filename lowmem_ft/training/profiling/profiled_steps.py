@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import json
 import logging
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from lowmem_ft.monitoring.profiling.module_ranges import in_range
 from lowmem_ft.monitoring.profiling.step_profile import BACKWARD, CLIPPING, DATA, FETCH, UPDATE
 from lowmem_ft.monitoring.profiling.step_profiler import StepProfiler
 from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.system.malloc import return_free_memory
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.profiling.advice import advice_of
@@ -106,15 +108,18 @@ class ProfiledSteps:
             return
         self._ranges.remove()
         profiler.__exit__(None, None, None)
-        if not writes:
-            return
-        estimate = self._run.memory.estimate
+        if writes:
+            self._write(profiler)
+        del profiler
+        gc.collect()  # hundreds of thousands of events refer to each other
+        return_free_memory()
+
+    def _write(self, profiler: StepProfiler) -> None:
+        run, path = self._run, self._run.folder.path
+        estimate = run.memory.estimate
         predicted = {} if estimate is None or estimate.step is None else estimate.step.by_operator
         found = profiler.result(predicted)
-        found = dataclasses.replace(
-            found, advice=advice_of(found, self._run.recipe, self._run.session.unwrapped_model)
-        )
-        path = self._run.folder.path
+        found = dataclasses.replace(found, advice=advice_of(found, run.recipe, run.session.unwrapped_model))
         try:
             profiler.write_trace(path / PROFILE_TRACE)
             write_whole_file(path / PROFILE_TABLE, found.table() + "\n")
