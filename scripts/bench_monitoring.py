@@ -19,7 +19,7 @@ from measured_on import measured_on
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_ft.monitoring import LeakFinder, MemoryMeter, activation_report
+from lowmem_ft.monitoring import LeakFinder, MemoryMeter, StepProfiler, activation_report
 
 SIZES = {"small (hidden 64, 4 layers)": (64, 4, 15), "larger (hidden 512, 4 layers)": (512, 4, 5)}
 """Hidden size, number of layers and number of steps."""
@@ -74,7 +74,7 @@ def seconds(function: Callable[[], object], times: int) -> float:
 
 
 def ratios(step: Step, times: int) -> dict[str, float]:
-    """Return the ratio of each tier's time to that of the plain work it watches."""
+    """Return the ratio of each tier's time to that of the plain work it watches, and a profiler's time afterwards."""
     found = {}
     for tier, watch in {
         "phases": lambda: MemoryMeter("cpu"),
@@ -87,6 +87,16 @@ def ratios(step: Step, times: int) -> dict[str, float]:
             watched = seconds(step, times)
         step.meter = None
         found[tier] = 2 * watched / (plain + seconds(step, times))
+    plain = seconds(step, times)
+    with StepProfiler(step.model) as profiler:
+
+        def profiled() -> None:
+            with profiler.step():
+                step()
+
+        watched = seconds(profiled, 3)
+    found["profiler"] = 2 * watched / (plain + seconds(step, times))
+    found["seconds for its tables"] = seconds(profiler.result, 1)
     found["activation_report"] = seconds(step.report, 5) / seconds(step.forward, 5)
     return found
 
@@ -99,7 +109,7 @@ def main() -> None:
         step = Step(hidden_size, num_layers)
         seconds(step, 2)
         print(f"{name}: {seconds(step, times) * 1e3:.0f} ms a step;", end=" ")
-        print(", ".join(f"{tier} x{ratio:.2f}" for tier, ratio in ratios(step, times).items()))
+        print(", ".join(f"{tier} {ratio:.2f}" for tier, ratio in ratios(step, times).items()))
     with MemoryMeter("cpu") as meter:
 
         def phase() -> None:

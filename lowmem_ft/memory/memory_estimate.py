@@ -79,6 +79,7 @@ class StepTime:
         sent_bytes: bytes that the process sends to others in one step.
         seconds_share: relative distance of a run's seconds from these, either way (``catalog/clock_rates.py``); 0: not
             known.
+        by_operator: seconds of the operators that compute, by name; copies and exchanges are not among them.
     """
 
     seconds: float
@@ -86,6 +87,7 @@ class StepTime:
     bound_by: str
     sent_bytes: int = 0
     seconds_share: float = 0.0
+    by_operator: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def low_seconds(self) -> float:

@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.monitoring.module_pattern import module_pattern
 from lowmem_ft.monitoring.text_table import size, text_table
 from lowmem_ft.tensors.live_tensors import has_storage, storage_key
 from lowmem_ft.tensors.storage_tracker import StorageTracker
@@ -166,7 +167,7 @@ class _Saved:
         self.kept: dict[int, _Kept] = {}
         self.num_uncounted = 0
         self._module_of = {
-            id(module): _Running(name, type(module).__name__, _pattern(model, name))
+            id(module): _Running(name, type(module).__name__, module_pattern(model, name))
             for name, module in model.named_modules()
         }
         self._there_anyway = {storage_key(tensor) for tensor in there_anyway if has_storage(tensor)}
@@ -201,16 +202,6 @@ class _Saved:
                     return running
             frame = frame.f_back
         return _Running()
-
-
-def _pattern(model: nn.Module, name: str) -> str:
-    """Return a module's name with ``*`` for each place in a list; parts of a sequence keep their places."""
-    parts, module = [], model
-    for part in filter(None, name.split(".")):
-        parent, module = module, module.get_submodule(part)
-        is_step = isinstance(parent, nn.Sequential) and next(module.children(), None) is None
-        parts.append("*" if part.isdigit() and not is_step else part)
-    return ".".join(parts)
 
 
 def _call(model: nn.Module, batch: Any) -> Any:

@@ -12,6 +12,8 @@ from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS, as_it_is
 
 MOST_EPOCHS = 1_000_000
+MOST_PROFILED_STEPS = 20
+"""More steps tell no more, and the events of each take hundreds of megabytes in a large model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +98,11 @@ class TrainingConfig:
 
     logging_steps: int = knob(
         10, "Optimizer steps between two lines of the log and of the trackers; metrics.jsonl has every step."
+    )
+    profile_steps: tuple[int, int] | None = knob(
+        None,
+        "First and last optimizer step to profile, such as [10, 12]: output_dir gets torch.profiler's trace and a "
+        "table by operator and module; these steps take longer. null: none.",
     )
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
     eval_on_start: bool = knob(False, "Also evaluate before the first step, as a baseline.")
@@ -182,5 +189,11 @@ def _out_of_range(config: TrainingConfig) -> Iterator[str]:
     warmup = config.warmup_steps
     if not (math.isfinite(warmup) and (0 <= warmup < 1 or (warmup >= 1 and warmup == int(warmup)))):
         yield f"training.warmup_steps must be a whole number of steps, or a fraction in [0, 1); got {warmup}."
+    first, last = config.profile_steps or (1, 1)
+    if not 1 <= first <= last < first + MOST_PROFILED_STEPS:
+        yield (
+            "training.profile_steps must be the first and the last step to profile, from step 1 and at most "
+            f"{MOST_PROFILED_STEPS} in all, got [{first}, {last}]. Set training.profile_steps=[10, 12], for example."
+        )
     if not 0 <= config.seed < 2**32:
         yield f"training.seed must be a whole number from 0 to 2**32 - 1, got {config.seed}."

@@ -114,6 +114,8 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
         first_step: the number of the step before them.
     """
 
+    computes_values = False
+
     def __init__(self, machine: VirtualGPU, recipe: Recipe, on_step: Callable[[int, int], None]) -> None:
         super().__init__(machine, recipe.training, device=torch.device("cuda"))  # Accelerate's name for it
         self.steps: list[Traced] = []

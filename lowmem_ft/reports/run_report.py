@@ -14,8 +14,10 @@ from rich.text import Text
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
+from lowmem_ft.monitoring.profiling.step_profile import StepProfile
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
+from lowmem_ft.reports.profile_table import profile_report
 from lowmem_ft.reports.text.document import Document, Table
 
 
@@ -29,6 +31,7 @@ class RunRecord:
         metrics: the lines of its ``metrics.jsonl``.
         is_finished: whether it holds the run's model.
         rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
+        profile: where the time of its steps went; None: none was profiled (``training.profile_steps``).
     """
 
     path: Path
@@ -36,6 +39,7 @@ class RunRecord:
     metrics: Sequence[Mapping[str, Any]]
     is_finished: bool
     rehearsal: Mapping[str, Any] | None = None
+    profile: StepProfile | None = None
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -90,6 +94,7 @@ class RunRecord:
             "estimated": estimated and estimated.to_json(),
             "measured": measured and measured.to_json(),
             "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
+            "profile": self.profile and self.profile.to_json(),
             "errors": {row.name: row.error for row in compared(estimated, measured)},
         }
 
@@ -105,7 +110,8 @@ def run_report(runs: Sequence[RunRecord]) -> Document:
     Args:
         runs: at least one run.
     """
-    return Document(_side_by_side(runs), *_notes(runs))
+    profiles = (profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
+    return Document(_side_by_side(runs), *_notes(runs), *profiles)
 
 
 def _side_by_side(runs: Sequence[RunRecord]) -> Table:
@@ -158,7 +164,10 @@ def _is_of_cpu(measured: Peaks) -> bool:
 def _facts(run: RunRecord) -> dict[str, str]:
     """Return what is known of a run, for people; unknown facts are left out."""
     steps, loss, held_out = run.steps, run.last("loss"), run.last("eval_loss")
-    rates = [record["tokens_per_second"] for record in steps[1:]] or [s["tokens_per_second"] for s in steps]
+    typical = [
+        record for record in steps[1:] if not record.get("profiled")
+    ]  # the profiler makes steps slower
+    rates = [record["tokens_per_second"] for record in typical or steps]
     facts = {
         "recipe": run.recipe.name,
         "model": Path(run.recipe.model.name_or_path or "-").name,

@@ -45,6 +45,7 @@ from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
+from lowmem_ft.training.profiling.profiled_steps import ProfiledSteps
 from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.run.progress import ProgressDisplay
@@ -181,6 +182,7 @@ class TrainingRun:
         self.retries.apply(self.progress.cut)
         self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
         self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
+        self.profiled = ProfiledSteps(self)
         config, evaluates = self.recipe.training, self.data.evaluation is not None
         self.time_left = TimeLeft(
             num_steps=self.num_steps,
@@ -306,10 +308,10 @@ class TrainingRun:
             time_left=self.time_left,
             console=self.runtime.progress_console,
         )
-        with display:
+        with display, self.profiled:
             self._evaluate_if_due()
             while self.progress.step < self.num_steps:
-                with self.time_left.during("step"):
+                with self.profiled.during(self.progress.step + 1), self.time_left.during("step"):
                     record = self.step()
                 display.update(record)
                 self._evaluate_if_due()
@@ -334,7 +336,9 @@ class TrainingRun:
         self.health.after_step(self.session, result, sample_ids, learning_rate)
         seconds = time.perf_counter() - start
         session = self.session
-        self.memory.after_step(session.unwrapped_model, session.optimizer, session.techniques, seconds)
+        is_profiled = self.profiled.is_due(self.progress.step)
+        step_seconds = None if is_profiled else seconds
+        self.memory.after_step(session.unwrapped_model, session.optimizer, session.techniques, step_seconds)
         memory = read_device_memory(self.runtime.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {
@@ -349,6 +353,8 @@ class TrainingRun:
             "memory_peak_bytes": memory.peak_bytes,
             "skipped_steps": self.progress.skipped_steps,
         }
+        if is_profiled:
+            record["profiled"] = True
         if result.aux_loss is not None:
             record["aux_loss"] = result.aux_loss
         record |= self.retries.metrics()

@@ -35,10 +35,12 @@ class RunRuntime(Runtime, RunFiles):
 
     Attributes:
         host: source of the host memory readings that are compared with budgets.
+        computes_values: whether tensors have values, whose time can be measured; not in a rehearsal.
         progress_console: the console on which this process shows the run's progress; None: it shows none.
     """
 
     host: Host = THIS_HOST
+    computes_values: bool = True
     progress_console: Console | None = None
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:

@@ -62,6 +62,7 @@ WITHOUT_UPPER_END = (
     "adapter.lora_alpha",
     "data.eval_size",  # compared with the examples there are
     "training.warmup_steps",  # compared with the steps of the run
+    "training.profile_steps",  # likewise
 )
 
 

@@ -82,6 +82,12 @@ TORCH = (
     *data("torch.compile(function)", "_torchdynamo_orig_callable", "which forward passes are compiled"),
     *data("torch.compile(module)", "_orig_mod", "what a compiled module was"),
     *data("torch.nn.Module()", "_parameters _buffers", "puts another tensor under a weight's name", "dict"),
+    *data(
+        "torch.nn.Module()",
+        "_forward_hooks _forward_pre_hooks",
+        "which hooks a slow module has",
+        "OrderedDict",
+    ),
     *data("torch.nn.Module()", "_modules", "a copy of an MLP gets narrower layers", "dict"),
     *data(
         "torch.optim.lr_scheduler.LRScheduler()",

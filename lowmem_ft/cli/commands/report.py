@@ -13,6 +13,7 @@ from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.user_paths import expand_user
 
 if TYPE_CHECKING:
+    from lowmem_ft.monitoring.profiling.step_profile import StepProfile
     from lowmem_ft.reports.run_report import RunRecord
 
 _EXAMPLES = """\
@@ -75,6 +76,7 @@ def _read(path: Path) -> RunRecord:
         metrics=folder.read_metrics(),
         is_finished=folder.model_folder.is_dir(),
         rehearsal=_rehearsal_in(path),
+        profile=_profile_in(path),
     )
     run.check()
     return run
@@ -100,10 +102,30 @@ def _rehearsal_in(path: Path) -> dict[str, Any] | None:
         ) from error
 
 
+def _profile_in(path: Path) -> StepProfile | None:
+    """Return what ``training.profile_steps`` has written; None: no step was profiled.
+
+    Raises:
+        UserError: if this package did not write the file.
+    """
+    from lowmem_ft.monitoring.profiling.step_profile import StepProfile
+    from lowmem_ft.training.run.replaced_run import PROFILE_FILE
+
+    file = path / PROFILE_FILE
+    if not file.is_file():
+        return None
+    try:
+        return StepProfile.from_json(json.loads(file.read_text("utf-8")))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{file} is not the profile of a run. Delete it, or profile the run again with training.profile_steps."
+        ) from error
+
+
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft report",
-        description="Compare runs: steps, losses, speed, and memory as estimated and as measured.",
+        description="Compare runs: steps, losses, speed, profiles, and memory as estimated and as measured.",
         epilog=_EXAMPLES,
     )
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folders of runs, finished or not")

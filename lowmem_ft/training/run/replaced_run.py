@@ -26,6 +26,10 @@ logger = logging.getLogger(__name__)
 LOGS_FOLDER = "logs"
 REHEARSAL_FILE = "rehearsal.json"
 """File that the command ``rehearse`` writes for the report of the later run; no run replaces it."""
+PROFILE_FILE, PROFILE_TABLE = "step-profile.json", "step-profile.txt"
+PROFILE_TRACE = "step-profile.trace.json.gz"
+"""Files of ``training.profile_steps``: for the report, for people, and for Perfetto."""
+_FILES = (RECIPE_FILE, METRICS_FILE, PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE)
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
 _ALLOCATOR = re.compile(r"out-of-memory(-\d+)?\.json(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")
@@ -40,7 +44,7 @@ def run_files(path: Path) -> list[Path]:
     """Return the files and folders of the run in a folder; those folders may also hold other files."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if holds_a_run(path):
-        names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
+        names = (*_FILES, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
         targets = [path / name for name in names]
         files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
         files += sorted(file for file in path.iterdir() if _ALLOCATOR.fullmatch(file.name))
@@ -49,7 +53,7 @@ def run_files(path: Path) -> list[Path]:
 
 def in_the_way(path: Path) -> list[Path]:
     """Return files that no run of lowmem_ft wrote, although they have the name of something that a run writes."""
-    targets = [path / name for name in (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER)]
+    targets = [path / name for name in (*_FILES, MODEL_FOLDER)]
     own = set(run_files(path))
     return [file for file in (*targets, *_checkpoints(path)) if file.exists() and file not in own]
 
@@ -119,7 +123,7 @@ def _tracker_project(path: Path) -> str:
 
 
 def _has_nothing_else(folder: Path) -> bool:
-    names = {RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER}
+    names = {*_FILES, MODEL_FOLDER, LOGS_FOLDER}
     names |= {incomplete_name(Path(name)).name for name in names}
     patterns = _CHECKPOINT, _ALLOCATOR
     return all(

@@ -38,6 +38,7 @@ class RunMemory:
         self._peaks = PhasePeaks(device)
         self._by_category: dict[str, int] = {}
         self._step_seconds: list[float] = []
+        self._has_stepped = False
         self.estimate: MemoryEstimate | None = None
         self._earlier: tuple[Peaks | None, Peaks] | None = None
 
@@ -52,10 +53,12 @@ class RunMemory:
         return self._peaks.during(phase)
 
     def after_step(
-        self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float
+        self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float | None
     ) -> None:
-        """Record the seconds of a step and, after the first one, the bytes that stay allocated between steps."""
-        self._step_seconds.append(seconds)
+        """Record a step's seconds (None: not typical) and, after the first, the bytes that stay between steps."""
+        self._has_stepped = True
+        if seconds is not None:
+            self._step_seconds.append(seconds)
         if not self._by_category:
             self._by_category = _bytes_that_stay(model, optimizer, techniques, self._device)
 
@@ -98,7 +101,7 @@ class RunMemory:
                 logger.info("  %s", row)
 
     def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
-        return None if self._step_seconds else self._earlier
+        return None if self._has_stepped else self._earlier
 
 
 def _bytes_that_stay(

@@ -286,6 +286,7 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
     seconds, sent = step.seconds, _sent_bytes(trace, first, last)
+    by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
     if traced and wanted is not None:
@@ -293,12 +294,15 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
         repeated = traced[0 if surroundings.sends_at_the_end else -1]
         seconds += others * times.between(*repeated).seconds
         sent += others * _sent_bytes(trace, *repeated)
+        for name, each in replays.clock.seconds_by_operator(times, *repeated).items():
+            by_operator[name] = by_operator.get(name, 0.0) + others * each
     return StepTime(
         seconds=seconds,
         tokens=surroundings.tokens_per_step,
         bound_by=step.bound_by,
         sent_bytes=sent,
         seconds_share=gpu.rates.seconds_share,
+        by_operator=by_operator,
     )
 
 

@@ -266,6 +266,7 @@ def test_a_batch_that_makes_another_program_of_it_inherits_nothing(
 # --- keys -------------------------------------------------------------------------------------------------------------
 
 OTHER_VALUES = {
+    "training.profile_steps": (2, 3),
     "data.sample_by": "document",
     "data.format": "text",
     "data.loss_on": "all",

@@ -68,11 +68,13 @@ class Times:
         ends: end of each entry, likewise.
         spent: for each entry, the seconds that the busiest stream spent computing, on memory traffic and on copies or
             collectives or on waiting for one. The rest of its time it waited for the host.
+        computing: for each entry, the seconds that its kernels take, on whatever stream; 0 for one that is no kernel.
     """
 
     starts: Seconds
     ends: Seconds
     spent: dict[Bound, Seconds]
+    computing: Seconds
 
     def between(self, first: int, last: int) -> Span:
         """Return the time of the entries from ``first`` up to and without ``last``, for example those of a step.
@@ -161,7 +163,14 @@ class Clock:
             "host copies": times_on_main * copies + np.array(replay.copy_stalls),
             "communication": times_on_main * collectives + np.array(replay.exchange_stalls),
         }
-        return Times(starts=starts, ends=ends, spent=spent)
+        computing = np.maximum(compute, traffic) * self._times
+        return Times(starts=starts, ends=ends, spent=spent, computing=computing)
+
+    def seconds_by_operator(self, times: Times, first: int, last: int) -> dict[str, float]:
+        """Return the seconds that kernels take by the operator's name, in entries from ``first`` up to ``last``."""
+        names, codes = self._operators
+        seconds = np.bincount(codes[first:last], times.computing[first:last], len(names))
+        return {name: float(seconds[code]) for code, name in enumerate(names) if seconds[code]}
 
     def _busiest_stream(self, durations: Seconds) -> int:
         """Return the stream that computes; side streams carry copies, and kernels on the way."""
@@ -170,6 +179,10 @@ class Clock:
             return 0
         names, places = np.unique(streams, return_inverse=True)
         return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
+
+    @cached_property
+    def _operators(self) -> tuple[list[str], NDArray[np.int64]]:
+        return _encode([entry.name for entry in self._entries])
 
     @cached_property
     def _cuts(self) -> list[int]:

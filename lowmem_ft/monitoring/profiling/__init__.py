@@ -1,0 +1,1 @@
+"""Time of training steps by operator and module, from torch's profiler."""
