@@ -10,8 +10,8 @@ from lowmem_ft.preflight.plan_first import with_plan
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.callbacks.callbacks import check_callbacks
 from lowmem_ft.training.distributed.launch import Launch, as_launched
+from lowmem_ft.training.export.train_result import TrainResult
 from lowmem_ft.training.loop import train as train_without_preflight
-from lowmem_ft.training.result import TrainResult
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 

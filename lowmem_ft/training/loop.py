@@ -38,15 +38,15 @@ from lowmem_ft.training.distributed.error_propagation import ending_together
 from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.distributed.process_group import join_processes
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
-from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
+from lowmem_ft.training.export.finished_model import save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
 from lowmem_ft.training.export.model_card import model_card
+from lowmem_ft.training.export.train_result import TrainResult
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
-from lowmem_ft.training.result import TrainResult
 from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
@@ -301,7 +301,7 @@ class TrainingRun:
         )
         with display:
             self._evaluate_if_due()
-            self._stop_if_asked()
+            self._heed(self._asked()[1])
             while self.progress.step < self.num_steps:
                 with self.time_left.during("step"):
                     record = self.step()
@@ -312,8 +312,7 @@ class TrainingRun:
                     self._save_checkpoint()
                 self._stop_if_asked()
             result = self.evaluated or self._evaluate()
-            if self.runtime.max_over_processes(self.callbacks.wish) == FAIL:
-                self._end_by_callback()
+            self._heed(self._asked()[1])
             return result
 
     def step(self) -> dict[str, Any]:
@@ -429,23 +428,22 @@ class TrainingRun:
 
     def _stop_if_asked(self) -> None:
         """End the run here, in all processes, if one has received a signal, or a callback asks for it or has failed."""
-        asked = self.interruption.signal_number * (FAIL + 1) + self.callbacks.wish
-        number, wish = divmod(self.runtime.max_over_processes(asked), FAIL + 1)
+        number, wish = self._asked()
         if number:
             self._interrupt(number)
+        self._heed(wish)
+
+    def _heed(self, wish: int) -> None:
+        """End the run here if a callback asks for it, or with the exception of one, once this step has a checkpoint."""
         if wish == FAIL:
-            self._end_by_callback()
+            if self.saved_step != self.progress.step:
+                self._save_checkpoint()
+            self.runtime.end_trackers()
+            self.callbacks.raise_error()
         if wish == STOP and self.progress.step < self.num_steps:
             self.num_steps = self.time_left.num_steps = self.progress.step
             if self.callbacks.stop is not None:
                 logger.info("The run ends at step %d. %s", self.num_steps, self.callbacks.stop.reason)
-
-    def _end_by_callback(self) -> None:
-        """Save a checkpoint unless this step has one, then raise the exception of the callback that failed."""
-        if self.saved_step != self.progress.step:
-            self._save_checkpoint()
-        self.runtime.end_trackers()
-        self.callbacks.raise_error()
 
     def _interrupt(self, number: int) -> None:
         """Save a checkpoint unless this step has one, and leave."""
@@ -463,9 +461,10 @@ class TrainingRun:
         setting = shlex.quote(f"training.resume_from_checkpoint={self.checkpoint}")
         return f"at step {self.progress.step}. Saved before: {self.checkpoint}; resume with {setting}."
 
-    def _signal_number(self) -> int:
-        """Return the number of the signal that any process has received; 0 if none has."""
-        return self.runtime.max_over_processes(self.interruption.signal_number)
+    def _asked(self) -> tuple[int, int]:
+        """Return the number of the signal that any process has received, 0 if none has, and the callbacks' wish."""
+        here = self.interruption.signal_number * (FAIL + 1) + self.callbacks.wish
+        return divmod(self.runtime.max_over_processes(here), FAIL + 1)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
         problems = self.health.problems_at_the_end(weights_not_finite(self.session, self.runtime), evaluation)
@@ -500,12 +499,13 @@ class TrainingRun:
             )
             if not problems:
                 self._delete_old_checkpoints()  # a process killed after its last save may have left some
-                if self.runtime.is_main:
-                    log_finished_model(self.folder.model_folder, self.recipe)
+                logger.info("Saved %s.", self.folder.model_folder)
         self.budget_watch.report(file_bytes=self.session.host_memory.peak_file_bytes)
-        self.memory.log()
-        self.memory.write_measured(self.metrics, self.progress.step)
-        number = self._signal_number()
+        self.memory.write_measured(self.metrics, progress.step)
+        stop, best_step = self.callbacks.stop, self.best.step
+        stopped = stop and stop.reason
+        self.metrics.write({"step": progress.step, "best_step": best_step, "stopped": stopped})
+        number, _ = self._asked()
         self.runtime.end_trackers()
         self.health.refuse_unhealthy_end(problems, evaluation)
         if number:
@@ -516,8 +516,8 @@ class TrainingRun:
             steps=self.progress.step,
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
-            best_step=self.best.step,
-            stopped=self.callbacks.stop and self.callbacks.stop.reason,
+            best_step=best_step,
+            stopped=stopped,
         )
 
 

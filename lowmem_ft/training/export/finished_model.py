@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shlex
-from pathlib import Path
-
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
@@ -15,8 +11,6 @@ from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
-
-logger = logging.getLogger(__name__)
 
 
 def save_finished_model(
@@ -60,18 +54,3 @@ def save_finished_model(
     with runtime.failing_together():
         if upload and runtime.is_main:
             upload_model(target, recipe.training, default_name=folder.path.name)
-
-
-def log_finished_model(target: Path, recipe: Recipe) -> None:
-    """Log the folder of a good finished model, and what loads it."""
-    if recipe.adapter.name == "none":
-        logger.info("The model is in %s; from_pretrained loads it.", target)
-    elif recipe.model.weights == "random":
-        logger.info("The adapter is in %s; its base model had random weights, which are not kept.", target)
-    else:
-        logger.info(
-            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base model, `%s` merges it into "
-            "the base model.",
-            target,
-            shlex.join(["lowmem-ft", "merge", str(target), "OUT_DIR"]),
-        )
