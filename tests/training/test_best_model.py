@@ -80,10 +80,7 @@ RUNGS = {
 
 @pytest.mark.parametrize(
     "rung",
-    [
-        pytest.param(name, marks=[] if name in ("streamed, offloaded", "qlora") else pytest.mark.slow)
-        for name in RUNGS
-    ],
+    [pytest.param(name, marks=[] if name == "streamed, offloaded" else pytest.mark.slow) for name in RUNGS],
 )
 def test_the_finished_model_is_the_one_of_the_best_evaluation(tiny, held_out, tmp_path, rung):
     best, shorter = tmp_path / "best", tmp_path / "shorter"
@@ -102,6 +99,7 @@ def test_the_finished_model_is_the_one_of_the_best_evaluation(tiny, held_out, tm
     assert "| held-out loss (nats per token) | 1.0000 |" in card
 
 
+@pytest.mark.slow
 def test_without_it_the_finished_model_is_the_last(tiny, held_out, tmp_path):
     held_out(3.0, 1.0, 2.0)
     result = train(tiny(*SIX))
@@ -252,6 +250,7 @@ def test_a_best_checkpoint_that_is_gone_is_missed_before_the_first_step(tiny, he
     assert train(tiny(*longer)).best_step is None
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_elsewhere_finds_its_best(tiny, held_out, tmp_path):
     held_out(1.0, 2.0, 3.0)
     train(tiny(*SIX, BEST, "training.save_steps=6"))

@@ -105,6 +105,7 @@ def test_an_exception_ends_the_run_with_a_checkpoint_and_its_own_traceback(tiny,
     assert metrics(tmp_path / "run", "step") == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_an_exception_at_the_last_evaluation_leaves_a_checkpoint(tiny, tmp_path):
     class FailsAtTheEnd:
         def on_evaluate(self, event):
@@ -161,6 +162,7 @@ def test_all_processes_stop_where_the_main_one_is_asked_to(forks, tmp_path):
     assert [one.stdout.splitlines()[-1:] for one in done] == [["0 2 Enough."], ["1 2 None"]], done[1].stderr
 
 
+@pytest.mark.slow
 def test_an_exception_in_the_main_process_ends_all_of_them(forks, tmp_path):
     done = forks.run_several(2, TRAIN, "fails", *OF_TWO, f"training.output_dir={tmp_path / 'run'}")
     assert 'raise KeyError("mine")' in done[0].stderr or "KeyError: 'mine'" in done[0].stderr
