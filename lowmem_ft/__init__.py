@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lowmem_ft.preflight.train import train
     from lowmem_ft.recipe import Recipe, load_recipe
     from lowmem_ft.rehearsal import Rehearsal, rehearse
+    from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
     from lowmem_ft.virtual_gpu import VirtualGPU
 
 # transformers imports bitsandbytes, which advertises a kernel for 4-bit inference on CPUs at every import. In every
@@ -28,10 +29,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Budget",
     "DoesNotFitError",
+    "EvaluationEvent",
     "Interrupted",
     "MemoryPlan",
     "Recipe",
     "Rehearsal",
+    "SaveEvent",
+    "StepEvent",
+    "Stop",
     "UserError",
     "VirtualGPU",
     "estimate_memory",

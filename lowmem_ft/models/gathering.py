@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,9 +42,14 @@ class _Source:
 
 @torch.no_grad()
 def write_gathered_weights(
-    model: PreTrainedModel, folder: Path, *, writes: bool, most_bytes: int = MAX_SHARD_BYTES
+    model: PreTrainedModel,
+    folder: Path,
+    *,
+    writes: bool,
+    most_bytes: int = MAX_SHARD_BYTES,
+    values: Callable[[str], Tensor | None] | None = None,
 ) -> None:
-    """Write the weights to files of at most ``most_bytes``; every process calls this.
+    """Write the weights to files of at most ``most_bytes``; every process calls this, unless they come from ``values``.
 
     Each weight is gathered by itself, so that a process holds only one weight of the others' at a time. The writing
     process also holds those of one file, on the host. If its writing fails, it continues gathering, as the others do.
@@ -53,6 +58,7 @@ def write_gathered_weights(
         model: the model, with sharded parameters.
         folder: an existing folder.
         writes: whether this process writes.
+        values: returns the values of a weight by its name, those of a checkpoint for instance; None: the model's own.
         most_bytes: maximum bytes of the tensors in a file; a larger weight has its own.
 
     Raises:
@@ -65,7 +71,10 @@ def write_gathered_weights(
     for name, sources in zip(_file_names(len(files)), files, strict=True):
         together: dict[str, Tensor] = {}
         for source in sources:
-            gathered = whole_tensor(tensors[source.name])
+            own = tensors[source.name]
+            gathered = whole_tensor(own) if values is None else values(source.name)
+            if gathered is None:
+                raise CheckpointError(f"The checkpoint has no weight {source.name}. Resume from another one.")
             if writes and problem is None:
                 together |= revert_weight_conversion(model, {source.name: gathered.cpu()})
             del gathered

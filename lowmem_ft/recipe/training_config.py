@@ -107,7 +107,28 @@ class TrainingConfig:
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
     eval_on_start: bool = knob(False, "Also evaluate before the first step, as a baseline.")
     save_steps: int | None = knob(500, "Optimizer steps between checkpoints; null: only the finished model.")
-    save_total_limit: int | None = knob(2, "Checkpoints to keep, newest first; null: all.")
+    save_total_limit: int | None = knob(
+        2, "Checkpoints to keep, newest first, the best evaluated one among them; null: all."
+    )
+    load_best_model_at_end: bool = knob(
+        False,
+        "The finished model is the one with the best evaluation, not the last one. Each evaluation that is better than "
+        "all before saves a checkpoint, whatever save_steps is.",
+    )
+    metric_for_best_model: Literal["loss", "eval_loss", "perplexity", "eval_perplexity"] | None = knob(
+        None, "Held-out metric that says which evaluation is better; null: eval_loss."
+    )
+    greater_is_better: bool | None = knob(
+        None,
+        "Whether a greater value of that metric is better; null: the smaller one is, as these metrics mean it.",
+    )
+    early_stopping_patience: int | None = knob(
+        None,
+        "Evaluations in a row without a better result after which the run ends; null: it never ends early.",
+    )
+    early_stopping_threshold: float = knob(
+        0.0, "Least difference from the best result so far that early_stopping_patience counts as better."
+    )
     resume_from_checkpoint: str | None = knob(
         None,
         "auto: the newest complete checkpoint of output_dir, if there is one; or a checkpoint's path. The resumed "
@@ -168,6 +189,7 @@ def _not_positive(config: TrainingConfig) -> Iterator[str]:
         "eval_steps",
         "save_steps",
         "save_total_limit",
+        "early_stopping_patience",
     ):
         value = getattr(config, name)
         if value is not None and value < 1:
@@ -184,6 +206,8 @@ def _not_positive(config: TrainingConfig) -> Iterator[str]:
 def _out_of_range(config: TrainingConfig) -> Iterator[str]:
     if config.num_train_epochs > MOST_EPOCHS:
         yield f"training.num_train_epochs must be at most {MOST_EPOCHS}, got {config.num_train_epochs:g}. Try 3."
+    if config.early_stopping_threshold < 0:
+        yield f"training.early_stopping_threshold must be at least 0, got {config.early_stopping_threshold:g}."
     if config.max_steps != -1 and config.max_steps < 1:
         yield f"training.max_steps must be at least 1, or -1 for num_train_epochs; got {config.max_steps}."
     warmup = config.warmup_steps

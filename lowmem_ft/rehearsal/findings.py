@@ -12,7 +12,7 @@ from lowmem_ft.estimator.device_target import capped_bytes, limits
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
@@ -117,6 +117,8 @@ class Findings:
         if not is_whole:
             num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(runtime.evaluated)
             num_checkpoints = _times_due(num_steps, training.save_steps)
+        if training.load_best_model_at_end:
+            num_checkpoints = _most_checkpoints(num_steps, training)
         return Rehearsal(
             recipe=self._recipe,
             gpu=self._gpu,
@@ -135,7 +137,7 @@ class Findings:
             num_evaluations=num_evaluations,
             checkpoints=tuple(runtime.checkpoints),
             num_checkpoints=num_checkpoints,
-            kept_checkpoints=min(num_checkpoints, training.save_total_limit or num_checkpoints),
+            kept_checkpoints=min(num_checkpoints, _most_kept(training) or num_checkpoints),
             model=runtime.model,
             time=self._time(share, num_evaluations, num_checkpoints),
             failure=self._failure(estimate),
@@ -257,3 +259,16 @@ def _share(one: Counted, by_tokens: SecondsByTokens) -> float:
 
 def _times_due(steps: int, every: int | None) -> int:
     return 0 if every is None else steps // every
+
+
+def _most_checkpoints(steps: int, training: TrainingConfig) -> int:
+    """Return the checkpoints of a run that keeps the best model, if each evaluation is better than the one before."""
+    saved = range(training.save_steps or steps + 1, steps + 1, training.save_steps or 1)
+    evaluated = range(training.eval_steps or steps, steps, training.eval_steps or 1)
+    return len({*saved, *evaluated})
+
+
+def _most_kept(training: TrainingConfig) -> int | None:
+    """Return the most checkpoints that are kept, the best one among them; None: all."""
+    limit = training.save_total_limit
+    return 2 if limit == 1 and training.load_best_model_at_end else limit

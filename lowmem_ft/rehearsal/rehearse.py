@@ -75,8 +75,9 @@ def rehearse(
         raise UserError(f"A rehearsal takes at least one step, got steps={steps}.")
     _refuse_without_tokenizer(recipe)
     worst = estimate_memory(recipe, spec, kept=kept)
-    # Trackers and the Hub must not hear of a rehearsal.
-    recipe = with_settings(recipe, {"training.push_to_hub": False, "training.report_to": ()})
+    # Trackers and the Hub must not hear of a rehearsal, and losses without values must not end it.
+    unheard = {"training.push_to_hub": False, "training.report_to": ()}
+    recipe = with_settings(recipe, {**unheard, "training.early_stopping_patience": None})
     with _warnings_heard() as warnings, tempfile.TemporaryDirectory(prefix="lowmem_ft-rehearsal-") as folder:
         run, machine = _run(recipe, spec, _folder_of(recipe, Path(folder), warnings), steps, on_step)
     estimate, findings = _estimated(recipe, spec, run, machine)

@@ -256,6 +256,12 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
         self._settle_last()
         self.model = self._saved(session, tokenizer, folder, optimizer_bytes=0)
 
+    def save_from_checkpoint(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, checkpoint: Path, folder: Path
+    ) -> None:
+        """Count the bytes of the weights, which every checkpoint has as many of."""
+        self.save_trained(session, tokenizer, folder)
+
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:

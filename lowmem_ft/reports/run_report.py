@@ -2,116 +2,37 @@
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from rich.text import Text
 
-from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.gpu_spec import Price
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
-from lowmem_ft.monitoring.profiling.step_profile import StepProfile
-from lowmem_ft.recipe import Recipe, recipe_to_yaml
+from lowmem_ft.memory.comparison import Peaks, Row, compared
+from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
+from lowmem_ft.reports.estimate_table import format_dollars
+from lowmem_ft.reports.next_steps import next_steps
 from lowmem_ft.reports.profile_table import profile_report
+from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.text.document import Document, Table
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunRecord:
-    """Contents of a run's folder.
-
-    Args:
-        path: the folder.
-        recipe: the recipe of the run.
-        metrics: the lines of its ``metrics.jsonl``.
-        is_finished: whether it holds the run's model.
-        rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
-        profile: where the time of its steps went; None: none was profiled (``training.profile_steps``).
-    """
-
-    path: Path
-    recipe: Recipe
-    metrics: Sequence[Mapping[str, Any]]
-    is_finished: bool
-    rehearsal: Mapping[str, Any] | None = None
-    profile: StepProfile | None = None
-
-    @property
-    def steps(self) -> list[Mapping[str, Any]]:
-        """The lines of optimizer steps."""
-        return [record for record in self.metrics if "loss" in record]
-
-    def last(self, key: str) -> Any:
-        """Return the newest value of a key; None: there is no value."""
-        return next((record[key] for record in reversed(self.metrics) if key in record), None)
-
-    @property
-    def estimated(self) -> Peaks | None:
-        """Estimated peaks; None: there was no estimate."""
-        return peaks_in(self.metrics)[0]
-
-    @property
-    def measured(self) -> Peaks | None:
-        """Measured peaks; None: they were not written."""
-        return peaks_in(self.metrics)[1]
-
-    def check(self) -> None:
-        """Check that the lines are those of a run.
-
-        Raises:
-            UserError: if one of them is not.
-        """
-        of_step = ("loss", "step", "tokens", "tokens_per_second")
-        for number, record in enumerate(self.metrics, start=1):
-            wanted = of_step if "loss" in record else ("step", *({"eval_loss"} & record.keys()))
-            if not all(isinstance(record.get(key), (int, float)) for key in wanted):
-                raise UserError(
-                    f"{self.path}/metrics.jsonl, line {number}, is not a record of a run: {str(record)[:80]!r}."
-                )
-        try:
-            peaks_in(self.metrics)
-        except TypeError as error:
-            raise UserError(
-                f"{self.path}/metrics.jsonl has peaks that this version cannot read: {error}."
-            ) from error
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values, rows of memory among them."""
-        estimated, measured = peaks_in(self.metrics)
-        return {
-            "path": str(self.path),
-            "recipe": self.recipe.name,
-            "model": self.recipe.model.name_or_path,
-            "finished": self.is_finished,
-            "steps": self.steps[-1]["step"] if self.steps else 0,
-            "loss": _in_json(self.last("loss")),
-            "eval_loss": _in_json(self.last("eval_loss")),
-            "estimated": estimated and estimated.to_json(),
-            "measured": measured and measured.to_json(),
-            "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
-            "profile": self.profile and self.profile.to_json(),
-            "errors": {row.name: row.error for row in compared(estimated, measured)},
-        }
-
-
-def _in_json(number: float | None) -> float | None:
-    """Return a number that JSON can hold; None for NaN and infinity, which it cannot."""
-    return number if number is not None and math.isfinite(number) else None
+from lowmem_ft.reports.wording import duration
 
 
 def run_report(runs: Sequence[RunRecord]) -> Document:
     """Return a report with a column for each run: as many side by side as fit, the others below.
 
+    The report of a single run is also the summary with which it ends: below the column is what to type next.
+
     Args:
         runs: at least one run.
     """
     profiles = (profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
-    return Document(_side_by_side(runs), *_notes(runs), *profiles)
+    ending = next_steps(runs[0]) if len(runs) == 1 else None
+    return Document(_side_by_side(runs), *_notes(runs), *profiles, ending)
 
 
 def _side_by_side(runs: Sequence[RunRecord]) -> Table:
@@ -163,10 +84,8 @@ def _is_of_cpu(measured: Peaks) -> bool:
 
 def _facts(run: RunRecord) -> dict[str, str]:
     """Return what is known of a run, for people; unknown facts are left out."""
-    steps, loss, held_out = run.steps, run.last("loss"), run.last("eval_loss")
-    typical = [
-        record for record in steps[1:] if not record.get("profiled")
-    ]  # the profiler makes steps slower
+    steps, loss, evaluations = run.steps, run.last("loss"), run.evaluations
+    typical = [step for step in steps[1:] if not step.get("profiled")]  # the profiler makes steps slower
     rates = [record["tokens_per_second"] for record in typical or steps]
     facts = {
         "recipe": run.recipe.name,
@@ -179,11 +98,26 @@ def _facts(run: RunRecord) -> dict[str, str]:
         facts["tokens/s"] = f"{statistics.median(rates):,.0f}"
     if loss is not None:
         facts["loss"] = f"{loss:.4f}"
-    if held_out is not None:
-        facts["held-out loss"] = f"{held_out:.4f}"
+    if len(evaluations) > 1:
+        facts[f"held-out loss at step {evaluations[0]['step']:,}"] = f"{evaluations[0]['eval_loss']:.4f}"
+    if evaluations:
+        facts["held-out loss"] = f"{evaluations[-1]['eval_loss']:.4f}"
+    if (best_step := run.last("best_step")) is not None:
+        facts["best step, that of the model"] = f"{best_step:,}"
     if steps and steps[-1].get("skipped_steps"):
         facts["steps skipped"] = f"{steps[-1]['skipped_steps']:,}"
+    if (seconds := run.last("seconds")) is not None:
+        facts["time of the run"] = duration(seconds)
+        if (price := _price(run)) is not None:
+            facts["cost"] = format_dollars(price.usd_per_hour * run.last("num_processes") * seconds / 3600)
     return facts
+
+
+def _price(run: RunRecord) -> Price | None:
+    """Return the price of one of a run's GPUs; None without a GPU, or one whose price the catalogue does not know."""
+    device = run.last("device")
+    gpu = next((gpu for gpu in load_gpus().values() if gpu.full_name == device), None)
+    return None if gpu is None else gpu.cheapest_price
 
 
 def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
@@ -193,6 +127,13 @@ def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
         run for run in rehearsed if run.rehearsal and run.rehearsal["recipe"] != recipe_to_yaml(run.recipe)
     ]
     on_cpu = [run for run in rehearsed if run.measured is not None and _is_of_cpu(run.measured)]
+    for run in runs:
+        if stopped := run.last("stopped"):
+            yield f"{run.path.name} ended before its last step. {stopped}"
+    for device, price in {run.last("device"): price for run in runs if (price := _price(run))}.items():
+        yield (
+            f"Cost: an hour of one {device} at {format_dollars(price.usd_per_hour)} ({price.provider}, {price.date})."
+        )
     if names := _names(run for run in runs if run.estimated is None):
         yield f"No estimate was made for {names}: budget.preflight was false, or it failed."
     if names := _names(changed):

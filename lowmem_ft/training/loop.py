@@ -1,10 +1,10 @@
 """The training run: open the folder, build, step until done, evaluate, save.
 
 Everything that the loop counts is in :class:`~lowmem_ft.training.checkpoints.checkpoint_folders.Progress`, so that a
-killed run resumes as if it had never stopped. A run ends in one of four ways: done (a model folder), interrupted by a
-signal (a checkpoint, whose path is in :class:`~lowmem_ft.foundation.errors.Interrupted`), stopped because too many
-steps in a row were not finite, or with a user error. A signal before the first step ends the process at once, as there
-is nothing to save.
+killed run resumes as if it had never stopped. A run ends in one of four ways: done (a model folder), because all steps
+were taken or a callback asked to stop; interrupted by a signal (a checkpoint, whose path is in
+:class:`~lowmem_ft.foundation.errors.Interrupted`); stopped because too many steps in a row were not finite; or with an
+error, the user's or a callback's. A signal before the first step ends the process at once, as there is nothing to save.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import logging
 import math
 import shlex
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -29,6 +29,8 @@ from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training.build import build_session, plan_session, resumed
+from lowmem_ft.training.callbacks.callbacks import FAIL, STOP, Callbacks, callbacks_of_run, check_callbacks
+from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint, save_checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
@@ -37,15 +39,17 @@ from lowmem_ft.training.distributed.error_propagation import ending_together
 from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.distributed.process_group import join_processes
 from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate, together
-from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
+from lowmem_ft.training.export.finished_model import save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
 from lowmem_ft.training.export.model_card import model_card
+from lowmem_ft.training.export.train_result import TrainResult
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.profiling.profiled_steps import ProfiledSteps
+from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
 from lowmem_ft.training.run.health import RunHealth, SuspectWeightsError, weights_not_finite
 from lowmem_ft.training.run.progress import ProgressDisplay
@@ -70,30 +74,13 @@ from lowmem_ft.upstream.tested import warn_if_untested
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
-class TrainResult:
-    """Result of a finished run.
-
-    Args:
-        model_folder: the trained model; ``from_pretrained`` loads it.
-        output_dir: the run folder.
-        steps: optimizer steps taken in all, resumed ones included.
-        loss: training loss of the last step, in nats per label token.
-        evaluation: result on the held-out data at the end, if the recipe has any.
-    """
-
-    model_folder: Path
-    output_dir: Path
-    steps: int
-    loss: float
-    evaluation: EvaluationResult | None
-
-
 def train(
     recipe: Recipe,
     folder: RunFolder | None = None,
     runtime: RunRuntime | None = None,
     preflight: Preflight | None = None,
+    *,
+    callbacks: Sequence[object] = (),
 ) -> TrainResult:
     """Train a recipe from scratch or from a checkpoint, and save the model.
 
@@ -102,6 +89,7 @@ def train(
         folder: the result of :meth:`RunFolder.open` for the recipe; None: opened here.
         runtime: the device and the processes; None: those of ``accelerate launch``, or one process on this machine.
         preflight: estimates the run before its weights are read, as in ``lowmem_ft.train``; None: there is no estimate.
+        callbacks: see ``lowmem_ft.train``.
 
     Returns:
         The folders of the run and how it ended.
@@ -114,18 +102,23 @@ def train(
         KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
     check_recipe(recipe)
+    check_callbacks(callbacks)
     refuse_unplanned(recipe)
     with deterministic_kernels(recipe.training.full_determinism), ending_together():
-        return _train(recipe, folder, runtime, preflight)
+        return _train(recipe, folder, runtime, preflight, callbacks)
 
 
 def _train(
-    recipe: Recipe, folder: RunFolder | None, runtime: RunRuntime | None, preflight: Preflight | None
+    recipe: Recipe,
+    folder: RunFolder | None,
+    runtime: RunRuntime | None,
+    preflight: Preflight | None,
+    callbacks: Sequence[object],
 ) -> TrainResult:
     run: TrainingRun | None = None
     warn_if_untested()
     try:
-        run = TrainingRun.build(recipe, folder, runtime, preflight)
+        run = TrainingRun.build(recipe, folder, runtime, preflight, callbacks)
         return run.train()
     except (RuntimeError, MemoryError) as error:
         if (why := library_that_did_not_start(error)) is not None:
@@ -158,6 +151,7 @@ class TrainingRun:
         num_steps: the step at which the run ends.
         session: the model with its optimizer.
         memory: the run's peaks so far, and its estimate.
+        callbacks: called in the main process, early stopping among them.
     """
 
     recipe: Recipe
@@ -171,6 +165,7 @@ class TrainingRun:
     num_steps: int
     session: Session
     memory: RunMemory
+    callbacks: Callbacks
 
     def __post_init__(self) -> None:
         """Create the run's own parts; their state is that of its checkpoint, if it resumes from one."""
@@ -181,6 +176,8 @@ class TrainingRun:
         self.retries = Retries(self.session, self.recipe)
         self.retries.apply(self.progress.cut)
         self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
+        self.evaluated: EvaluationResult | None = None
+        self.best = BestModel(self.recipe.training, self.folder, self.progress)
         self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
         self.profiled = ProfiledSteps(self)
         config, evaluates = self.recipe.training, self.data.evaluation is not None
@@ -199,6 +196,7 @@ class TrainingRun:
         folder: RunFolder | None = None,
         runtime: RunRuntime | None = None,
         preflight: Preflight | None = None,
+        callbacks: Sequence[object] = (),
     ) -> TrainingRun:
         """Tokenize the data, load the model, and restore the folder's checkpoint.
 
@@ -207,6 +205,7 @@ class TrainingRun:
             folder: see :func:`train`; None: opened here.
             runtime: see :func:`train`; None: made here.
             preflight: see :func:`train`; None: the run is not estimated.
+            callbacks: see :func:`train`.
 
         Returns:
             The run, before its first step.
@@ -269,6 +268,7 @@ class TrainingRun:
             num_steps=num_steps,
             session=session,
             memory=memory,
+            callbacks=callbacks_of_run(callbacks, config.early_stopping_patience, progress, runtime),
         )
 
     def train(self) -> TrainResult:
@@ -282,6 +282,8 @@ class TrainingRun:
                     self.memory.continue_from(self.folder.read_metrics())
                     self.memory.write_estimate(self.metrics, self.progress.step)
                     write_sources(self.data, self.metrics, self.progress.step)
+                    if self.best.is_earlier:
+                        self.best.checkpoint()  # before hours of training: it may be gone
             self.runtime.start_trackers(self.recipe)
             log_start(self.recipe, self.runtime, self.progress, self.num_steps)
             with self.interruption:
@@ -310,20 +312,24 @@ class TrainingRun:
         )
         with display, self.profiled:
             self._evaluate_if_due()
+            self._heed(self._asked()[1])
             while self.progress.step < self.num_steps:
                 with self.profiled.during(self.progress.step + 1), self.time_left.during("step"):
                     record = self.step()
                 display.update(record)
+                self.callbacks.tell(StepEvent.of(record, self.num_steps))
                 self._evaluate_if_due()
-                if _is_due(self.progress.step, config.save_steps):
+                if _is_due(self.progress.step, config.save_steps) and self.saved_step != self.progress.step:
                     self._save_checkpoint()
-                self._stop_if_interrupted()
-            return self._evaluate()
+                self._stop_if_asked()
+            result = self.evaluated or self._evaluate()
+            self._heed(self._asked()[1])
+            return result
 
     def step(self) -> dict[str, Any]:
         """Take one optimizer step, count it, and write its metrics."""
         start = time.perf_counter()
-        window = self.stream.next_window()
+        window, self.evaluated = self.stream.next_window(), None
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
         with self.memory.during("step"):
             result = self.runtime.take_step(window.batches, self.retries.train_step)
@@ -373,6 +379,8 @@ class TrainingRun:
             if result is not None and not math.isfinite(result.loss):
                 self.health.refuse_ruined_weights(self.session)
                 logger.warning("The held-out loss of step %d is not finite, though all weights are.", step)
+            if self.best.is_current:
+                self._save_checkpoint()
 
     def _evaluate(self) -> EvaluationResult | None:
         """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
@@ -386,11 +394,17 @@ class TrainingRun:
             else:
                 result = self._evaluated(self.data.evaluation)
         if result is None:
-            self._stop_if_interrupted()
+            self._stop_if_asked()
         assert result is not None, "only a signal can end an evaluation without a result"
-        self.progress.evaluated_step = self.progress.step
-        self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
-        logger.info("Step %d: %s.", self.progress.step, result)
+        progress, self.evaluated = self.progress, result
+        is_new, progress.evaluated_step = progress.evaluated_step != progress.step, progress.step
+        if is_new:  # a run that was stopped right after its last evaluation makes it again
+            self.best.compare(result)
+        self.metrics.write({"step": progress.step, **result.record()}, to_trackers=True)
+        best_so_far = ", the best so far" if self.best.is_current else ""
+        logger.info("Step %d: %s%s.", progress.step, result, best_so_far)
+        if is_new:
+            self.callbacks.tell(EvaluationEvent.of(progress, result.loss, result.num_label_tokens))
         return result
 
     def _evaluated(self, examples: Examples) -> EvaluationResult | None:
@@ -427,18 +441,36 @@ class TrainingRun:
         if step < self.num_steps:  # the end of the run writes it once the model is saved, too
             self.memory.write_measured(self.metrics, step)
         logger.info("Saved %s.", self.checkpoint)
+        self.callbacks.tell(SaveEvent(step=step, checkpoint=self.checkpoint))
 
     def _delete_old_checkpoints(self) -> None:
         """Delete old checkpoints, except while steps are being skipped: they may be the only good ones."""
         if self.runtime.is_main and not self.progress.skipped_in_a_row:
-            keep = self.recipe.training.save_total_limit
-            delete_old_checkpoints(self.folder.path, keep, step=self.progress.step)
+            keep, best = self.recipe.training.save_total_limit, self.progress.best
+            step = self.progress.step
+            delete_old_checkpoints(self.folder.path, keep, step=step, best=best and best.step)
 
-    def _stop_if_interrupted(self) -> None:
-        """Save a checkpoint unless this step has one, and leave, in all processes, if one has received a signal."""
-        number = self._signal_number()
-        if number == 0:
-            return
+    def _stop_if_asked(self) -> None:
+        """End the run here, in all processes, if one has received a signal, or a callback asks for it or has failed."""
+        number, wish = self._asked()
+        if number:
+            self._interrupt(number)
+        self._heed(wish)
+
+    def _heed(self, wish: int) -> None:
+        """End the run here if a callback asks for it, or with the exception of one, once this step has a checkpoint."""
+        if wish == FAIL:
+            if self.saved_step != self.progress.step:
+                self._save_checkpoint()
+            self.runtime.end_trackers()
+            self.callbacks.raise_error()
+        if wish == STOP and self.progress.step < self.num_steps:
+            self.num_steps = self.time_left.num_steps = self.progress.step
+            if self.callbacks.stop is not None:
+                logger.info("The run ends at step %d. %s", self.num_steps, self.callbacks.stop.reason)
+
+    def _interrupt(self, number: int) -> None:
+        """Save a checkpoint unless this step has one, and leave."""
         if self.saved_step != self.progress.step:
             self._save_checkpoint()
         if self.progress.step == self.num_steps:
@@ -453,12 +485,19 @@ class TrainingRun:
         setting = shlex.quote(f"training.resume_from_checkpoint={self.checkpoint}")
         return f"at step {self.progress.step}. Saved before: {self.checkpoint}; resume with {setting}."
 
-    def _signal_number(self) -> int:
-        """Return the number of the signal that any process has received; 0 if none has."""
-        return self.runtime.max_over_processes(self.interruption.signal_number)
+    def _asked(self) -> tuple[int, int]:
+        """Return the number of the signal that any process has received, 0 if none has, and the callbacks' wish."""
+        here = self.interruption.signal_number * (FAIL + 1) + self.callbacks.wish
+        return divmod(self.runtime.max_over_processes(here), FAIL + 1)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
         problems = self.health.problems_at_the_end(weights_not_finite(self.session, self.runtime), evaluation)
+        evaluation = self.best.evaluation(evaluation)
+        if self.best.is_earlier and problems:
+            logger.warning(
+                "This is not true of the finished model, which is the best: %s", " ".join(problems)
+            )
+            problems = []
         self.session.close()
         in_vain = not_retried("It ran out while the finished model was saved.")
         with self.memory.during("save"), in_vain:
@@ -469,6 +508,7 @@ class TrainingRun:
                 tokens=progress.tokens,
                 loss=progress.loss,
                 evaluation=evaluation,
+                best_step=self.best.step,
                 memory=self.memory.rows(),
             )
             save_finished_model(
@@ -477,17 +517,19 @@ class TrainingRun:
                 self.tokenizer,
                 self.folder,
                 self.recipe,
+                best=self.best,
                 readme=readme,
                 upload=upload,
             )
             if not problems:
                 self._delete_old_checkpoints()  # a process killed after its last save may have left some
-                if self.runtime.is_main:
-                    log_finished_model(self.folder.model_folder, self.recipe)
+                logger.info("Saved %s.", self.folder.model_folder)
         self.budget_watch.report(file_bytes=self.session.host_memory.peak_file_bytes)
-        self.memory.log()
-        self.memory.write_measured(self.metrics, self.progress.step)
-        number = self._signal_number()
+        self.memory.write_measured(self.metrics, progress.step)
+        stop, best_step = self.callbacks.stop, self.best.step
+        stopped = stop and stop.reason
+        self.metrics.write({"step": progress.step, "best_step": best_step, "stopped": stopped})
+        number, _ = self._asked()
         self.runtime.end_trackers()
         self.health.refuse_unhealthy_end(problems, evaluation)
         if number:
@@ -498,6 +540,8 @@ class TrainingRun:
             steps=self.progress.step,
             loss=math.nan if self.progress.loss is None else self.progress.loss,
             evaluation=evaluation,
+            best_step=best_step,
+            stopped=stopped,
         )
 
 

@@ -27,6 +27,7 @@ def trained(monkeypatch: pytest.MonkeyPatch):
     """The recipes that reach the training loop, in place of training them."""
     recipes: list = []
     monkeypatch.setattr(preflight, "train", lambda recipe, folder: recipes.append(recipe))
+    monkeypatch.setattr(train_command, "_print_report", lambda result: None)  # there is no run
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     return recipes

@@ -12,7 +12,12 @@ DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = ("peft", "bitsandbytes", "trl")
 READ_ON = ("techniques_alone",)
 """Pages whose examples go on from each other: they are one program."""
-SAID = {"monitoring": "held", "techniques_alone": "lost updates", "trainers": "offload.optimizer=host"}
+SAID = {
+    "monitoring": "held",
+    "techniques_alone": "lost updates",
+    "trainers": "offload.optimizer=host",
+    "training": "21 None",
+}
 
 
 def examples():

@@ -106,6 +106,18 @@ BROKEN_AND_MENDED = {
         ["data.streaming=true", "data.eval_size=null", "data.eval_path=x", "training.max_steps=4"],
     ),
     "evaluation_needs_data": (["data.eval_size=null"], ["data.eval_size=null", "training.eval_steps=null"]),
+    "best_model_needs_evaluations": (
+        ["training.load_best_model_at_end=true", "training.eval_steps=null"],
+        ["training.load_best_model_at_end=true", "training.eval_steps=5"],
+    ),
+    "metric_of_best_model_is_used": (
+        ["training.greater_is_better=true"],
+        ["training.greater_is_better=true", "training.early_stopping_patience=3"],
+    ),
+    "threshold_needs_patience": (
+        ["training.early_stopping_threshold=0.1"],
+        ["training.early_stopping_threshold=0.1", "training.early_stopping_patience=3"],
+    ),
     "hub_settings_need_push": (
         ["training.hub_model_id=me/it"],
         ["training.hub_model_id=me/it", "training.push_to_hub=true"],

@@ -93,6 +93,18 @@ def test_it_is_the_run_that_train_makes(recipe, tmp_path):
     assert 0 <= size(result.model_folder, "model*.safetensors") - model.weight_bytes < 5_000
 
 
+@pytest.mark.slow
+def test_a_run_that_keeps_its_best_is_rehearsed_to_its_last_step(recipe):
+    """With a checkpoint at each evaluation, as if each were better than the one before."""
+    best = ("training.load_best_model_at_end=true", "training.early_stopping_patience=1")
+    every = ("training.eval_steps=4", "training.save_steps=null", "training.save_total_limit=1")
+    found = rehearse(recipe(*best, *every), "rtx-4090")
+    assert found.rehearsed_steps == found.num_steps
+    assert found.num_checkpoints == (found.num_steps - 1) // 4
+    assert found.kept_checkpoints == 2
+    assert found.model is not None
+
+
 def test_weights_that_share_their_memory_are_one_in_the_files():
     model = nn.ModuleDict(
         {name: nn.Linear(4, 8, bias=False) for name in ("embedding", "head", "first", "second")}

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.user_paths import expand_user
-
-if TYPE_CHECKING:
-    from lowmem_ft.monitoring.profiling.step_profile import StepProfile
-    from lowmem_ft.reports.run_report import RunRecord
 
 _EXAMPLES = """\
 examples:
@@ -36,10 +30,13 @@ def main(arguments: list[str]) -> int:
         UserError: if a folder does not hold a run of this package; the error names all such folders.
     """
     options = _parser().parse_args(arguments)
+
+    from lowmem_ft.reports.run_record import read_run
+
     runs, problems = [], []
     for name in options.runs:
         try:
-            runs.append(_read(expand_user(name)))
+            runs.append(read_run(expand_user(name)))
         except UserError as error:
             problems += error.problems
     raise_problems(problems)
@@ -50,76 +47,6 @@ def main(arguments: list[str]) -> int:
 
     Output().add(run_report(runs))
     return 0
-
-
-def _read(path: Path) -> RunRecord:
-    """Return the record of the run in a folder.
-
-    Raises:
-        UserError: if it is not the folder of a run, or its files are damaged.
-    """
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.reports.run_report import RunRecord
-    from lowmem_ft.training.run.replaced_run import METRICS_FILE, RECIPE_FILE
-    from lowmem_ft.training.run.run_folder import RunFolder
-
-    missing = [name for name in (RECIPE_FILE, METRICS_FILE) if not (path / name).is_file()]
-    if missing:
-        what = "is not a folder" if not path.is_dir() else f"has no {' and no '.join(missing)}"
-        raise UserError(
-            f"A report needs the folder of a run (training.output_dir), got {path}, which {what}. Name another."
-        )
-    folder = RunFolder(path, resume_from=None, overwrite=False)
-    run = RunRecord(
-        path=path,
-        recipe=load_recipe(str(path / RECIPE_FILE)),
-        metrics=folder.read_metrics(),
-        is_finished=folder.model_folder.is_dir(),
-        rehearsal=_rehearsal_in(path),
-        profile=_profile_in(path),
-    )
-    run.check()
-    return run
-
-
-def _rehearsal_in(path: Path) -> dict[str, Any] | None:
-    """Return what ``lowmem-ft rehearse`` has written for this report; None: it was not rehearsed.
-
-    Raises:
-        UserError: if this package did not write the file.
-    """
-    from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
-
-    file = path / REHEARSAL_FILE
-    if not file.is_file():
-        return None
-    try:
-        values = json.loads(file.read_text("utf-8"))
-        return {key: values[key] for key in ("peaks", "run", "recipe")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is not the result of a rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`."
-        ) from error
-
-
-def _profile_in(path: Path) -> StepProfile | None:
-    """Return what ``training.profile_steps`` has written; None: no step was profiled.
-
-    Raises:
-        UserError: if this package did not write the file.
-    """
-    from lowmem_ft.monitoring.profiling.step_profile import StepProfile
-    from lowmem_ft.training.run.replaced_run import PROFILE_FILE
-
-    file = path / PROFILE_FILE
-    if not file.is_file():
-        return None
-    try:
-        return StepProfile.from_json(json.loads(file.read_text("utf-8")))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is not the profile of a run. Delete it, or profile the run again with training.profile_steps."
-        ) from error
 
 
 def _parser() -> Parser:

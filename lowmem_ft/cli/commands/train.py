@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
-from lowmem_ft.system.launch_variables import is_launched
+from lowmem_ft.system.launch_variables import is_launched, is_main_process
 from lowmem_ft.system.signals import NOTHING_TRAINED, if_stopped
+
+if TYPE_CHECKING:
+    from lowmem_ft.training.export.train_result import TrainResult
 
 _EXAMPLES = """\
 examples:
@@ -110,7 +115,17 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.preflight.train import train
 
     take_over_library_logs()  # of what this imported
-    train(recipe, folder)
+    result = train(recipe, folder)
+    if is_main_process():
+        _print_report(result)
+
+
+def _print_report(result: TrainResult) -> None:
+    """Print the report of a finished run, as ``lowmem-ft report`` will print it again."""
+    from lowmem_ft.reports.run_record import read_run
+    from lowmem_ft.reports.run_report import run_report
+
+    Output().add(run_report([read_run(result.output_dir)]))
 
 
 def _split(arguments: list[str]) -> tuple[str | None, list[str]]:

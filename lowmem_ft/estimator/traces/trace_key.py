@@ -34,7 +34,9 @@ NOT_TRACED = frozenset(
         *("training.num_train_epochs", "training.max_steps", "training.logging_steps", "training.eval_steps"),
         *("training.eval_on_start", "training.save_steps", "training.save_total_limit", "training.report_to"),
         *("training.resume_from_checkpoint", "training.resume_with_other_kernels", "training.project"),
-        *("training.resume_with_other_data", "training.profile_steps", "training.run_name", "training.push_to_hub"),
+        *("training.resume_with_other_data", "training.profile_steps", "training.load_best_model_at_end"),
+        *("training.metric_for_best_model", "training.greater_is_better", "training.early_stopping_patience"),
+        *("training.early_stopping_threshold", "training.run_name", "training.push_to_hub"),
         *("training.hub_model_id", "training.hub_private_repo"),
         # The limits for an estimate's result, and the choices made before there is one.
         *("budget.device", "budget.host", "budget.enforce", "budget.preflight", "budget.retry"),

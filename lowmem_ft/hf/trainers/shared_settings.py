@@ -78,6 +78,7 @@ HYPERPARAMETERS = {
 
 _LOOP_ONLY = {
     "training.overwrite_output_dir": "Delete the folder, or set training.output_dir to another one.",
+    "training.early_stopping_": "Leave it out, and add transformers' EarlyStoppingCallback to the trainer.",
     "budget.retry": "Leave it out: a step of a Trainer that runs out of memory ends the run.",
     "distributed.": "Leave it out: the script's launcher sets the number of processes. DDP works in a Trainer, FSDP "
     "and DeepSpeed in `lowmem-ft train`.",
@@ -258,6 +259,12 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
     _named("training.eval_on_start"),
     _every("save"),
     _named("training.save_total_limit"),
+    _named("training.load_best_model_at_end"),
+    _named("training.metric_for_best_model"),
+    _named(
+        "training.greater_is_better",
+        lambda recipe: {"greater_is_better": recipe.training.greater_is_better or False},
+    ),
     _named("training.project"),
     _named("training.run_name"),
     _named("training.push_to_hub"),

@@ -45,7 +45,11 @@ _INSTEAD = {"data.eval_path": "data.path", "data.path": "data.sources", "data.so
 """The key whose source is used where a source is not named."""
 
 _HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
-_OF_HELD_OUT = ("training.eval_steps", "training.eval_on_start")
+_OF_HELD_OUT = (
+    *("training.eval_steps", "training.eval_on_start", "training.load_best_model_at_end"),
+    *("training.metric_for_best_model", "training.greater_is_better"),
+    *("training.early_stopping_patience", "training.early_stopping_threshold"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -78,6 +78,57 @@ def evaluation_needs_data(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@reads(
+    "training.load_best_model_at_end",
+    "training.early_stopping_patience",
+    "training.eval_steps",
+)
+def best_model_needs_evaluations(recipe: Recipe) -> Iterator[str]:
+    """With one evaluation, at the end, there is nothing to choose; that it needs held-out data is the rule above."""
+    training = recipe.training
+    asked = [
+        key.setting(key.value_in(recipe))
+        for name in ("load_best_model_at_end", "early_stopping_patience")
+        if (key := recipe_keys()[f"training.{name}"]).value_in(recipe)
+    ]
+    if asked and training.eval_steps is None:
+        yield (
+            f"{asked[0]} compares evaluations during the run, but training.eval_steps is null. Set "
+            f"training.eval_steps, such as 100, or unset {asked[0].partition('=')[0]}."
+        )
+
+
+@reads(
+    "training.load_best_model_at_end",
+    "training.early_stopping_patience",
+    "training.metric_for_best_model",
+    "training.greater_is_better",
+)
+def metric_of_best_model_is_used(recipe: Recipe) -> Iterator[str]:
+    """A metric that nothing compares is a forgotten switch."""
+    training = recipe.training
+    if training.load_best_model_at_end or training.early_stopping_patience is not None:
+        return
+    for name in ("metric_for_best_model", "greater_is_better"):
+        key = recipe_keys()[f"training.{name}"]
+        if (value := key.value_in(recipe)) is not None:
+            yield (
+                f"{key.setting(value)} needs training.load_best_model_at_end=true or training.early_stopping_patience, "
+                f"got false and null. Set one of them, or training.{name}=null."
+            )
+
+
+@reads("training.early_stopping_patience", "training.early_stopping_threshold")
+def threshold_needs_patience(recipe: Recipe) -> Iterator[str]:
+    """A threshold alone stops nothing."""
+    training = recipe.training
+    if training.early_stopping_threshold and training.early_stopping_patience is None:
+        yield (
+            f"training.early_stopping_threshold={training.early_stopping_threshold:g} needs "
+            "training.early_stopping_patience, got null. Set it, such as 3, or training.early_stopping_threshold=0."
+        )
+
+
 @reads("training.push_to_hub", "training.hub_model_id", "training.hub_private_repo")
 def hub_settings_need_push(recipe: Recipe) -> Iterator[str]:
     """A hub name without an upload is a forgotten switch."""

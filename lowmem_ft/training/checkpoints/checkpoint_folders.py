@@ -10,6 +10,7 @@ import json
 import logging
 import operator
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,19 @@ SUSPECT = ".suspect"
 _NAME = re.compile(r"checkpoint-(\d+)")
 
 
+@dataclass(frozen=True, kw_only=True)
+class BestEvaluation:
+    """The best evaluation of a run so far.
+
+    Args:
+        step: the step after which it was made.
+        metrics: its values, by their names in ``metrics.jsonl``.
+    """
+
+    step: int
+    metrics: dict[str, Any]
+
+
 @dataclass(kw_only=True)
 class Progress:
     """Progress of a run: everything that the loop counts.
@@ -46,6 +60,8 @@ class Progress:
         skipped_in_a_row: skipped steps since the last applied step.
         loss: loss of the last step.
         evaluated_step: step of the last evaluation; None before the first.
+        best: the best evaluation; None: no evaluation was compared yet.
+        evaluations_without_gain: evaluations since the last one that was better by ``early_stopping_threshold``.
         cut: the micro-batch limit in force since memory ran out.
     """
 
@@ -58,6 +74,8 @@ class Progress:
     skipped_in_a_row: int = 0
     loss: float | None = None
     evaluated_step: int | None = None
+    best: BestEvaluation | None = None
+    evaluations_without_gain: int = 0
     cut: MicroBatchLimit = field(default_factory=MicroBatchLimit)
 
 
@@ -69,7 +87,9 @@ def read_progress(folder: Path) -> Progress:
 def _progress_in(manifest: dict[str, Any]) -> Progress:
     progress = manifest["progress"]
     cut = MicroBatchLimit(**progress.get("cut", {}))  # absent in older checkpoints
-    return Progress(**dict(progress, position=DataPosition(**progress["position"]), cut=cut))
+    best = progress.get("best")
+    position = DataPosition(**progress["position"])
+    return Progress(**dict(progress, position=position, cut=cut, best=best and BestEvaluation(**best)))
 
 
 def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | None:
@@ -158,14 +178,18 @@ def refuse_end_before(checkpoint: Path | None, taken: int, num_steps: int) -> No
         )
 
 
-def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> None:
+def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int, best: int | None = None) -> None:
     """Delete checkpoints older than the newest ``keep`` (None: keep all), and the leftovers of interrupted saves.
+
+    The best checkpoint is never deleted. As in transformers it is one of those kept, unless only one is: then both the
+    newest and the best stay.
 
     Args:
         output_dir: the run folder.
         keep: how many to leave.
         step: the run's step; a checkpoint of a later step is not this run's (a damaged one that was skipped): it is
             neither counted nor deleted.
+        best: the step of the run's best checkpoint; None: it has none.
     """
     for leftover in output_dir.glob("checkpoint-*.incomplete"):
         if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
@@ -175,8 +199,13 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int) -> 
         for folder in _newest_first(output_dir)
         if _step_of(folder) <= step and is_own_checkpoint(folder)
     ]
-    for folder in own[keep:] if keep is not None else []:
-        delete_saved(folder)
+    if keep is None:
+        return
+    if any(_step_of(folder) == best for folder in own[keep:]):
+        keep = max(keep - 1, 1)
+    for folder in own[keep:]:
+        if _step_of(folder) != best:
+            delete_saved(folder)
 
 
 def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
@@ -194,6 +223,23 @@ def set_aside_checkpoints(output_dir: Path, *, since: int) -> None:
                 "%s is now called %s, and training.resume_from_checkpoint=auto ignores it.",
                 *(folder, aside.name),
             )
+
+
+def checkpoint_of_step(step: int, folders: Iterable[Path]) -> Path:
+    """Return the complete checkpoint of a step in the first of these run folders that has it.
+
+    Raises:
+        CheckpointError: if none has it.
+    """
+    places = list(dict.fromkeys(folders))
+    for folder in places:
+        if (checkpoint := folder / f"checkpoint-{step}").is_dir():
+            read_manifest(checkpoint)
+            return checkpoint
+    raise CheckpointError(
+        f"checkpoint-{step} has the best model so far, and is not in {' or '.join(map(str, places))}. Put it back, or "
+        "finish with the last model: training.load_best_model_at_end=false."
+    )
 
 
 def checkpoints_after(output_dir: Path, step: int) -> list[Path]:

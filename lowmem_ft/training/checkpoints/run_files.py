@@ -12,9 +12,11 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, by_file, cut_tensors, num_rows, shard_files
+from lowmem_ft.models.gathering import write_gathered_weights
 from lowmem_ft.models.other_parts import language_names_in
-from lowmem_ft.models.saving import save_model, save_tokenizer
+from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
+from lowmem_ft.training.checkpoints.saved_files import copy_model_files
 from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.session import Session
 
@@ -36,6 +38,27 @@ class RunFiles(Processes):
                     save_tokenizer(tokenizer, folder)
                 else:
                     save_model(session.unwrapped_model, tokenizer, folder)
+
+    def save_from_checkpoint(
+        self, session: Session, tokenizer: PreTrainedTokenizerBase, checkpoint: Path, folder: Path
+    ) -> None:
+        """Write what :meth:`save_trained` would have written at a checkpoint's step; the main process calls this alone.
+
+        Args:
+            session: the session that wrote the checkpoint; its weights are not read.
+            tokenizer: the tokenizer, which is in the checkpoint.
+            checkpoint: a complete checkpoint.
+            folder: an existing folder.
+
+        Raises:
+            CheckpointError: if the folder, read back, does not hold the checkpoint's weights.
+            OSError: if it cannot be written.
+        """
+        copy_model_files(checkpoint, folder)
+        if shard_files(checkpoint, MODEL):
+            model, saved_weight = session.unwrapped_model, weights_saved_in(checkpoint)
+            write_gathered_weights(model, folder, writes=True, values=saved_weight)
+            verify_saved_model(model, folder)
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str

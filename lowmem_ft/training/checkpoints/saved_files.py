@@ -31,6 +31,9 @@ _NAMES = re.compile(
 )
 
 
+_OF_THE_RUN = re.compile(r"shard-.+\.safetensors|optimizer-\d{5}\.safetensors|random-state-\d+\.json")
+
+
 def saved_files(folder: Path) -> list[Path]:
     """Return the files in a folder, and in those below it, that a run of lowmem_ft saved."""
     listed = _listed(folder)
@@ -77,6 +80,17 @@ def replace_saved(old: Path, successor: Path) -> None:
     if old.is_dir():
         _move(_own_files(old), old, successor)
         shutil.rmtree(old)
+
+
+def copy_model_files(checkpoint: Path, folder: Path) -> None:
+    """Copy the files of a complete checkpoint that belong to its model: all it lists except the state of the run.
+
+    Raises:
+        OSError: if a file cannot be copied.
+    """
+    for name in _listed(checkpoint):
+        if not _OF_THE_RUN.fullmatch(name):
+            shutil.copyfile(checkpoint / name, folder / name)
 
 
 def _move(files: Iterable[Path], source: Path, target: Path) -> None:

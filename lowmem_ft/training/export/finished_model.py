@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import logging
-import shlex
-from pathlib import Path
-
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
 from lowmem_ft.training.export.hub_upload import upload_model
+from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
-
-logger = logging.getLogger(__name__)
 
 
 def save_finished_model(
@@ -25,6 +20,7 @@ def save_finished_model(
     folder: RunFolder,
     recipe: Recipe,
     *,
+    best: BestModel,
     readme: str,
     upload: bool,
 ) -> None:
@@ -38,6 +34,8 @@ def save_finished_model(
         tokenizer: saved with the model.
         folder: the run's folder.
         recipe: for the upload.
+        best: the best model; if it is an earlier one, its checkpoint's files are written, and the session's weights,
+            the last ones, are not: nothing is loaded, and no memory needed.
         readme: the text of its README.md, the model card.
         upload: whether to upload the folder.
 
@@ -47,24 +45,12 @@ def save_finished_model(
     """
     target = folder.model_folder
     with folder_of_all(target, runtime) as partial, one_step_of_all(target, runtime):
-        runtime.save_trained(session, tokenizer, partial)
+        if not best.is_earlier:
+            runtime.save_trained(session, tokenizer, partial)
+        elif runtime.is_main:
+            runtime.save_from_checkpoint(session, tokenizer, best.checkpoint(), partial)
         if runtime.is_main:
             (partial / "README.md").write_text(readme, "utf-8")
     with runtime.failing_together():
         if upload and runtime.is_main:
             upload_model(target, recipe.training, default_name=folder.path.name)
-
-
-def log_finished_model(target: Path, recipe: Recipe) -> None:
-    """Log the folder of a good finished model, and what loads it."""
-    if recipe.adapter.name == "none":
-        logger.info("The model is in %s; from_pretrained loads it.", target)
-    elif recipe.model.weights == "random":
-        logger.info("The adapter is in %s; its base model had random weights, which are not kept.", target)
-    else:
-        logger.info(
-            "The adapter is in %s; peft.AutoPeftModelForCausalLM loads it with its base model, `%s` merges it into "
-            "the base model.",
-            target,
-            shlex.join(["lowmem-ft", "merge", str(target), "OUT_DIR"]),
-        )

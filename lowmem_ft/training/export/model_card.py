@@ -65,6 +65,7 @@ def model_card(
     tokens: int,
     loss: float | None,
     evaluation: EvaluationResult | None,
+    best_step: int | None = None,
     memory: Sequence[Row] = (),
 ) -> str:
     """Return a model card with the metadata that the hub looks for.
@@ -75,6 +76,7 @@ def model_card(
         tokens: tokens seen.
         loss: training loss of the last step, in nats per label token.
         evaluation: result on the held-out data, if there was any.
+        best_step: the step whose weights these are, because its evaluation was the best; None: the last one.
         memory: the run's measured memory and its estimate.
 
     Returns:
@@ -92,6 +94,8 @@ def model_card(
         **_licence(recipe),
     )
     results = {"optimizer steps": f"{steps:,}", "tokens seen": f"{tokens:,}"}
+    if best_step is not None:
+        results["step of these weights, the best evaluated"] = f"{best_step:,}"
     if loss is not None:
         results["training loss of the last step"] = f"{loss:.4f}"
     if evaluation is not None:

@@ -176,7 +176,7 @@ class BudgetWatch:
         self._is_first = False
 
     def report(self, *, file_bytes: int = 0) -> None:
-        """Log the measured peaks with the budgets; on a CPU, device memory is host memory.
+        """Log the measured peaks with the budgets that there are; on a CPU, device memory is host memory.
 
         Args:
             file_bytes: peak bytes in files of ``offload.folder``: they count for no budget, as the system reclaims
@@ -193,8 +193,8 @@ class BudgetWatch:
         for name, limit_bytes, words, peak_bytes in peaks:
             peak = format_bytes(peak_bytes)
             if limit_bytes is None:
-                logger.info("Peak %s memory: %s.", name, peak)
-            elif peak_bytes > limit_bytes:
+                continue  # the report of the run has it
+            if peak_bytes > limit_bytes:
                 logger.warning("Peak %s memory: %s, above %s.", name, peak, words)
             else:
                 logger.info("Peak %s memory: %s, within %s.", name, peak, words)

@@ -1,8 +1,8 @@
-"""A run's measured memory compared with its estimate, in its log, its metrics and its model card."""
+"""A run's measured memory and seconds, and its estimate, for its metrics, its model card and its report."""
 
 from __future__ import annotations
 
-import logging
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lowmem_ft.foundation.devices import name_of
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
@@ -19,8 +20,6 @@ from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.run.run_metrics import RunMetrics
-
-logger = logging.getLogger(__name__)
 
 
 class RunMemory:
@@ -35,6 +34,7 @@ class RunMemory:
             keep_tensors_out_of_the_heap()  # as the estimate assumes
             keep_few_kernels()
         self._device = device
+        self._began, self._earlier_seconds = time.monotonic(), 0.0
         self._peaks = PhasePeaks(device)
         self._by_category: dict[str, int] = {}
         self._step_seconds: list[float] = []
@@ -43,7 +43,9 @@ class RunMemory:
         self._earlier: tuple[Peaks | None, Peaks] | None = None
 
     def continue_from(self, records: Iterable[Mapping[str, Any]]) -> None:
-        """Take earlier peaks from the same run's metrics, in case it has no step left."""
+        """Take from the same run's metrics the seconds up to its checkpoint, and earlier peaks if no step is left."""
+        records = list(records)
+        self._earlier_seconds = max((record.get("seconds", 0.0) for record in records), default=0.0)
         estimated, measured = peaks_in(records)
         if measured is not None:
             self._earlier = estimated, measured
@@ -87,18 +89,21 @@ class RunMemory:
             metrics.write({"step": step, "estimated": estimated.to_json()})
 
     def write_measured(self, metrics: RunMetrics, step: int) -> None:
-        """Write the measurement to the metrics, unless this process had no step left to take."""
-        if self._of_earlier() is None:
-            metrics.write({"step": step, "measured": self.measured().to_json()})
+        """Write the measurement to the metrics, unless this process had no step left to take.
 
-    def log(self) -> None:
-        """Log estimate and measurement, a line per quantity, if there is an estimate."""
-        if self.estimate is None or self._of_earlier() is not None:
-            return
-        logger.info("Estimated and measured memory:")
-        for row in self.rows():
-            if row.measured is not None:
-                logger.info("  %s", row)
+        Next to it are the seconds of the run, from loading on, with those of the processes before it up to the
+        checkpoints that it was resumed from, and the devices that took them.
+        """
+        if self._of_earlier() is None:
+            metrics.write(
+                {
+                    "step": step,
+                    "measured": self.measured().to_json(),
+                    "seconds": self._earlier_seconds + time.monotonic() - self._began,
+                    "device": name_of(self._device),
+                    "num_processes": metrics.runtime.num_processes,
+                }
+            )
 
     def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
         return None if self._has_stepped else self._earlier

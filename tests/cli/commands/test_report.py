@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from lowmem_ft.cli import main
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.cli import COMMANDS, main
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.reports.next_steps import next_steps
+from lowmem_ft.reports.run_record import RunRecord
 
 PEAKS = {
     "peak_bytes": 10 * 2**30,
@@ -60,6 +68,89 @@ def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, mo
     assert "-10.0%" in shown
     assert "1.2500" in lines["held-out loss"]
     assert "1" in lines["steps skipped"]
+
+
+ENDED = (
+    {"step": 0, "eval_loss": 3.25},
+    {"step": 1, **STEP},
+    {"step": 1, "eval_loss": 1.0},
+    {"step": 2, **STEP},
+    {"step": 2, "eval_loss": 2.0},
+    {
+        "step": 2,
+        "measured": PEAKS,
+        "seconds": 5400.0,
+        "device": "NVIDIA H100 80GB HBM3",
+        "num_processes": 2,
+    },
+    {"step": 2, "best_step": 1, "stopped": "Enough."},
+)
+
+
+def test_a_single_run_ends_with_how_it_went_and_what_to_type_next(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    folder = run("it", *ENDED)
+    assert main(["report", folder]) == 0
+    shown = capsys.readouterr().out
+    lines = {line.split("  ")[0]: line.split("  ")[-1].strip() for line in shown.splitlines()}
+    assert lines["held-out loss at step 0"] == "3.2500"
+    assert lines["held-out loss"] == "1.0000"  # the model's, not the last
+    assert lines["best step, that of the model"] == "1"
+    assert lines["time of the run"] == "90 min"
+    price = load_gpus()["h100-80gb"].cheapest_price
+    assert price is not None
+    assert lines["cost"] == f"${3 * price.usd_per_hour:.2f}"
+    assert f"({price.provider}, {price.date})" in " ".join(shown.split())
+    assert "it ended before its last step. Enough." in shown
+    assert f"The model is in {folder}/model; from_pretrained" in " ".join(shown.split())
+    assert main(["report", folder, run("other", *ENDED)]) == 0
+    assert "from_pretrained" not in capsys.readouterr().out
+
+
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main(sys.argv[1:]))"
+
+
+def test_a_run_ends_with_its_report(forks, tmp_path, capsys):
+    settings = ("training.use_cpu=true", "budget.preflight=false", "training.max_steps=2")
+    done = forks.run(TRAIN, "recipe=tiny", *settings, f"training.output_dir={tmp_path / 'run'}")
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout
+    assert main(["report", str(tmp_path / "run")]) == 0
+    assert capsys.readouterr().out == done.stdout
+
+
+def test_a_device_without_a_price_costs_nothing_known(run, capsys):
+    assert main(["report", run("it", {**ENDED[-2], "device": "cpu"})]) == 0
+    assert "cost" not in capsys.readouterr().out
+
+
+def typed(document):
+    """What a document shows, as one line."""
+    console = Console(width=200, file=io.StringIO())
+    console.print(document)
+    return " ".join(console.file.getvalue().replace("\\\n", "").split())
+
+
+@pytest.mark.parametrize(
+    "settings,typed_next",
+    [
+        ((), ["lowmem-ft report", "hf upload it"]),
+        (("training.push_to_hub=true",), ["lowmem-ft report"]),
+        (("adapter.name=lora",), ["lowmem-ft merge", "lowmem-ft report", "hf upload it"]),
+        (("adapter.name=lora", "model.weights=random"), ["lowmem-ft report"]),
+    ],
+)
+def test_commands_are_those_that_the_model_can_be_given_to(tmp_path, settings, typed_next):
+    recipe = load_recipe("tiny", ["model.weights=pretrained", *settings])
+    record = RunRecord(path=tmp_path / "it", recipe=recipe, metrics=(), is_finished=True)
+    document = next_steps(record)
+    assert document is not None
+    words = typed(document)
+    commands = ("lowmem-ft merge", "lowmem-ft report", "hf upload it")
+    assert [command for command in commands if command in words] == typed_next
+    subcommands = re.findall(r"lowmem-ft (\w+)", words)
+    assert set(subcommands) <= set(COMMANDS)
+    assert next_steps(dataclasses.replace(record, is_finished=False)) is None
 
 
 def test_a_run_without_an_estimate_says_why(run, capsys):

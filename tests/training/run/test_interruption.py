@@ -15,6 +15,7 @@ from lowmem_ft.system import signals
 from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.callbacks.callbacks import FAIL
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.run import health, start
 
@@ -124,7 +125,7 @@ def test_a_signal_at_the_end_hides_no_ruined_model(tiny, tmp_path, monkeypatch):
 def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
     ended = []
     monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
-    largest = iter([0, 0, 15])  # asked once a step
+    largest = iter([0, 0, 0, 15 * (FAIL + 1)])  # asked before the first step, and once a step
     monkeypatch.setattr(
         AccelerateRuntime,
         "max_over_processes",

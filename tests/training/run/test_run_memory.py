@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.training import loop
+from lowmem_ft.training.callbacks.callbacks import CONTINUE
 from lowmem_ft.training.loop import train
 
 SETTINGS = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1")
@@ -48,10 +48,9 @@ def records(folder, key):
 
 
 @pytest.mark.parametrize("rung", RUNGS, ids=lambda rung: " ".join(rung) or "tiny")
-def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
+def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung):
     recipe = tiny(*SETTINGS, *rung)
-    with caplog.at_level(logging.INFO):
-        train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
+    train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
     ((first, estimated),) = records(tmp_path / "run", "estimated")
     measured = records(tmp_path / "run", "measured")
     assert first == 0
@@ -64,7 +63,6 @@ def test_what_stays_is_as_estimated_to_the_byte(tiny, tmp_path, rung, caplog):
         "peak of the process"
     ].measured  # of all tests in this process, which is no figure to hold it to
     card = (tmp_path / "run" / "model" / "README.md").read_text()
-    assert str(rows["peak of the process"]) in caplog.text
     assert "| peak of the process | " in card
     assert "estimated before the run: " in card
     assert "while loading" not in card
@@ -78,7 +76,7 @@ def test_a_run_without_an_estimate_says_what_it_took(tiny, tmp_path):
 
 def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
     recipe = tiny(*SETTINGS)
-    monkeypatch.setattr(loop.TrainingRun, "_signal_number", lambda self: 15)
+    monkeypatch.setattr(loop.TrainingRun, "_asked", lambda self: (15, CONTINUE))
     with pytest.raises(Interrupted):
         train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
     assert len(records(tmp_path / "run", "estimated")) == 1
@@ -87,7 +85,9 @@ def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
 
 def test_a_run_that_is_stopped_after_its_last_step_has_measured_it_once(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        loop.TrainingRun, "_signal_number", lambda self: 15 * (self.progress.step == self.num_steps)
+        loop.TrainingRun,
+        "_asked",
+        lambda self: (15 * (self.progress.step == self.num_steps), CONTINUE),
     )
     with pytest.raises(Interrupted):
         train(tiny(*SETTINGS))
@@ -109,6 +109,8 @@ def test_a_run_that_takes_more_steps_has_measured_them(tiny, tmp_path):
     train(tiny(*SETTINGS))
     train(tiny(*SETTINGS, "training.max_steps=3", "training.resume_from_checkpoint=auto"))
     assert [step for step, _ in records(tmp_path / "run", "measured")] == [1, 2, 3]
+    seconds = [value for _, value in records(tmp_path / "run", "seconds")]
+    assert seconds == sorted(seconds), "those of the first process are part of the run's"
 
 
 def test_no_phase_is_above_the_peak(monkeypatch):

@@ -1,0 +1,122 @@
+"""The callbacks of a run: objects with any of ``on_step``, ``on_evaluate`` and ``on_save``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.training.callbacks.early_stopping import EarlyStopping
+from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.distributed.processes import Processes
+
+Event = StepEvent | EvaluationEvent | SaveEvent
+
+CONTINUE, STOP, FAIL = 0, 1, 2
+
+_METHODS = {StepEvent: "on_step", EvaluationEvent: "on_evaluate", SaveEvent: "on_save"}
+
+
+class Callbacks:
+    """All callbacks of a run, called in the main process alone, one after the other.
+
+    The first that returns a :class:`Stop`, or raises an exception, decides how the run ends. The loop tells the other
+    processes of the :attr:`wish`, and ends the run at the end of its step. After an exception no callback is called any
+    more.
+
+    Args:
+        callbacks: the objects.
+        processes: of the run.
+    """
+
+    def __init__(self, callbacks: Iterable[object], processes: Processes) -> None:
+        self._callbacks, self._processes = tuple(callbacks), processes
+        self.stop: Stop | None = None
+        self._error: Exception | None = None
+
+    def tell(self, event: Event) -> None:
+        """Call the method of an event's type, of each object that has it."""
+        if not self._processes.is_main:
+            return
+        name = _METHODS[type(event)]
+        for callback in self._callbacks:
+            method = getattr(callback, name, None)
+            if method is None or self._error is not None:
+                continue
+            try:
+                self.ask(_checked(method(event), callback, name))
+            except Exception as error:
+                self._error = error
+
+    def ask(self, stop: Stop | None) -> None:
+        """Note a wish to stop, unless there is one already."""
+        self.stop = self.stop or stop
+
+    @property
+    def wish(self) -> int:
+        """The wish of this process's callbacks: :data:`CONTINUE`, :data:`STOP`, or after an exception :data:`FAIL`."""
+        return FAIL if self._error is not None else CONTINUE if self.stop is None else STOP
+
+    def raise_error(self) -> None:
+        """Raise the exception of a callback, with its own traceback; the processes without one wait until it ends them.
+
+        Every process calls this.
+        """
+        if self._error is not None:
+            raise self._error
+        self._processes.wait_for_everyone()
+
+
+def callbacks_of_run(
+    callbacks: Iterable[object], patience: int | None, progress: Progress, processes: Processes
+) -> Callbacks:
+    """Return a caller's callbacks, and early stopping after them if a recipe asks for it.
+
+    Args:
+        callbacks: the caller's.
+        patience: ``training.early_stopping_patience``; None: no early stopping.
+        progress: of the run, which may resume where it was to stop.
+        processes: of the run.
+    """
+    if patience is None:
+        return Callbacks(callbacks, processes)
+    early_stopping = EarlyStopping(patience)
+    all_of_run = Callbacks((*callbacks, early_stopping), processes)
+    all_of_run.ask(early_stopping.verdict(progress.evaluations_without_gain))
+    return all_of_run
+
+
+def _checked(answer: object, callback: object, name: str) -> Stop | None:
+    """Return a callback's answer.
+
+    Raises:
+        UserError: if it is neither None nor a :class:`Stop`.
+    """
+    if answer is None or isinstance(answer, Stop):
+        return answer
+    raise UserError(
+        f"{type(callback).__name__}.{name} must return None or lowmem_ft.Stop(...), which ends the run; got {answer!r}."
+    )
+
+
+def check_callbacks(callbacks: Iterable[object]) -> None:
+    """Check, before anything is loaded, that each object has a method that will be called.
+
+    Raises:
+        UserError: if one has none of them, or has another whose name begins with ``on_``, which nothing would call.
+    """
+    raise_problems(problem for callback in callbacks if (problem := _problem(callback)))
+
+
+def _problem(callback: object) -> str:
+    methods = ", ".join(_METHODS.values())
+    found = sorted(name for name in dir(callback) if name.startswith("on_"))
+    name = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+    if isinstance(callback, type):
+        return f"A callback must be an object, got the class {name}. Pass {name}()."
+    if unknown := [name for name in found if name not in _METHODS.values()]:
+        return (
+            f"A callback has any of the methods {methods}; {name} has {', '.join(unknown[:3])}, which no run calls. "
+            "Rename or remove that, or wrap a transformers callback in an object of your own."
+        )
+    return "" if found else f"A callback must have one of the methods {methods}; {name} has none of them."
