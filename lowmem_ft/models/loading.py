@@ -32,7 +32,7 @@ from lowmem_ft.foundation.hub_connection import hub_is_reachable
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import expand_user
-from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
+from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete, refuse_odd_routing
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
@@ -149,6 +149,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
     refuse_other_formats(config.name_or_path or "", written.get("quantization_config"))
     if written:
         refuse_incomplete(path, written, hf_config)
+    refuse_odd_routing(config.name_or_path or "", language_config(hf_config))
     return hf_config
 
 
