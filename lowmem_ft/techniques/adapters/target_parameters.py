@@ -66,5 +66,5 @@ def _is_read_elsewhere(model: nn.Module, name: str) -> bool:
     """Return whether the module around a parameter's own reads it, as DBRX's experts do."""
     holder, _, parameter = name.rpartition(".")
     around, _, child = holder.rpartition(".")
-    pattern = rf"self\.{child}\.{parameter}\b(?!\.)"
+    pattern = rf"self\.{child}\.{parameter}\b"
     return bool(child) and re.search(pattern, source_of(type(model.get_submodule(around)))) is not None
