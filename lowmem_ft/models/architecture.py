@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 from lowmem_ft.catalog.architectures import find_architecture
-from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.upstream.layer_configs import layer_configs
 
 logger = logging.getLogger(__name__)
+
+_ROUTER_LOSS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Fields of configs for the weight of the routers' load-balancing loss: Mixtral's and most others', JetMoE's."""
+
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_top_k", "moe_topk", "moe_k", "top_k_experts")
+"""Fields of configs for the experts of a layer, and those of them that a token passes."""
 
 SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
@@ -73,3 +81,46 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
             f"A config.json must give {', '.join(SIZES)}; that of {name} lacks {', '.join(missing)}. Add the fields, "
             "or take the config.json of the model's original repository."
         )
+
+
+def refuse_odd_routing(name: str, hf_config: PretrainedConfig) -> None:
+    """Reject a mixture's config by which no token can choose its experts, or whose routers' loss is no loss.
+
+    Args:
+        name: the folder or hub id that it was read from.
+        hf_config: the model's config.
+
+    Raises:
+        ModelError: names the fields.
+    """
+    raise_problems(_routing_problems(name, hf_config.get_text_config()), ModelError)
+
+
+def _routing_problems(name: str, text: PretrainedConfig) -> Iterator[str]:
+    way_out = "Correct the field, or take the config.json of the model's original repository."
+    for part in (text, getattr(text, "ffn_config", None)):  # DBRX's are a part of their own
+        names = getattr(part, "attribute_map", {})
+        (experts, number), (per_token, chosen) = (
+            next(
+                (
+                    (names.get(field, field), value)
+                    for field in fields
+                    if type(value := getattr(part, field, None)) is int
+                ),
+                ("", None),
+            )
+            for fields in (_EXPERTS, _CHOSEN)
+        )
+        # With one expert, or none, some families have plain layers.
+        if number is not None and chosen is not None and number > 1 and not 1 <= chosen <= number:
+            yield (
+                f"A token must pass between 1 and all of a layer's experts, {experts}={number}, but the config.json of "
+                f"{name} has {per_token}={chosen}. {way_out}"
+            )
+    for field in _ROUTER_LOSS:
+        weight = getattr(text, field, None)
+        if isinstance(weight, (int, float)) and not (math.isfinite(weight) and weight >= 0):
+            yield (
+                f"The weight of a load-balancing loss must be finite and at least 0, but the config.json of {name} has "
+                f"{field}={weight}. {way_out}"
+            )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from lowmem_ft.foundation.errors import MissingPackageError, ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import expand_user
-from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete
+from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete, refuse_odd_routing
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
@@ -40,6 +41,7 @@ from lowmem_ft.models.files.stored_quantization import (
     refuse_other_formats,
     refuse_other_types,
 )
+from lowmem_ft.models.load_report import report_held
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -138,6 +140,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
     refuse_other_formats(config.name_or_path or "", written.get("quantization_config"))
     if written:
         refuse_incomplete(path, written, hf_config)
+    refuse_odd_routing(config.name_or_path or "", language_config(hf_config))
     return hf_config
 
 
@@ -187,15 +190,17 @@ def load_model(
         options["quantization_config"] = bits
     elif config.quantization == "dequantize":
         options["quantization_config"] = unpacking_config(hf_config)
-    try:
-        read = _from_gguf if "gguf_file" in source else _from_safetensors
-        with experts_packed() if bits is not None else stored_weights_trainable():
-            model, report = read(source.pop("path"), source, options)
-    except torch.OutOfMemoryError:
-        raise  # not the checkpoint's fault
-    except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *DAMAGED_GGUF) as error:
-        raise _explained(config, error) from error
-    _refuse_missing_weights(config, hf_config, report)
+    with report_held() as held:
+        try:
+            read = _from_gguf if "gguf_file" in source else _from_safetensors
+            with experts_packed() if bits is not None else stored_weights_trainable():
+                model, report = read(source.pop("path"), source, options)
+        except torch.OutOfMemoryError:
+            raise  # not the checkpoint's fault
+        except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *DAMAGED_GGUF) as error:
+            raise _explained(config, error, held.unconverted) from error
+        _refuse_missing_weights(config, hf_config, report)
+    held.log()
     if bits is not None:
         keep_one_layout(model)
         check_quantization(model, config)
@@ -370,8 +375,16 @@ def _weight_name(key: str | tuple[str, torch.Size, torch.Size]) -> str:
     return key if isinstance(key, str) else f"{key[0]} {list(key[1])} instead of {list(key[2])}"
 
 
-def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPackageError:
-    """Return an error that tells users the way out of whatever transformers or the hub raised."""
+def _explained(
+    config: ModelConfig, error: Exception, unconverted: Sequence[str] = ()
+) -> ModelError | MissingPackageError:
+    """Return an error that tells users the way out of whatever transformers or the hub raised.
+
+    Args:
+        config: the recipe's model group.
+        error: what was raised.
+        unconverted: weights that transformers could not make from those in the files.
+    """
     name = hub_id_of(config.name_or_path or "")
     causes = _cause_names(error)
     if isinstance(error, ImportError) and "gguf" in str(error).lower():
@@ -414,7 +427,8 @@ def _explained(config: ModelConfig, error: Exception) -> ModelError | MissingPac
     if "automatic conversion of the weights" in str(error):
         return ModelError(
             f"The files of {name} must hold all experts of each layer, with their scales if they have any, in the "
-            "shapes that its config.json gives; the report above names the layers that could not be put together. "
+            f"shapes that its config.json gives; {some_of(list(unconverted)) or 'one tensor'} could not be put "
+            "together from them. "
             "Download the model again."
         )
     if "SafetensorError" in causes:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -10,10 +12,16 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import with_index
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.training.loss_scaling import unscale
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_TWO_TYPES = re.compile(
+    r"(index_\w+|put)_\(\): self |Index put requires the source and destination dtypes match"
+)
+"""Torch's words about a write by index, which autocast does not cast."""
 
 
 class MixedPrecision:
@@ -89,3 +97,26 @@ class MixedPrecision:
         """Restore the state of the ``GradScaler``, if there is one."""
         if self.scaler is not None:
             self.scaler.load_state_dict(state)
+
+
+@contextlib.contextmanager
+def one_type_needed(model_class: str, mixed_precision: str) -> Iterator[None]:
+    """Explain the error of a forward that writes the results of autocast into a tensor of another type.
+
+    Args:
+        model_class: the model's class.
+        mixed_precision: that of the run.
+
+    Raises:
+        ModelError: in place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if mixed_precision == "no" or _TWO_TYPES.match(str(error)) is None:
+            raise
+        raise ModelError(
+            f"training.mixed_precision={mixed_precision} needs a model whose forward casts what it writes by index; "
+            f"that of {model_class} does not: {error}. Set training.mixed_precision=no, and model.dtype=bfloat16 for "
+            "products in 16 bits."
+        ) from error

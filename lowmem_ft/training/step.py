@@ -21,6 +21,7 @@ from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
 from lowmem_ft.data.batches.splitting import pieces
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
+from lowmem_ft.training.mixed_precision import one_type_needed
 from lowmem_ft.training.session import Session
 
 
@@ -162,6 +163,7 @@ def _forward(
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
     lengths = batch.lengths if isinstance(batch, Batch) else None
     with (
+        one_type_needed(type(session.unwrapped_model).__name__, session.runtime.mixed_precision),
         session.runtime.autocast(),
         borders_arrive(further_inputs),
         padding_left_out(session.unwrapped_model, lengths, batch.input_ids_BT.shape),

@@ -23,6 +23,7 @@ from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.device.placement import place_module
+from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution
 from lowmem_ft.virtual_gpu.recording.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
@@ -70,7 +71,7 @@ class TracingMachine:
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
         self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
-        results = FakeResults(self._fake_mode, device.type, check)
+        results = FakeResults(self._fake_mode, device.type, check or check_index_writes)
         questions = Questions(self.say)
         self.recorder = Recorder(
             device.type, self.attribution, questions, results=results, fake_mode=self._fake_mode, **rules

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces.tracing import trace_recipe
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.memory.analysis import peak_by_phase
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.estimate_table import estimate_table
@@ -103,6 +104,17 @@ def test_a_real_step_takes_what_was_estimated_for_its_routing(
     estimated = peaks_of_trace(recipe, routing)
     route_for_real(monkeypatch, functools.partial(picked, routing=routing))
     assert run_for_real(recipe).allocated == pytest.approx(estimated, rel=ALLOWED_ERROR)
+
+
+@pytest.mark.parametrize(
+    "find", [run_for_real, functools.partial(estimate_memory, gpu="cpu")], ids=["run", "estimate"]
+)
+def test_dbrx_writes_no_results_of_autocast(find, recipe_of):
+    recipe = recipe_of("dbrx", "training.mixed_precision=bf16")
+    with pytest.raises(
+        ModelError, match=r"mixed_precision=bf16 .* DbrxForCausalLM does not: index_add_.*precision=no"
+    ):
+        find(recipe)
 
 
 def at_random(scores, k, dim, *, exponent):

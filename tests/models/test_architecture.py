@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 
 import pytest
 
@@ -140,3 +141,40 @@ def test_a_config_without_a_model_type_says_so(tmp_path):
 def test_a_field_of_the_wrong_kind_is_named(tmp_path, wrong, named):
     with pytest.raises(ModelError, match=rf"is invalid: .*{named}.*Correct the field"):
         read(tmp_path, TINY | wrong)
+
+
+MIXTRAL = {**TINY, "model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+DBRX = {"model_type": "dbrx", "d_model": 64, "n_heads": 4, "n_layers": 2, "vocab_size": 100}
+
+
+@pytest.mark.parametrize(
+    "fields, said",
+    [
+        ({**MIXTRAL, "num_experts_per_tok": 5}, r"num_local_experts=4, but .* has num_experts_per_tok=5\."),
+        ({**MIXTRAL, "num_experts_per_tok": 0}, r"num_experts_per_tok=0\."),
+        (
+            {**DBRX, "ffn_config": {"moe_num_experts": 4, "moe_top_k": 8}},
+            r"moe_num_experts=4, .* moe_top_k=8",
+        ),
+        (
+            {**MIXTRAL, "router_aux_loss_coef": math.nan},
+            r"finite and at least 0, .* router_aux_loss_coef=nan",
+        ),
+        ({**MIXTRAL, "router_aux_loss_coef": -0.1}, r"router_aux_loss_coef=-0\.1.*Correct the field"),
+    ],
+    ids=["more than all", "none", "DBRX", "NaN", "negative"],
+)
+def test_routing_that_cannot_be_is_refused_by_its_fields(tmp_path, fields, said):
+    with pytest.raises(ModelError, match=said):
+        read(tmp_path, fields)
+
+
+def test_every_problem_of_a_routing_is_told_and_plain_layers_are_none(tmp_path):
+    with pytest.raises(ModelError) as error:
+        read(tmp_path, {**MIXTRAL, "num_experts_per_tok": 9, "router_aux_loss_coef": -1.0})
+    assert len(error.value.problems) == 2
+    assert (
+        read(tmp_path, {**MIXTRAL, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.0}).num_experts_per_tok
+        == 4
+    )
+    assert read(tmp_path, {**TINY, "model_type": "jamba", "num_experts": 1}).num_experts_per_tok == 2

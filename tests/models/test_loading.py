@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, T5Config
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILY_SIZES, model_of
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, MixtralConfig, T5Config
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
@@ -73,13 +76,38 @@ def test_positions_are_read_whatever_the_architecture_calls_them(folder):
 
 
 def test_weights_that_are_missing_are_named_and_not_made_up(folder):
-    from safetensors.torch import load_file, save_file
-
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ModelError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
         load(ModelConfig(name_or_path=str(folder)))
+
+
+def test_what_the_files_lack_is_told_once(tmp_path):
+    """transformers' own report of it is not, while one of weights that a model does not take is logged."""
+    logged = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    transformers_logger = logging.getLogger("transformers.modeling_utils")
+    transformers_logger.addHandler(handler)
+    try:
+        model_of(MixtralConfig(**FAMILY_SIZES, num_local_experts=4)).save_pretrained(tmp_path)
+        weights = load_file(tmp_path / "model.safetensors")
+        save_file(weights | {"not_ours": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+        load(ModelConfig(name_or_path=str(tmp_path)))
+        assert ["not_ours" in line for line in logged] == [True]
+        for missing, said in (
+            (["w3"], r"model\.layers\.0\.mlp\.experts\.gate_up_proj could not be put together"),
+            (["w1", "w2", "w3"], r"experts\.down_proj \[3, .*\] instead of \[4, "),
+        ):
+            names = {f"model.layers.0.block_sparse_moe.experts.3.{name}.weight" for name in missing}
+            left = {name: weight for name, weight in weights.items() if name not in names}
+            save_file(left, tmp_path / "model.safetensors", {"format": "pt"})
+            with pytest.raises(ModelError, match=said):
+                load(ModelConfig(name_or_path=str(tmp_path)))
+        assert len(logged) == 1
+    finally:
+        transformers_logger.removeHandler(handler)
 
 
 def test_weights_of_another_shape_are_named(folder):

@@ -7,6 +7,9 @@ under a running training. Reading each tensor with ``pread`` avoids both.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,23 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE
 from lowmem_ft.models.files.shard_files import MODEL, cut_tensors, shard_files
 from lowmem_ft.tensors.finiteness import is_finite
+
+_ROWS: ContextVar[tuple[slice, int] | None] = ContextVar("rows", default=None)
+
+
+@contextlib.contextmanager
+def rows_of_weights(rows: slice, number: int) -> Iterator[None]:
+    """Let ``[...]`` on a :class:`LazyWeight` read some of its rows alone within a block.
+
+    Args:
+        rows: which.
+        number: the rows that each weight must have in all.
+    """
+    token = _ROWS.set((rows, number))
+    try:
+        yield
+    finally:
+        _ROWS.reset(token)
 
 
 class LazyWeight:
@@ -41,8 +61,15 @@ class LazyWeight:
         """Read it, and check it while it is in the CPU's cache.
 
         Raises:
-            ModelError: if it holds NaN or infinity.
+            ModelError: if it holds NaN or infinity, or another number of rows than :func:`rows_of_weights` was told.
         """
+        if index is ... and (some := _ROWS.get()) is not None:
+            index, number = some
+            if self.get_shape()[0] != number:
+                raise ModelError(
+                    f"A checkpoint must hold the experts that its config.json gives, {number} of each layer; "
+                    f"{self.name} in {self.file} has {self.get_shape()[0]}. Download the model again."
+                )
         tensor = self.values[index]
         if not is_finite(tensor):
             raise ModelError(

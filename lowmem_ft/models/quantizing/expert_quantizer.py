@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowmem_ft.models.quantizing.experts_in_parts import ReadExperts, in_parts
 from lowmem_ft.models.quantizing.packed_experts import Format, PackedExperts, fused_experts, pack
 from lowmem_ft.upstream.grouped_experts import weights_of
 
@@ -45,15 +46,17 @@ def _quantizer_class(kind: Format) -> type:
             read = {
                 name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()
             }
-            modules = self.hf_quantizer.modules_of_experts
+            own = self.hf_quantizer
             packed: dict[str, Tensor] = {
-                name: pack(modules[name], value, kind) for name, value in read.items() if name in modules
+                name: own.pack_experts(name, value.__getitem__, value.shape)
+                for name, value in read.items()
+                if name in own.modules_of_experts
             }
-            others = {name: value for name, value in read.items() if name not in modules}
+            others = {name: value for name, value in read.items() if name not in packed}
             return packed | (super().convert(others, *args, **kwargs) if others else {})
 
     class ExpertQuantizer(stock_quantizer):
-        """Packs each linear layer as bitsandbytes does, and the experts of each layer as soon as they are read."""
+        """Packs each linear layer as bitsandbytes does, and experts as they are read, some at a time."""
 
         def _process_model_before_weight_loading(
             self, model: PreTrainedModel, *args: Any, **kwargs: Any
@@ -87,6 +90,15 @@ def _quantizer_class(kind: Format) -> type:
 
         def get_quantize_ops(self) -> Pack:
             return Pack(self)
+
+        def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+            """Return conversions that put no tensor of experts together."""
+            stock = super().update_weight_conversions(weight_conversions, *args)
+            return in_parts(stock, self.modules_of_experts)
+
+        def pack_experts(self, name: str, read: ReadExperts, shape: tuple[int, ...]) -> Tensor:
+            """Return the packed tensor of a name."""
+            return pack(self.modules_of_experts[name], read, shape, kind)
 
     return ExpertQuantizer
 

@@ -7,39 +7,40 @@ from torch import Tensor, nn
 
 _LARGEST = 127
 
-_CAST_BYTES = 2**26
-"""Most bytes of experts that are cast to float16 at once, which bitsandbytes' operator takes, unless one has more."""
 
-
-@torch.no_grad()
-def pack(values: Tensor, *, is_transposed: bool) -> nn.Parameter:
-    """Return an 8-bit parameter of experts.
+class Int8Packing:
+    """An 8-bit parameter that experts are written into.
 
     Args:
-        values: shape (E, O, I), or (E, I, O) if it is transposed, in a floating type.
+        shape: shape of all weights: (E, O, I), or (E, I, O) if they are transposed.
+        like: weights of some experts, for their device.
         is_transposed: whether an expert's rows, one for each output, are its columns here.
-
-    Returns:
-        A parameter of the shape of ``values``: for each expert the values of a ``Linear8bitLt`` of its own. Its
-        attribute ``row_scales`` has the largest magnitude of each row, shape (E, O, 1) or (E, 1, O).
     """
-    import bitsandbytes  # noqa: F401  # defines the operator
 
-    packed = torch.empty_like(values, dtype=torch.int8, memory_format=torch.contiguous_format)
-    rows = packed.transpose(1, 2) if is_transposed else packed
-    scales = torch.empty(rows.shape[:2], dtype=torch.float32, device=values.device)
-    at_once = max(1, _CAST_BYTES // (2 * values[0].numel()))
-    for first in range(0, len(values), at_once):
-        some = slice(first, first + at_once)
-        exact = values[some].transpose(1, 2) if is_transposed else values[some]
-        found = torch.ops.bitsandbytes.int8_vectorwise_quant(
+    def __init__(self, shape: tuple[int, ...], like: Tensor, *, is_transposed: bool) -> None:
+        self._packed, self._is_transposed = like.new_empty(shape, dtype=torch.int8), is_transposed
+        self._rows = self._packed.transpose(1, 2) if is_transposed else self._packed
+        self._scales = like.new_empty(self._rows.shape[:2], dtype=torch.float32)
+
+    def write(self, experts: slice, values: Tensor) -> None:
+        """Pack some experts' weights, shape (number of them, O, I) or (..., I, O)."""
+        import bitsandbytes  # noqa: F401  # defines the operator
+
+        exact = values.transpose(1, 2) if self._is_transposed else values
+        codes, scales, _ = torch.ops.bitsandbytes.int8_vectorwise_quant(
             exact.to(torch.float16).reshape(-1, exact.shape[2]), 0.0
         )
-        rows[some] = found[0].view(exact.shape)
-        scales[some] = found[1].view(exact.shape[:2])
-    parameter = nn.Parameter(packed, requires_grad=False)
-    parameter.row_scales = scales.unsqueeze(1 if is_transposed else 2)  # type: ignore[attr-defined]
-    return parameter
+        self._rows[experts] = codes.view(exact.shape)
+        self._scales[experts] = scales.view(exact.shape[:2])
+
+    def parameter(self) -> nn.Parameter:
+        """Return a parameter of the shape of the weights: for each expert the values of a ``Linear8bitLt`` of its own.
+
+        Its attribute ``row_scales`` has the largest magnitude of each row, shape (E, O, 1) or (E, 1, O).
+        """
+        parameter = nn.Parameter(self._packed, requires_grad=False)
+        parameter.row_scales = self._scales.unsqueeze(1 if self._is_transposed else 2)  # type: ignore[attr-defined]
+        return parameter
 
 
 def unpack(packed: Tensor, scales: Tensor, experts: slice, dtype: torch.dtype) -> Tensor:
@@ -48,7 +49,9 @@ def unpack(packed: Tensor, scales: Tensor, experts: slice, dtype: torch.dtype) -
 
 
 class Int8Weight:
-    """The weight that :func:`pack` has made of a module's tensor; its scales become a buffer, which moves with it.
+    """The weight that :class:`Int8Packing` has made of a module's tensor.
+
+    Its scales become a buffer, which moves with it.
 
     Args:
         module: an experts module.

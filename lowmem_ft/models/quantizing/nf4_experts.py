@@ -15,41 +15,72 @@ _NESTED_BLOCK = 256
 """Scales that share a scale of their own."""
 
 
-@torch.no_grad()
-def pack(values: Tensor) -> Any:
-    """Return a 4-bit parameter of experts.
+class Nf4Packing:
+    """A 4-bit parameter that experts are written into.
 
     Args:
-        values: shape (E, O, I) or (E, I, O), in a floating type.
-
-    Returns:
-        bitsandbytes' ``Params4bit`` of E * O * I / 2 bytes. Its state has the shape and type of ``values``, and an
-        offset for each expert; each expert's scales begin a block of their own.
+        shape: shape of all weights, (E, O, I) or (E, I, O).
+        like: weights of some experts, for their type and device.
     """
-    from bitsandbytes import nn as bitsandbytes_nn
-    from bitsandbytes.functional import QuantState, quantize_4bit, quantize_blockwise
 
-    num_experts = len(values)
-    packed, state = quantize_4bit(values.contiguous(), blocksize=BLOCK, quant_type="nf4")
-    scales = state.absmax.view(num_experts, -1)
-    offset = scales.mean(1, keepdim=True)
-    missing = -scales.shape[1] % _NESTED_BLOCK
-    scales = nn.functional.pad(scales - offset, (0, missing))
-    state.absmax, nested = quantize_blockwise(scales.flatten(), blocksize=_NESTED_BLOCK)
-    whole = QuantState(
-        absmax=state.absmax,
-        shape=values.shape,
-        dtype=values.dtype,
-        blocksize=BLOCK,
-        code=state.code,
-        quant_type="nf4",
-        offset=offset,
-        state2=nested,
-    )
-    parameter_class: Any = bitsandbytes_nn.Params4bit
-    return parameter_class(
-        packed, requires_grad=False, quant_state=whole, quant_type="nf4", blocksize=BLOCK, bnb_quantized=True
-    )
+    def __init__(self, shape: tuple[int, ...], like: Tensor) -> None:
+        num_experts, num_scales = shape[0], math.prod(shape[1:]) // BLOCK
+        self.shape, self.dtype, self.num_scales = torch.Size(shape), like.dtype, num_scales
+        self._packed = like.new_empty(num_experts, math.prod(shape[1:]) // 2, dtype=torch.uint8)
+        num_nested = -(-num_scales // _NESTED_BLOCK)
+        self._scales = like.new_empty(num_experts, num_nested * _NESTED_BLOCK, dtype=torch.uint8)
+        self._nested = like.new_empty(num_experts, num_nested, dtype=torch.float32)
+        self._offsets = like.new_empty(num_experts, 1, dtype=torch.float32)
+        self._states: tuple[Any, Any] | None = None
+
+    def write(self, experts: slice, values: Tensor) -> None:
+        """Pack some experts' weights, shape (number of them, O, I) or (..., I, O)."""
+        from bitsandbytes.functional import quantize_4bit, quantize_blockwise
+
+        packed, state = quantize_4bit(values.contiguous(), blocksize=BLOCK, quant_type="nf4")
+        self._packed[experts] = packed.view(len(values), -1)
+        scales = state.absmax.view(len(values), -1)
+        # One after the other: a sum over several experts at once may be rounded otherwise, by how many there are.
+        offsets = torch.stack([of_one.mean() for of_one in scales]).unsqueeze(1)
+        padding = (0, self._scales.shape[1] - self.num_scales)
+        scales = nn.functional.pad(scales - offsets, padding)
+        codes, nested = quantize_blockwise(scales.flatten(), blocksize=_NESTED_BLOCK)
+        self._scales[experts] = codes.view(len(values), -1)
+        self._nested[experts] = nested.absmax.view(len(values), -1)
+        self._offsets[experts] = offsets
+        self._states = state, nested
+
+    def parameter(self) -> Any:
+        """Return bitsandbytes' ``Params4bit`` of E * O * I / 2 bytes, once all experts are written.
+
+        Its state has the shape and type of the weights, and an offset for each expert; each expert's scales begin a
+        block of their own.
+        """
+        from bitsandbytes import nn as bitsandbytes_nn
+        from bitsandbytes.functional import QuantState
+
+        assert self._states is not None
+        state, nested = self._states
+        nested.absmax = self._nested.flatten()
+        whole = QuantState(
+            absmax=self._scales.flatten(),
+            shape=self.shape,
+            dtype=self.dtype,
+            blocksize=BLOCK,
+            code=state.code,
+            quant_type="nf4",
+            offset=self._offsets,
+            state2=nested,
+        )
+        parameter_class: Any = bitsandbytes_nn.Params4bit
+        return parameter_class(
+            self._packed.view(-1, 1),
+            requires_grad=False,
+            quant_state=whole,
+            quant_type="nf4",
+            blocksize=BLOCK,
+            bnb_quantized=True,
+        )
 
 
 def unpack(packed: Tensor, state: Any, experts: slice, dtype: torch.dtype) -> Tensor:
@@ -84,7 +115,7 @@ def unpack(packed: Tensor, state: Any, experts: slice, dtype: torch.dtype) -> Te
 
 
 class Nf4Weight:
-    """The weight that :func:`pack` has made of a module's tensor.
+    """The weight that :class:`Nf4Packing` has made of a module's tensor.
 
     Args:
         module: an experts module.

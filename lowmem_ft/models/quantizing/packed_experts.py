@@ -13,7 +13,7 @@ Axes: S rows of all experts together, E experts, I inputs, O outputs of a produc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
 import torch
@@ -29,6 +29,9 @@ Format = Literal["nf4", "int8"]
 _UNPACKED_BYTES = 2**28
 """Most bytes of experts that are unpacked at once, unless a single one has more."""
 
+_PACKED_AT_ONCE = 2**25
+"""Most bytes of experts in 16 bits that are read and packed at once, unless a single one has more."""
+
 
 def fused_experts(model: nn.Module, kind: Format | None = None) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose experts are tensors of three axes, by their names; of a format, if it can pack them."""
@@ -43,11 +46,31 @@ def _can_be_packed(weight: nn.Parameter, kind: Format | None) -> bool:
     return weight.dim() == 3 and weight.is_floating_point() and fills_blocks
 
 
-def pack(module: Any, values: Tensor, kind: Format) -> nn.Parameter:
-    """Return a packed parameter for a weight of an experts module, shape (E, O, I) or (E, I, O)."""
-    if kind == "nf4":
-        return nf4_experts.pack(values)
-    return int8_experts.pack(values, is_transposed=module.is_transposed)
+@torch.no_grad()
+def pack(module: Any, read: Callable[[slice], Tensor], shape: tuple[int, ...], kind: Format) -> nn.Parameter:
+    """Return a packed parameter for a weight of an experts module.
+
+    Args:
+        module: the experts module.
+        read: returns the weights of some experts; it is called for up to 32 MiB of them at a time, or for one.
+        shape: shape of the weight, (E, O, I) or (E, I, O).
+        kind: the format.
+    """
+    packing = None
+    at_once = max(1, _PACKED_AT_ONCE // (2 * math.prod(shape[1:])))
+    for first in range(0, shape[0], at_once):
+        some = slice(first, min(first + at_once, shape[0]))
+        values = read(some)
+        if packing is None:
+            packing = (
+                nf4_experts.Nf4Packing(shape, values)
+                if kind == "nf4"
+                else int8_experts.Int8Packing(shape, values, is_transposed=module.is_transposed)
+            )
+        packing.write(some, values)
+        del values  # before the next are read
+    assert packing is not None, "a mixture has experts"
+    return packing.parameter()
 
 
 class ExpertWeight(Protocol):
@@ -83,7 +106,7 @@ class PackedExperts(GroupedExperts):
             weight = module._parameters[name]
             assert weight is not None
             if not is_packed(weight):
-                module._parameters[name] = pack(module, weight.data, kind)
+                module._parameters[name] = pack(module, weight.data.__getitem__, weight.shape, kind)
         of_kind = nf4_experts.Nf4Weight if kind == "nf4" else int8_experts.Int8Weight
         weights = {name: of_kind(module, name) for name in weights_of(module)}
         module.forward = cls(module, dtype, weights)  # type: ignore[method-assign]

@@ -113,7 +113,8 @@ def _names_of_routers(model: PreTrainedModel) -> set[str]:
 
 
 @functools.cache
-def _source_of(kind: type) -> str:
+def source_of(kind: type) -> str:
+    """Return the source of a module's class."""
     return inspect.getsource(kind)
 
 
@@ -131,7 +132,7 @@ def _names_of_bypassed_layers(model: PreTrainedModel) -> set[str]:
         if "A_log" in mixer._parameters
         for name, layer in mixer.named_children()
         if isinstance(layer, nn.Linear)
-        and re.search(rf"self\.{name}\.weight\b(?!\.)", _source_of(type(mixer)))
+        and re.search(rf"self\.{name}\.weight\b(?!\.)", source_of(type(mixer)))
     }
 
 

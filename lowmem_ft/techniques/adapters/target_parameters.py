@@ -8,6 +8,7 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
 from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.target_modules import source_of
 from lowmem_ft.tensors.logical_size import logical_shape
 
 _OF_A_LAYER = re.compile(r"^.*?\.\d+\.")
@@ -41,6 +42,17 @@ def target_parameters(model: nn.Module, config: AdapterConfig) -> list[str]:
                 problems.append(
                     f"adapter.target_parameters names parameters of 3 axes, or 2, and {name} has {num_axes}. {way_out}"
                 )
+            elif name.endswith("bias"):
+                problems.append(
+                    f"adapter.target_parameters names matrices, and {name} of {type(model).__name__} is a bias of each "
+                    f"expert. {way_out}"
+                )
+            elif _is_read_elsewhere(model, name):
+                problems.append(
+                    f"adapter.target_parameters names parameters that their own module multiplies by; {name} of "
+                    f"{type(model).__name__} is read by the module around it, which PEFT's adapter does not allow. "
+                    f"Leave the key out, and name linear layers in adapter.target_modules."
+                )
             elif isinstance(model.get_submodule(name.rpartition(".")[0]), (nn.Linear, nn.Embedding)):
                 problems.append(
                     f"adapter.target_parameters names no weight of a linear layer or an embedding, got {target!r}. "
@@ -48,3 +60,11 @@ def target_parameters(model: nn.Module, config: AdapterConfig) -> list[str]:
                 )
     raise_problems(problems)
     return list(config.target_parameters)
+
+
+def _is_read_elsewhere(model: nn.Module, name: str) -> bool:
+    """Return whether the module around a parameter's own reads it, as DBRX's experts do."""
+    holder, _, parameter = name.rpartition(".")
+    around, _, child = holder.rpartition(".")
+    pattern = rf"self\.{child}\.{parameter}\b"
+    return bool(child) and re.search(pattern, source_of(type(model.get_submodule(around)))) is not None

@@ -9,6 +9,7 @@ from torch._ops import OpOverload
 
 from lowmem_ft.virtual_gpu.kernels.device_mismatches import check_devices, check_generator
 from lowmem_ft.virtual_gpu.kernels.dtype_checks import Capability, check_dtypes
+from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
 
 
@@ -38,3 +39,4 @@ class CudaChecks:
             if len(devices) > 1 and func.namespace == "aten":
                 check_devices(func, args, kwargs)
             check_dtypes(func, args, kwargs, self.compute_capability)
+            check_index_writes(func, args, kwargs)

@@ -4,7 +4,8 @@ Fake tensors check shapes. This module checks what else stops programs that ran 
 of two types, types that a kernel was never compiled for, and kernels that need a later GPU.
 
 Source: pytorch, aten/src/ATen/native/LinearAlgebra.cpp and Convolution.cpp; native/cuda/Blas.cpp, AmpKernels.cu,
-NLLLoss2d.cu, layer_norm_kernel.cu, ScaledBlas.cpp; native/transformers/cuda/flash_attn/flash_api.cpp and attention.cu.
+NLLLoss2d.cu, layer_norm_kernel.cu, group_norm_kernel.cu, ScaledBlas.cpp; native/transformers/cuda/attention.cu and
+flash_attn/flash_api.cpp.
 """
 
 from __future__ import annotations
@@ -132,12 +133,17 @@ def _check_unscaling(func: Any, args: Sequence[Any], kwargs: dict[str, Any], cap
             raise _not_implemented(f"{func._opname}cuda", gradient.dtype)
 
 
-def _check_layer_norm(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:
-    for parameter in args[2:4]:
-        if isinstance(parameter, Tensor) and parameter.dtype != args[0].dtype:
-            raise RuntimeError(
-                f"expected scalar type {name_of(args[0].dtype)} but found {name_of(parameter.dtype)}"
-            )
+def _check_norm(at: int) -> Check:
+    """Return a check for a norm whose weight and bias are at ``at`` and ``at + 1``."""
+
+    def check(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:
+        for parameter in args[at : at + 2]:
+            if isinstance(parameter, Tensor) and parameter.dtype != args[0].dtype:
+                raise RuntimeError(
+                    f"expected scalar type {name_of(args[0].dtype)} but found {name_of(parameter.dtype)}"
+                )
+
+    return check
 
 
 def _check_targets(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:
@@ -172,13 +178,15 @@ _CHECKS: dict[str, Check] = {
     "bmm": _check_batches(0),
     "baddbmm": _check_batches(1),
     "baddbmm_": _check_batches(1),
+    "addbmm": _check_batches(1),
     "convolution": _check_convolution,
     "_scaled_dot_product_flash_attention": _check_flash,
     "_flash_attention_forward": _check_flash,
     "_scaled_dot_product_efficient_attention": _check_efficient,
     "_scaled_mm": _check_scaled_mm,
     "_amp_foreach_non_finite_check_and_unscale_": _check_unscaling,
-    "native_layer_norm": _check_layer_norm,
+    "native_layer_norm": _check_norm(2),
+    "native_group_norm": _check_norm(1),
     "nll_loss_forward": _check_targets,
     **dict.fromkeys(("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"), _check_fused),
     **dict.fromkeys(_ARITHMETIC.split(), _check_arithmetic),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from packed_checkpoints import packed_checkpoint
 
 from lowmem_ft.estimator.script import ScriptError, estimate_script
 from lowmem_ft.foundation.errors import Interrupted, UserError
@@ -439,6 +440,40 @@ def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
         in found.estimate.choices
     )
     assert found.estimate.model.parameters == 41120
+
+
+def test_mixtures_are_packed_as_stock_transformers_packs_them(script, tmp_path):
+    """Experts stay in 16 bits under bitsandbytes, and MXFP4 is unpacked where the package ``kernels`` is missing."""
+    packed_checkpoint("gpt_oss", tmp_path / "mxfp4")
+    packed_checkpoint("qwen3_moe", tmp_path / "fp8")
+    text = """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
+
+        def load(name, **kwargs):
+            return AutoModelForCausalLM.from_pretrained(name, dtype=torch.bfloat16, device_map={"": 0}, **kwargs)
+
+        config = AutoConfig.from_pretrained("fp8")
+        del config.quantization_config
+        for bits in (BitsAndBytesConfig(load_in_4bit=True), BitsAndBytesConfig(load_in_8bit=True)):
+            layer = load("fp8", config=config, quantization_config=bits).model.layers[0]
+            assert not layer.self_attn.q_proj.weight.is_floating_point()
+            assert layer.mlp.experts.down_proj.dtype == torch.bfloat16
+        model = load("mxfp4")
+        assert model.model.layers[0].mlp.experts.down_proj.dtype == torch.bfloat16
+        if FP8:
+            load("fp8")
+        optimizer = torch.optim.SGD(model.model.norm.parameters())
+        for step in range(3):
+            model(torch.ones(1, 8, dtype=torch.long, device="cuda")).logits.sum().backward()
+            optimizer.step()
+        """
+    found = estimate_script(script(text.replace("FP8", "False")), gpu="rtx-4090")
+    assert any("weights: unpacked from mxfp4" in choice for choice in found.estimate.choices)
+    with pytest.raises(
+        UserError, match=r"multiply fp8 by kernels of its own\. Estimate the script with the model"
+    ):
+        estimate_script(script(text.replace("FP8", "True")), gpu="rtx-4090")
 
 
 def test_a_model_that_a_device_map_would_leave_in_part_on_the_host_is_placed_whole(script):

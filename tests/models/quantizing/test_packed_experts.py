@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -10,13 +12,17 @@ from transformers import AutoModelForCausalLM, GptOssConfig, Llama4TextConfig, Q
 pytest.importorskip("bitsandbytes")
 
 import bitsandbytes
+from safetensors.torch import load_file, save_file
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.checkpoint_files import LazyWeight
 from lowmem_ft.models.loading import load_model, load_model_config
 from lowmem_ft.models.quantizing import int8_experts, packed_experts
-from lowmem_ft.models.quantizing.nf4_experts import pack, unpack
+from lowmem_ft.models.quantizing.nf4_experts import unpack
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
+from lowmem_ft.tensors.logical_size import is_packed
+from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 NUM_EXPERTS, HIDDEN = 5, 64
 SIZES = {
@@ -29,12 +35,12 @@ SIZES = {
     "head_dim": 16,
     "num_experts_per_tok": 2,
 }
-CONFIGS = {
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=64),
-    "gpt_oss": GptOssConfig(
-        **SIZES, num_local_experts=NUM_EXPERTS
-    ),  # with biases, stored the other way round
+FAMILIES = {
+    "qwen3_moe": lambda number: Qwen3MoeConfig(**SIZES, num_experts=number, moe_intermediate_size=64),
+    # in files of one tensor for all experts, with biases, stored the other way round
+    "gpt_oss": lambda number: GptOssConfig(**SIZES, num_local_experts=number),
 }
+CONFIGS = {family: config_of(NUM_EXPERTS) for family, config_of in FAMILIES.items()}
 
 
 def model_of(family):
@@ -46,10 +52,16 @@ def model_of(family):
     return model
 
 
+def pack(values, kind, *, is_transposed=False):
+    """Pack a tensor in one piece."""
+    module = SimpleNamespace(is_transposed=is_transposed)
+    return packed_experts.pack(module, values.__getitem__, values.shape, kind)
+
+
 @pytest.mark.parametrize("shape", [(5, 128, 64), (3, 24, 64 * 11)], ids=["even", "scales that fill no block"])
 def test_each_expert_has_the_bytes_of_a_layer_of_its_own(shape):
     values = torch.randn(shape)
-    packed = pack(values)
+    packed = pack(values, "nf4")
     assert isinstance(packed, bitsandbytes.nn.Params4bit)
     assert packed.nbytes == values.numel() // 2
     for index, expert in enumerate(values):
@@ -68,9 +80,7 @@ def test_each_expert_has_the_bytes_of_a_layer_of_its_own(shape):
 @pytest.mark.parametrize("is_transposed", [False, True], ids=["rows", "columns"])
 def test_each_expert_has_the_rows_and_the_gradients_of_an_8_bit_layer_of_its_own(is_transposed):
     values, rows = torch.randn(3, 24, 40), torch.randn(7, 40)
-    packed = int8_experts.pack(
-        values.transpose(1, 2) if is_transposed else values, is_transposed=is_transposed
-    )
+    packed = pack(values.transpose(1, 2) if is_transposed else values, "int8", is_transposed=is_transposed)
     assert packed.nbytes == values.numel()
     weights = int8_experts.unpack(packed.data, packed.row_scales, slice(0, 3), torch.float32)
     for index, expert in enumerate(values):
@@ -136,16 +146,20 @@ def load(folder, quantization="nf4", **options):
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 @pytest.mark.parametrize("family", CONFIGS)
-def test_a_model_is_packed_as_it_is_read(family, kind, tmp_path):
+def test_a_model_is_packed_as_it_is_read(family, kind, tmp_path, monkeypatch):
     model = model_of(family)
     model.save_pretrained(tmp_path)
-    read = load(tmp_path, kind, dtype="bfloat16")
+    with monkeypatch.context() as in_parts:
+        expert_bytes = 2 * model.model.layers[0].mlp.experts.gate_up_proj[0].numel()
+        in_parts.setattr(packed_experts, "_PACKED_AT_ONCE", 2 * expert_bytes)  # the last has one
+        read = load(tmp_path, kind, dtype="bfloat16")
     at_random = load(tmp_path, kind, dtype="bfloat16", weights="random")
     for layer, own in zip(read.model.layers, model.model.layers, strict=True):
         experts = layer.mlp.experts
         for name in ("gate_up_proj", "down_proj"):
             found = getattr(experts, name)
-            expected = packed_experts.pack(experts, getattr(own.mlp.experts, name).data.bfloat16(), kind)
+            whole = getattr(own.mlp.experts, name).data.bfloat16()
+            expected = pack(whole, kind, is_transposed=experts.is_transposed)
             assert torch.equal(found, expected)
             if kind == "nf4":
                 assert torch.equal(found.quant_state.offset, expected.quant_state.offset)
@@ -157,6 +171,75 @@ def test_a_model_is_packed_as_it_is_read(family, kind, tmp_path):
     with torch.no_grad():
         exact = model(input_ids=ids, labels=ids).loss
         assert read(input_ids=ids, labels=ids).loss == pytest.approx(exact.item(), rel=0.02)
+
+
+def counted_by(tracker):
+    """Return the reading of a weight, whose tensor safetensors makes out of the tracker's sight."""
+    read = LazyWeight.__getitem__
+
+    def counted(*of):
+        tensor = read(*of)
+        tracker.add(tensor)
+        return tensor
+
+    return counted
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_load_holds_one_expert_in_16_bits_however_many_there_are(family, kind, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed_experts, "_PACKED_AT_ONCE", 1)
+    monkeypatch.setitem(SIZES, "hidden_size", 256)  # experts are larger than any other tensor
+    transient = []
+    for num_experts in (4, 16):
+        folder = tmp_path / str(num_experts)
+        model = AutoModelForCausalLM.from_config(FAMILIES[family](num_experts), dtype=torch.bfloat16)
+        model.save_pretrained(folder)
+        expert_bytes = 2 * model.model.layers[0].mlp.experts.gate_up_proj[0].numel()
+        with StorageTracker() as tracker, monkeypatch.context() as reading:
+            reading.setattr(LazyWeight, "__getitem__", counted_by(tracker))
+            packed = load(folder, kind, dtype="bfloat16")
+            transient.append((tracker.peak_bytes - tracker.live_bytes) / expert_bytes)
+        assert is_packed(packed.model.layers[0].mlp.experts.down_proj)
+    # bitsandbytes' kernels for CPUs take two more of it, whatever the number of experts
+    assert transient[1] <= transient[0] < 3
+
+
+@pytest.mark.parametrize(
+    "family, change, said",
+    [
+        (
+            "qwen3_moe",
+            lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
+            r"of model\.layers\.1\.mlp\.experts\.gate_up_proj it has 4 of the 5 tensors mlp\.experts.*up_proj",
+        ),
+        (
+            "qwen3_moe",
+            lambda tensors: tensors.update(
+                {"model.layers.1.mlp.experts.2.down_proj.weight": torch.ones(64, 60)}
+            ),
+            r"layers\.1\.mlp\.experts\.down_proj it has .*\[64, 64\].*\[64, 60\]",
+        ),
+        (
+            "gpt_oss",
+            lambda tensors: tensors.update({"model.layers.1.mlp.experts.down_proj": torch.ones(5, 128, 60)}),
+            r"layers\.1\.mlp\.experts\.down_proj it has \[5, 128, 60\] instead of \[5, 128, 64\]",
+        ),
+        (
+            "gpt_oss",
+            lambda tensors: tensors.update({"model.layers.1.mlp.experts.down_proj": torch.ones(6, 128, 64)}),
+            r"5 of each layer; model\.layers\.1\.mlp\.experts\.down_proj in .*model\.safetensors has 6",
+        ),
+    ],
+    ids=["missing", "of another shape", "fused, of another shape", "fused, too many"],
+)
+def test_experts_that_the_files_lack_are_named(family, change, said, tmp_path):
+    model_of(family).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ModelError, match=rf"A checkpoint must hold .*{said}.*Download"):
+        load(tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])

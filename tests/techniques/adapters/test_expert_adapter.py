@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, DbrxConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.quantizing.nf4_experts import unpack
@@ -33,6 +33,14 @@ CONFIGS = {
     "qwen3_moe": Qwen3MoeConfig(**SIZES, num_experts=NUM_EXPERTS, moe_intermediate_size=64),
     "gpt_oss": GptOssConfig(**SIZES, num_local_experts=NUM_EXPERTS),  # with biases, and its axes swapped
 }
+DBRX = DbrxConfig(
+    d_model=64,
+    n_heads=4,
+    n_layers=2,
+    vocab_size=96,
+    attn_config={"kv_n_heads": 2, "rope_theta": 10000.0},
+    ffn_config={"hidden_size": 64, "ffn_hidden_size": 48},
+)
 IDS = torch.arange(40).view(2, 20)
 
 
@@ -172,6 +180,23 @@ def test_names_that_peft_would_ignore_are_errors():
 def test_a_linear_layer_is_named_by_its_module(name):
     with pytest.raises(UserError, match=rf"got '{name}'\. Name a linear layer in adapter\.target_modules"):
         enable_lora(model_of(), lora(target_parameters=(name,)))
+
+
+@pytest.mark.parametrize(
+    "config, name, said",
+    [
+        (DBRX, "experts.mlp.w1", r"w1 of DbrxForCausalLM is read by the module around it.*Leave the key"),
+        (
+            CONFIGS["gpt_oss"],
+            "experts.gate_up_proj_bias",
+            r"of GptOssForCausalLM is a bias.* It has mlp\.experts",
+        ),
+    ],
+    ids=["DBRX", "a bias"],
+)
+def test_what_is_no_matrix_of_its_own_module_is_refused(config, name, said):
+    with pytest.raises(UserError, match=said):
+        enable_lora(AutoModelForCausalLM.from_config(config), lora(target_parameters=(name,)))
 
 
 @pytest.mark.parametrize("kind", [{"use_dora": True}, {"lora_dropout": 0.1}], ids=str)

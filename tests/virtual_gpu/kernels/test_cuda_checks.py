@@ -201,6 +201,14 @@ TYPES = {
         lambda: F.layer_norm(cuda(3, 3, dtype=BF16), (3,), cuda(3)),
         "expected scalar type BFloat16 but found Float",
     ),
+    "norm of groups": (
+        lambda: F.group_norm(cuda(2, 4, 3, dtype=BF16), 2, cuda(4), cuda(4)),
+        "expected scalar type BFloat16 but found Float",
+    ),
+    "sum of products": (
+        lambda: torch.addbmm(cuda(3, 3), cuda(2, 3, 3), cuda(2, 3, 3, dtype=BF16)),
+        "expected scalar type Float but found BFloat16",
+    ),
     "targets": (
         lambda: F.nll_loss(cuda(3, 5), indices("cuda", torch.int32)),
         "\"nll_loss_forward_reduce_cuda_kernel_2d_index\" not implemented for 'Int'",
