@@ -44,6 +44,7 @@ from lowmem_ft.models.files.stored_quantization import (
     refuse_other_formats,
     refuse_other_types,
 )
+from lowmem_ft.models.new_tokens import add_to_tokenizer, resize_embeddings, with_new_rows
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -80,7 +81,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     Args:
         config: the recipe's model group.
         architecture_only: the weights will not be needed, so that the catalogue's copy is enough for the models it has,
-            including gated ones, without a network.
+            including gated ones, without a network; the vocabulary counts a row for each token of ``model.add_tokens``.
 
     Raises:
         ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM (an
@@ -89,7 +90,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         _settle_packing(config, catalogued)
-        return language_config(catalogued)
+        return with_new_rows(language_config(catalogued), config)
     hf_config = _whole_config(config, says=True)
     _settle_packing(config, hf_config)
     if (language := language_config(hf_config)) is not hf_config:
@@ -100,7 +101,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             hf_config.model_type,
         )
     refuse_bidirectional(config.name_or_path or "", language)
-    return language
+    return with_new_rows(language, config) if architecture_only else language
 
 
 def other_parts_of(config: ModelConfig) -> OtherParts | None:
@@ -151,7 +152,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
 
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
+    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``; add new tokens.
 
     Raises:
         ModelError: if no tokenizer can be read there, or one without a vocabulary.
@@ -177,6 +178,7 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
             "Set model.tokenizer_name_or_path to a folder or hub id that has one."
         )
+    add_to_tokenizer(tokenizer, config)
     return tokenizer
 
 
@@ -199,12 +201,26 @@ def load_model(
         hf_config: what :func:`load_model_config` returned for it.
         attn_implementation: the attention kernel chosen for this run.
         device: the device of the weights; each tensor is copied there as it is read.
-        seed: seeds the initial weights when ``model.weights`` is ``random``.
+        seed: seeds the initial weights when ``model.weights`` is ``random``, and the rows of new tokens.
         mixed_precision: that of the run; decides the type that quantised weights are unpacked to.
 
     Raises:
         ModelError: if weights are missing, are not safetensors, or do not match the architecture.
     """
+    model = _loaded(config, hf_config, attn_implementation, device, seed, mixed_precision)
+    if config.new_tokens:
+        resize_embeddings(model, len(load_tokenizer(config)), seed, config.name_or_path or "")
+    return model
+
+
+def _loaded(
+    config: ModelConfig,
+    hf_config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device,
+    seed: int,
+    mixed_precision: str,
+) -> PreTrainedModel:
     bits = quantization_config(config, compute_dtype(weights_dtype(config, hf_config), mixed_precision))
     if config.weights == "random":
         model = _random_model(config, hf_config, attn_implementation, device, seed)

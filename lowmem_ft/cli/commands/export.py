@@ -63,8 +63,8 @@ def main(arguments: list[str]) -> int:
     source = export_source(options.source, base=options.base)
     if options.merged and source.adapter is None:
         raise UserError(
-            f"--merged adds an adapter to its base, and {options.source} is a plain model already, which from_pretrained "
-            "loads. Use it as it is, or export it with --quantized or --gguf."
+            f"--merged adds an adapter to its base, and {options.source} is a plain model already, which "
+            "from_pretrained loads. Use it as it is, or export it with --quantized or --gguf."
         )
 
     take_over_library_logs()
@@ -74,9 +74,8 @@ def main(arguments: list[str]) -> int:
         assert source.adapter is not None, "refused above"
         merge_into_base(source.adapter, target, base=options.base, dtype=options.dtype, track=with_bar)
         return 0
-    from lowmem_ft.training.export.exporting import MODELFILE, export_gguf, export_quantized
-
     from lowmem_ft.reports.text.document import Command, Document, Pairs
+    from lowmem_ft.training.export.exporting import MODELFILE, export_gguf, export_quantized
 
     output = Output()
     if options.quantized:
@@ -110,11 +109,15 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
     )
     parser.add_argument(
-        "source", metavar="RUN|MODEL|ADAPTER", help="a run's folder, a model's folder or hub id, or an adapter's folder"
+        "source",
+        metavar="RUN|MODEL|ADAPTER",
+        help="a run's folder, a model's folder or hub id, or an adapter's folder",
     )
     parser.add_argument("target", metavar="OUT_DIR", type=Path, help="the new folder")
     form: Any = parser.add_mutually_exclusive_group(required=True)
-    form.add_argument("--merged", action="store_true", help="the adapter merged into its base, as a plain model")
+    form.add_argument(
+        "--merged", action="store_true", help="the adapter merged into its base, as a plain model"
+    )
     form.add_argument(
         "--quantized", choices=("nf4",), help="linear layers in 4 bits, by bitsandbytes, which works on CPUs"
     )
@@ -124,6 +127,10 @@ def _parser() -> Parser:
         help="a GGUF file of this type, by llama.cpp's converter, with a Modelfile for Ollama",
     )
     parser.add_argument("--llama-cpp", metavar="DIR", type=Path, help="the folder of convert_hf_to_gguf.py")
-    parser.add_argument("--dtype", choices=DTYPES, default="auto", help="type of unpacked weights; auto: the model's own")
-    parser.add_argument("--base", metavar="NAME", help="hub id or folder of an adapter's base model, if it has moved")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="type of unpacked weights; auto: the model's own"
+    )
+    parser.add_argument(
+        "--base", metavar="NAME", help="hub id or folder of an adapter's base model, if it has moved"
+    )
     return parser

@@ -49,6 +49,17 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
+    if recipe.adapter.modules_to_save:
+        raise UserError(
+            "adapter.modules_to_save is trained in place, and a Trainer saves what PEFT has wrapped, got "
+            f"[{', '.join(recipe.adapter.modules_to_save)}]. Pass modules_to_save to peft.LoraConfig and the PEFT "
+            "model to the trainer, without prepare_model()."
+        )
+    if recipe.model.new_tokens:
+        raise UserError(
+            f"model.add_tokens is for runs of lowmem-ft, got [{', '.join(recipe.model.new_tokens)}]. Add them to the "
+            "trainer's tokenizer, and call resize_token_embeddings(len(tokenizer)) on the model."
+        )
     is_on_host = key_with(recipe, "weights on host") is not None
     device = _device(recipe)
     if isinstance(model, str):

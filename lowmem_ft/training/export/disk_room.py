@@ -22,7 +22,7 @@ _SMALL_FILES_BYTES = 64 * 2**20
 """Allowance for tokenizer, configs and headers; the largest tokenizer of the catalogue's models takes 33 MB."""
 
 _GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-"""Bytes of a weight; Q8_0 has blocks of 32 weights of one byte and a scale of two. Norms, in float32, are hardly any."""
+"""Bytes of a weight; Q8_0 has a scale of two bytes for 32 weights of one. Norms, in float32, are hardly any."""
 
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: a byte of scale for each 64, and a float32 for each 256 scales (QLoRA, arXiv:2305.14314)."""
@@ -45,9 +45,7 @@ def nf4_bytes(config: ModelConfig, dtype: str) -> int:
     model, itemsize = _on_meta(config), _dtype(config, dtype).itemsize
     head = model.get_output_embeddings()
     packed = sum(
-        part.weight.numel()
-        for part in model.modules()
-        if isinstance(part, nn.Linear) and part is not head
+        part.weight.numel() for part in model.modules() if isinstance(part, nn.Linear) and part is not head
     )
     return int(packed * _NF4_BYTES) + (model.num_parameters() - packed) * itemsize
 

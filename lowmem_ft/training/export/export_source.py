@@ -1,4 +1,4 @@
-"""What a user names to export: a run's folder, a model, or an adapter."""
+"""The model that a run, a model folder or an adapter stands for, to be exported."""
 
 from __future__ import annotations
 

@@ -40,7 +40,11 @@ logger = logging.getLogger(__name__)
 MODELFILE = "Modelfile"
 _CARD = "README.md"
 
-_KEEPS = {"f32": (torch.float32, torch.bfloat16, torch.float16), "bf16": (torch.bfloat16,), "f16": (torch.float16,)}
+_KEEPS = {
+    "f32": (torch.float32, torch.bfloat16, torch.float16),
+    "bf16": (torch.bfloat16,),
+    "f16": (torch.float16,),
+}
 """Types of weights that a type of GGUF holds without rounding."""
 
 _SAME = 1e-3
@@ -186,8 +190,8 @@ def _refuse_another_model(comparison: Comparison, folder: Path) -> None:
     if not comparison.relative_error < 1:
         raise CheckpointError(
             f"What was exported is not the source's model: the logits after the prompt differ by "
-            f"{comparison.relative_error:.0%} of their standard deviation ({folder.name} is removed). Compare the versions "
-            "of transformers, bitsandbytes or llama.cpp with a newer one."
+            f"{comparison.relative_error:.0%} of their standard deviation ({folder.name} is removed). Compare the "
+            "versions of transformers, bitsandbytes or llama.cpp with a newer one."
         )
 
 

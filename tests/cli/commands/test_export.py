@@ -102,7 +102,7 @@ def test_a_run_stands_for_its_model_and_merges_as_the_other_command_does(folders
         ("base", ["--gguf", "q8_0", "--llama-cpp", "base"], "base has no such file"),
         ("base", ["--quantized", "nf4", "--llama-cpp", "base"], "--llama-cpp is for --gguf"),
         ("base", ["--quantized", "nf4", "--base", "base"], "--base names the base of an adapter"),
-        ("adapter", [], "one of the arguments --merged --quantized --gguf is required"),
+        ("adapter", [], "One of the arguments --merged --quantized --gguf is required"),
     ],
 )
 def test_what_cannot_be_exported_says_why(folders, monkeypatch, capsys, source, options, says):
@@ -116,9 +116,7 @@ def test_what_cannot_be_exported_says_why(folders, monkeypatch, capsys, source, 
     assert _left(tmp_path) == ["adapter", "base", "run"]
 
 
-def test_a_folder_in_use_and_a_full_disk_are_refused_before_anything_is_written(
-    folders, monkeypatch, capsys
-):
+def test_a_folder_in_use_and_a_full_disk_are_refused_before_anything_is_written(folders, monkeypatch, capsys):
     tmp_path, base, adapter, _ = folders
     assert main(["export", str(adapter), str(base), "--merged"]) == 2
     assert "exists already, and is not empty" in capsys.readouterr().err
@@ -127,7 +125,9 @@ def test_a_folder_in_use_and_a_full_disk_are_refused_before_anything_is_written(
     for options in (["--merged"], ["--quantized", "nf4"]):
         assert main(["export", str(adapter), str(tmp_path / "out"), *options]) == 2
         said = capsys.readouterr().err
-        assert re.search(r"needs \S+ MiB on its disk \(.*(merged|4 bits)\S*.*and 64.0 MiB are free", said), said
+        assert re.search(r"needs \S+ MiB on its disk \(.*(merged|4 bits)\S*.*and 64.0 MiB are free", said), (
+            said
+        )
     assert _left(tmp_path) == ["adapter", "base"]
 
 
@@ -146,7 +146,7 @@ def _converter(folder: Path, program: str) -> Path:
     ],
 )
 def test_a_converter_that_fails_leaves_nothing_and_says_why(folders, capsys, program, says):
-    tmp_path, base, adapter, _ = folders
+    tmp_path, _, adapter, _ = folders
     llama_cpp = _converter(tmp_path / "llama", program)
     options = ["--gguf", "bf16", "--llama-cpp", str(llama_cpp)]
     assert main(["export", str(adapter), str(tmp_path / "out"), *options]) == 2
@@ -191,8 +191,10 @@ def test_an_export_that_answers_like_another_model_is_refused(folders, monkeypat
 
     def other(model, tokenizer, prompt_ids=None):
         answer = stock(model, tokenizer, prompt_ids)
-        return answer if prompt_ids is None else answers.Answer(
-            answer.prompt_ids, answer.ids, answer.text, -answer.logits_V
+        return (
+            answer
+            if prompt_ids is None
+            else answers.Answer(answer.prompt_ids, answer.ids, answer.text, -answer.logits_V)
         )
 
     monkeypatch.setattr(exporting, "greedy_answer", other)
@@ -220,9 +222,7 @@ def _llama_tokenizer() -> PreTrainedTokenizerFast:
     """A tokenizer of Llama 2's kind, which the converter knows by its form; others it knows by their vocabulary."""
     bytes_ = [f"<0x{number:02X}>" for number in range(256)]
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
@@ -263,9 +263,7 @@ def test_llama_cpp_itself_computes_the_logits_of_the_exported_file(tmp_path, lla
             assert "export says  the same" in said
             assert "differ by at most 0," in said
         assert (target / "Modelfile").read_text() == f"FROM ./{gguf_type}-{gguf_type}.gguf\n"
-        ids, logits_V = llama_cpp_logits(
-            libraries, target / f"{gguf_type}-{gguf_type}.gguf", answers.PROMPT
-        )
+        ids, logits_V = llama_cpp_logits(libraries, target / f"{gguf_type}-{gguf_type}.gguf", answers.PROMPT)
         assert [id for id in ids if id != tokenizer.bos_token_id] == tokenizer(answers.PROMPT)["input_ids"]
         with torch.no_grad():
             wanted_V = model.eval()(torch.tensor([ids])).logits[0, -1]
