@@ -12,6 +12,7 @@ from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.training.export.llama_cpp import GGUF_TYPES, check_converter
 
 _EXAMPLES = """\
 examples:
@@ -43,7 +44,6 @@ def main(arguments: list[str]) -> int:
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.rules.path_checks import check_new_folder
     from lowmem_ft.training.export.export_source import export_source
-    from lowmem_ft.training.export.llama_cpp import check_converter
 
     set_up_logging()
     target = expand_user(options.target)
@@ -123,7 +123,7 @@ def _parser() -> Parser:
     )
     form.add_argument(
         "--gguf",
-        choices=("f32", "f16", "bf16", "q8_0"),
+        choices=tuple(GGUF_TYPES),
         help="a GGUF file of this type, by llama.cpp's converter, with a Modelfile for Ollama",
     )
     parser.add_argument("--llama-cpp", metavar="DIR", type=Path, help="the folder of convert_hf_to_gguf.py")

@@ -15,14 +15,12 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model_config, model_of_config, other_parts_of, weights_dtype
+from lowmem_ft.training.export.llama_cpp import GGUF_TYPES
 
 logger = logging.getLogger(__name__)
 
 _SMALL_FILES_BYTES = 64 * 2**20
 """Allowance for tokenizer, configs and headers; the largest tokenizer of the catalogue's models takes 33 MB."""
-
-_GGUF_BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
-"""Bytes of a weight; Q8_0 has a scale of two bytes for 32 weights of one. Norms, in float32, are hardly any."""
 
 _NF4_BYTES = 0.5 + 1 / 64 + 4 / (64 * 256)
 """Bytes of a 4-bit weight: a byte of scale for each 64, and a float32 for each 256 scales (QLoRA, arXiv:2305.14314)."""
@@ -52,7 +50,7 @@ def nf4_bytes(config: ModelConfig, dtype: str) -> int:
 
 def gguf_bytes(config: ModelConfig, gguf_type: str) -> int:
     """Return the bytes of a model's GGUF file."""
-    return int(_on_meta(config).num_parameters() * _GGUF_BYTES[gguf_type])
+    return int(_on_meta(config).num_parameters() * GGUF_TYPES[gguf_type])
 
 
 def require_room(target: Path, needed: Mapping[str, int]) -> None:

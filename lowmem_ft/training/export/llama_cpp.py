@@ -15,6 +15,12 @@ from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserErr
 logger = logging.getLogger(__name__)
 
 CONVERTER = "convert_hf_to_gguf.py"
+GGUF_TYPES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0, "q8_0": 34 / 32}
+"""Types of weights by the converter's names, with the bytes of one.
+
+Q8_0 has a scale of two bytes for 32 weights of one. Norms, in float32, are hardly any.
+"""
+
 _FILES_THAT_NAME_CODE = ("config.json", "tokenizer_config.json")
 
 

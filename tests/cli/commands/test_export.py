@@ -24,6 +24,7 @@ from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.training.export import answers, exporting
 
+KEPT_RUNS = Path(__file__).parents[2] / "data" / "kept_runs"
 SOURCE_PACKAGE = "https://pypi.org/simple/llama-cpp-python/"
 
 
@@ -91,6 +92,15 @@ def test_a_run_stands_for_its_model_and_merges_as_the_other_command_does(folders
     assert f"The model of the run is {run / 'model'}" in caplog.text
     one, other = (tmp_path / name / "model.safetensors" for name in ("one", "other"))
     assert one.read_bytes() == other.read_bytes()
+
+
+def test_an_unfinished_run_stands_for_its_newest_checkpoint(tmp_path, caplog):
+    run = KEPT_RUNS / "d010f8e" / "lora"
+    out = tmp_path / "out"
+    assert main(["export", str(run), str(out), "--merged", "--base", str(KEPT_RUNS / "model")]) == 0
+    assert f"The model of the run is {run / 'checkpoint-2'}" in caplog.text
+    base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (KEPT_RUNS / "model", out))
+    assert not torch.equal(base(torch.arange(8)[None]).logits, merged(torch.arange(8)[None]).logits)
 
 
 @pytest.mark.parametrize(
