@@ -301,11 +301,6 @@ def _take_adapter(agreement: Agreement, model: Any) -> None:
     for name in ("r", "lora_alpha", "lora_dropout", "use_dora", "use_rslora"):
         agreement.follow_model(f"adapter.{name}", getattr(config, name))
     causal_lm, own = base_model(model), agreement.recipe.adapter
-    if own.modules_to_save:
-        agreement.problems.append(
-            "adapter.modules_to_save is for runs of lowmem-ft, which train the modules in place, got "
-            f"[{', '.join(own.modules_to_save)}]. Leave it out: a trainer trains what its peft.LoraConfig names."
-        )
     modules, parameters = _adapted(causal_lm)
     if own.target_modules != (ALL_LINEAR,):
         names = [name for name, _ in causal_lm.named_modules()]

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.models.files.stored_quantization import problems_of_training
 from lowmem_ft.models.loading import (
     compute_dtype,
@@ -49,17 +50,7 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
-    if recipe.adapter.modules_to_save:
-        raise UserError(
-            "adapter.modules_to_save is trained in place, and a Trainer saves what PEFT has wrapped, got "
-            f"[{', '.join(recipe.adapter.modules_to_save)}]. Pass modules_to_save to peft.LoraConfig and the PEFT "
-            "model to the trainer, without prepare_model()."
-        )
-    if recipe.model.new_tokens:
-        raise UserError(
-            f"model.add_tokens is for runs of lowmem-ft, got [{', '.join(recipe.model.new_tokens)}]. Add them to the "
-            "trainer's tokenizer, and call resize_token_embeddings(len(tokenizer)) on the model."
-        )
+    raise_problems(problems_of_whole_runs(recipe))
     is_on_host = key_with(recipe, "weights on host") is not None
     device = _device(recipe)
     if isinstance(model, str):
