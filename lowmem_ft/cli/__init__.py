@@ -19,6 +19,7 @@ COMMANDS = {
     "data": "what the model reads, and what is wrong: data recipe=NAME data=FILE",
     "report": "results of runs, with estimated and measured memory: report RUN_DIR",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
+    "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",

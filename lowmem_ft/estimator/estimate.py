@@ -343,7 +343,8 @@ def _adapter(recipe: Recipe) -> list[str]:
     quantized = (
         [] if recipe.model.quantization == "none" else [f"linear layers in {recipe.model.quantization}"]
     )
-    return [*quantized, f"adapters of rank {recipe.adapter.r}"]
+    whole = [f"{name} trained whole" for name in recipe.adapter.modules_to_save]
+    return [*quantized, f"adapters of rank {recipe.adapter.r}", *whole]
 
 
 _IN_WORDS = {

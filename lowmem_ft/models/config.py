@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -34,6 +35,14 @@ class ModelConfig:
     gguf_file: str | None = knob(None, "Name of the .gguf file inside the hub repository or folder.")
     tokenizer_name_or_path: str | None = knob(
         None, ("Hub id or folder of another tokenizer; null: the model's own.")
+    )
+    add_tokens: tuple[str, ...] = knob(
+        (),
+        "New tokens, in the tokenizer and as rows of the embedding and head, drawn around the mean of the others by "
+        "training.seed. Adapters need adapter.modules_to_save=[embed_tokens, lm_head] to train them.",
+    )
+    add_special_tokens: tuple[str, ...] = knob(
+        (), "The same for special tokens, which decoding may skip: [<|im_start|>, <|im_end|>]."
     )
     weights: Literal["pretrained", "random"] = knob(
         "pretrained",
@@ -99,6 +108,22 @@ class ModelConfig:
     def quantizes(self) -> bool:
         """True if plain weights are rounded to fewer bits while they are read, by bitsandbytes."""
         return self.quantization in _QUANTIZED_BYTES
+
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """All tokens to add, special or not."""
+        return (*self.add_tokens, *self.add_special_tokens)
+
+    def problems(self) -> Iterator[str]:
+        """Yield the rules that these values break by themselves."""
+        tokens = self.new_tokens
+        if twice := sorted({token for token in tokens if tokens.count(token) > 1}):
+            yield (
+                f"model.add_tokens and model.add_special_tokens name each token once, got {', '.join(twice)} twice. "
+                "Leave one out."
+            )
+        if any(not token.strip() for token in tokens):
+            yield f"model.add_tokens names tokens with characters, got {list(tokens)}. Leave the empty one out."
 
     def require_packages(self) -> None:
         """Reject quantisation, kernels or a GGUF file if the package for it is not installed.

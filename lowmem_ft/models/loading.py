@@ -42,6 +42,7 @@ from lowmem_ft.models.files.stored_quantization import (
     refuse_other_types,
 )
 from lowmem_ft.models.load_report import report_held
+from lowmem_ft.models.new_tokens import resize_embeddings, with_new_rows
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -73,7 +74,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     Args:
         config: the recipe's model group.
         architecture_only: the weights will not be needed, so that the catalogue's copy is enough for the models it has,
-            including gated ones, without a network.
+            including gated ones, without a network; the vocabulary counts a row for each token of ``model.add_tokens``.
 
     Raises:
         ModelError: if the name is no folder, no GGUF file and no reachable hub repository, or holds no causal LM (an
@@ -82,7 +83,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
     """
     if architecture_only and (catalogued := catalogue_config(config)):
         _settle_packing(config, catalogued)
-        return language_config(catalogued)
+        return with_new_rows(language_config(catalogued), config)
     hf_config = _whole_config(config, says=True)
     _settle_packing(config, hf_config)
     if (language := language_config(hf_config)) is not hf_config:
@@ -93,7 +94,7 @@ def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -
             hf_config.model_type,
         )
     refuse_bidirectional(config.name_or_path or "", language)
-    return language
+    return with_new_rows(language, config) if architecture_only else language
 
 
 def other_parts_of(config: ModelConfig) -> OtherParts | None:
@@ -163,12 +164,26 @@ def load_model(
         hf_config: what :func:`load_model_config` returned for it.
         attn_implementation: the attention kernel chosen for this run.
         device: the device of the weights; each tensor is copied there as it is read.
-        seed: seeds the initial weights when ``model.weights`` is ``random``.
+        seed: seeds the initial weights when ``model.weights`` is ``random``, and the rows of new tokens.
         mixed_precision: that of the run; decides the type that quantised weights are unpacked to.
 
     Raises:
         ModelError: if weights are missing, are not safetensors, or do not match the architecture.
     """
+    model = _loaded(config, hf_config, attn_implementation, device, seed, mixed_precision)
+    if config.new_tokens:
+        resize_embeddings(model, len(load_tokenizer(config)), seed, config.name_or_path or "")
+    return model
+
+
+def _loaded(
+    config: ModelConfig,
+    hf_config: PretrainedConfig,
+    attn_implementation: str,
+    device: torch.device,
+    seed: int,
+    mixed_precision: str,
+) -> PreTrainedModel:
     bits = quantization_config(config, compute_dtype(weights_dtype(config, hf_config), mixed_precision))
     if config.weights == "random":
         model = _random_model(config, hf_config, attn_implementation, device, seed)

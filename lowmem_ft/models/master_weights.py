@@ -60,6 +60,10 @@ class MasterWeights:
         self._model, self._in_files, self._present = model, in_files, present
         self.changed: set[str] = set()
 
+    def has(self, name: str, shape: torch.Size) -> bool:
+        """Return whether a parameter of this shape was read: an embedding with new rows was not."""
+        return self._present is not None or self._model.get_parameter(name).shape == shape
+
     def values(self, name: str) -> Callable[[int, int], Tensor]:
         """Return a parameter's reader, which takes the first element and the one after the last of those to return.
 
@@ -123,7 +127,7 @@ def load_master_weights(
         return None
     source = source_of(config)
     if "gguf_file" in source:
-        in_float32 = dataclasses.replace(config, dtype="float32")
+        in_float32 = dataclasses.replace(config, dtype="float32", add_tokens=(), add_special_tokens=())
         model = load_model(
             in_float32, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0
         )

@@ -34,7 +34,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     Raises:
         CheckpointError: if the folder, read back, does not hold this model.
     """
-    with _quiet_transformers():
+    with quiet_transformers():
         model.save_pretrained(folder, max_shard_size=MAX_SHARD_BYTES)
     _write_other_parts(model, folder)
     save_tokenizer(tokenizer, folder)
@@ -43,7 +43,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 def save_config(model: PreTrainedModel, folder: Path) -> None:
     """Write all of a model except its own weights: config, generation config, remote code, other parts."""
-    with _quiet_transformers():
+    with quiet_transformers():
         model.save_pretrained(folder, state_dict={})
     _write_other_parts(model, folder)
 
@@ -55,7 +55,7 @@ def _write_other_parts(model: PreTrainedModel, folder: Path) -> None:
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write the tokenizer and its chat template."""
-    with _quiet_transformers():
+    with quiet_transformers():
         tokenizer.save_pretrained(folder)
 
 
@@ -68,7 +68,7 @@ def verify_saved_model(model: PreTrainedModel, folder: Path) -> None:
         CheckpointError: naming what is missing, unexpected or different.
     """
     try:
-        with _quiet_transformers():
+        with quiet_transformers():
             parts = other_parts(model)
             loader: Any = AutoModelForCausalLM if parts is None else type(parts.whole)
             loaded: Any = loader.from_pretrained(
@@ -120,7 +120,7 @@ def _ties(model: PreTrainedModel, language: LanguageNames | None = None) -> list
 
 
 @contextlib.contextmanager
-def _quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Iterator[None]:
     """Suppress progress bars and load reports of transformers: our own message reports the result."""
     verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

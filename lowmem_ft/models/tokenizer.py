@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from lowmem_ft.models.files.local_paths import check_tokenizer_path, not_a_token
 from lowmem_ft.models.files.model_files import text_fields
 from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, first_line, source_of, tokenizer_source
 
+logger = logging.getLogger(__name__)
+
 
 def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``.
+    """Load the tokenizer that belongs to the model, or the one from ``model.tokenizer_name_or_path``; add new tokens.
 
     Raises:
         ModelError: if no tokenizer can be read there, or one without a vocabulary.
@@ -42,7 +45,24 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
             f"A tokenizer needs a vocabulary, but {path} has none: every text would be unknown or empty to the model. "
             "Set model.tokenizer_name_or_path to a folder or hub id that has one."
         )
+    _add_new_tokens(tokenizer, config)
     return tokenizer
+
+
+def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
+    """Add the recipe's new tokens that a tokenizer does not have yet."""
+    if not config.new_tokens:
+        return
+    known = set(tokenizer.get_vocab())
+    tokenizer.add_tokens(list(config.add_tokens))
+    tokenizer.add_tokens(list(config.add_special_tokens), special_tokens=True)
+    added = [token for token in config.new_tokens if token not in known]
+    logger.info(
+        "New tokens: %s added to the tokenizer, which has %d now%s.",
+        ", ".join(added) or "none",
+        len(tokenizer),
+        "" if len(added) == len(config.new_tokens) else "; it had the others",
+    )
 
 
 def end_token_ids(config: ModelConfig) -> frozenset[int] | None:

@@ -31,6 +31,7 @@ from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
 from lowmem_ft.models.loading import compute_dtype, weights_dtype
 from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.new_tokens import refuse_untrained_rows
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.optimizers import (
@@ -62,7 +63,7 @@ from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
 from lowmem_ft.tensors.finiteness import some_of
-from lowmem_ft.tensors.local_shards import first_element
+from lowmem_ft.tensors.local_shards import first_element, whole_shape
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.runtime import Runtime
@@ -127,7 +128,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         str(dtype).removeprefix("torch."),
         recipe.training.mixed_precision,
         runtime.device,
-        frozen=recipe.adapter.name != "none",
+        frozen=not recipe.adapter.trains_model_weights,
         scales_loss=key_with(recipe, "no loss scale") is None,
     )
     check_optimizer(recipe.optimizer, runtime.device)
@@ -321,6 +322,7 @@ def _adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
             base_revision=recipe.model.revision,
             whole=other_parts(model),
         )
+        refuse_untrained_rows(model, recipe.model)
 
 
 def techniques_in_forward(
@@ -429,7 +431,10 @@ def _initialize_masters(
     if finer is None:
         return
     for name, parameter in parameters.items():
-        optimizer.set_weights(parameter, _of_this_process(parameter, finer.values(name)))
+        if finer.has(name, whole_shape(parameter)):
+            optimizer.set_weights(parameter, _of_this_process(parameter, finer.values(name)))
+        else:
+            finer.changed.add(name)
     but = f", except for {some_of(sorted(finer.changed))}, which have changed since" if finer.changed else ""
     logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16%s.", but)
 

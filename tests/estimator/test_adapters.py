@@ -48,6 +48,7 @@ def make_recipe(tmp_path):
         pytest.param(("model.dtype=bfloat16", "adapter.use_dora=true"), marks=pytest.mark.slow),
         ("model.quantization=nf4", "model.dtype=bfloat16", "training.mixed_precision=bf16"),
         ("model.quantization=nf4", "adapter.use_dora=true"),
+        ("adapter.modules_to_save=[embed_tokens, lm_head]", "model.dtype=bfloat16"),
     ],
     ids=" ".join,
 )
@@ -81,6 +82,18 @@ def test_only_adapters_have_gradients_and_state(make_recipe):
     )
     assert trained * 8 <= estimate.by_category_at_peak["optimizer_state"] < trained * 8.5
     assert any("linear layers in nf4, adapters of rank 16" in choice for choice in estimate.choices)
+
+
+def test_modules_saved_whole_have_gradients_masters_and_state(make_recipe):
+    one, other = (
+        estimate_memory(make_recipe("model.dtype=bfloat16", "model.quantization=nf4", *settings), "l4")
+        for settings in ((), ("adapter.modules_to_save=[embed_tokens]",))
+    )
+    table = VOCABULARY * HIDDEN
+    assert other.model.trainable_parameters - one.model.trainable_parameters == table
+    state = [each.by_category_at_peak["optimizer_state"] for each in (one, other)]
+    assert table * 12 <= state[1] - state[0] < table * 12.5  # a float32 master, and AdamW's two moments
+    assert any("adapters of rank 16, embed_tokens trained whole" in choice for choice in other.choices)
 
 
 @pytest.mark.slow

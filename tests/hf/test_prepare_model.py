@@ -244,3 +244,13 @@ def test_weights_that_were_changed_since_they_were_read_stay_changed(
         f"except for lm_head.weight, model.embed_tokens.weight, {name}, which have changed since"
         in caplog.text
     )
+
+
+def test_keys_that_only_whole_runs_follow_are_refused(tmp_path):
+    settings = ("adapter.name=lora", "adapter.modules_to_save=[embed_tokens]", "model.add_tokens=[drizzle]")
+    says = r"(?s)modules_to_save is for runs of lowmem-ft.*model.add_tokens is for runs of lowmem-ft"
+    with pytest.raises(UserError, match=says):
+        hf.prepare_model(str(TINY), load_recipe(None, [f"model={TINY}", CPU, *settings]))
+    trainer, _ = trainer_of(tmp_path, model=tiny_llama())
+    with pytest.raises(UserError, match=r"model\.add_tokens is for runs of lowmem-ft"):
+        hf.attach(trainer, recipe_of("model.add_tokens=[drizzle]"))

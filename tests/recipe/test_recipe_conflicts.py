@@ -56,6 +56,13 @@ BROKEN_AND_MENDED = {
         ["model.quantization=nf4"],
         ["model.quantization=nf4", "adapter.name=lora"],
     ),
+    "new_rows_are_trained": (
+        ["model.add_special_tokens=[<|tool|>]", "adapter.name=lora"],
+        [
+            *("model.add_special_tokens=[<|tool|>]", "adapter.name=lora"),
+            "adapter.modules_to_save=[embed_tokens, lm_head]",
+        ],
+    ),
     "quantization_needs_safetensors": (
         ["model=weights.gguf", "model.quantization=nf4", "adapter.name=lora"],
         ["model=weights.gguf", "model.quantization=none", "adapter.name=lora"],

@@ -65,9 +65,14 @@ KINDS = [
     ("model.quantization=nf4",),
     ("model.quantization=nf4", "model.dtype=bfloat16", "training.mixed_precision=bf16"),
     ("model.quantization=int8",),
+    (
+        "adapter.modules_to_save=[embed_tokens]",
+        *("model.quantization=nf4", "model.dtype=bfloat16", "training.mixed_precision=bf16"),
+    ),
 ]
-DIFFER_MOST = [KINDS[1], KINDS[3]]
-"""DoRA has a weight more than LoRA; autocast over 4 bits does all that they do without it."""
+DIFFER_MOST = [KINDS[1], KINDS[3], KINDS[5]]
+"""DoRA has a weight more than LoRA; autocast over 4 bits does all that they do without it; a bfloat16 module has a
+master in the optimizer's state."""
 
 
 @pytest.mark.parametrize(
@@ -108,8 +113,9 @@ def test_the_finished_model_is_an_adapter_that_vanilla_peft_loads(adapted, base,
     assert "LoRA adapters fine-tuned from" in card
 
 
-def test_the_merged_model_is_the_one_that_was_evaluated(adapted, tmp_path):
-    recipe = adapted("training.eval_steps=6", output_dir=tmp_path / "run")
+@pytest.mark.parametrize("kind", [(), ("adapter.modules_to_save=[embed_tokens, model.norm]",)], ids=" ".join)
+def test_the_merged_model_is_the_one_that_was_evaluated(adapted, tmp_path, kind):
+    recipe = adapted("training.eval_steps=6", *kind, output_dir=tmp_path / "run")
     result = train(recipe)
     merge_into_base(result.model_folder, tmp_path / "merged")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")

@@ -60,10 +60,12 @@ def test_a_streamed_run_goes_on_from_its_checkpoint(run, tiny, metrics, tmp_path
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_adapters_train_over_a_streamed_base(quantization, tiny, metrics, tmp_path):
+@pytest.mark.parametrize(
+    "kind", ["model.quantization=none", "model.quantization=nf4", "adapter.modules_to_save=[embed_tokens]"]
+)
+def test_adapters_train_over_a_streamed_base(kind, tiny, metrics, tmp_path):
     pytest.importorskip("peft")
-    settings = ["adapter.name=lora", f"model.quantization={quantization}", "training.max_steps=3"]
+    settings = ["adapter.name=lora", kind, "training.max_steps=3"]
     plain, streamed = tmp_path / "plain", tmp_path / "streamed"
     train(tiny(*settings, output_dir=plain))
     train(tiny(*settings, STREAM, output_dir=streamed))

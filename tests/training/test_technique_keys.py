@@ -27,6 +27,7 @@ VALUES = {
     "offload.folder": ["{folder}"],
     "adapter.target_modules": ["[q_proj]"],
     "adapter.target_parameters": ["[experts.gate_up_proj]"],
+    "adapter.modules_to_save": ["[embed_tokens]", "[lm_head]"],
 }
 
 FULL = ("checkpointing.mode=full",)

@@ -15,7 +15,10 @@ examples:
   lowmem-ft merge runs/7b-lora/model merged
   lowmem-ft merge runs/7b-qlora/checkpoint-500 merged --dtype bfloat16 --base models/Qwen2.5-7B
 
-The base model is loaded into host memory in its own type; nothing runs on a GPU."""
+The base model is loaded into host memory in its own type; nothing runs on a GPU. `lowmem-ft export` does the same with
+--merged, takes a run's folder too, and also writes 4 bits or GGUF."""
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @explains_user_errors
@@ -40,11 +43,12 @@ def main(arguments: list[str]) -> int:
     from lowmem_ft.training.export.merging import merge_into_base
 
     take_over_library_logs()
-    merge_into_base(adapter, target, base=options.base, dtype=options.dtype, track=_with_bar)
+    merge_into_base(adapter, target, base=options.base, dtype=options.dtype, track=with_bar)
     return 0
 
 
-def _with_bar(layers: list[Any]) -> Iterable[Any]:
+def with_bar(layers: list[Any]) -> Iterable[Any]:
+    """Show a bar while layers are merged."""
     import rich
     from rich.progress import track
 
@@ -64,7 +68,7 @@ def _parser() -> Parser:
     parser.add_argument("target", metavar="OUT_DIR", type=Path, help="the new model folder")
     parser.add_argument(
         "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
+        choices=DTYPES,
         default="auto",
         help="type of the merged weights; auto: the base's own",
     )

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.models.files.stored_quantization import problems_of_training
 from lowmem_ft.models.loading import (
     compute_dtype,
@@ -49,6 +50,7 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
         ModelError: if there is no such model, or its weights are damaged.
     """
     check_adapter(recipe.adapter)
+    raise_problems(problems_of_whole_runs(recipe))
     is_on_host = key_with(recipe, "weights on host") is not None
     device = _device(recipe)
     if isinstance(model, str):

@@ -30,6 +30,7 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
         recipe: the recipe with the trainer's values; see ``agreement.py``.
         kind: the kind of the trainer.
     """
+    yield from problems_of_whole_runs(recipe)
     yield from _launch(trainer, recipe)
     yield from _model(trainer, recipe)
     yield from _optimizer(trainer, recipe)
@@ -272,3 +273,17 @@ def already_attached(trainer: Any) -> Iterator[str]:
 
 def _is_prepared(model: torch.nn.Module) -> bool:
     return getattr(model, "_is_accelerate_prepared", False)
+
+
+def problems_of_whole_runs(recipe: Recipe) -> Iterator[str]:
+    """Yield the keys of a recipe that only runs of lowmem-ft follow, as a trainer saves its model and tokenizer."""
+    if whole := recipe.adapter.modules_to_save:
+        yield (
+            f"adapter.modules_to_save is for runs of lowmem-ft, got [{', '.join(whole)}]. Leave it out: a trainer "
+            "trains what its peft.LoraConfig names in modules_to_save."
+        )
+    if new := recipe.model.new_tokens:
+        yield (
+            f"model.add_tokens is for runs of lowmem-ft, got [{', '.join(new)}]. Add them to the trainer's tokenizer, "
+            "and call resize_token_embeddings(len(tokenizer)) on its model."
+        )

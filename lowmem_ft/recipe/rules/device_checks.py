@@ -65,7 +65,7 @@ def check_device_of_run(recipe: Recipe) -> None:
 
 
 def _problems_on_any_gpu(recipe: Recipe) -> Iterator[str]:
-    if recipe.adapter.name == "none" and (dtype := _dtype(recipe)) is not None:
+    if recipe.adapter.trains_model_weights and (dtype := _dtype(recipe)) is not None:
         yield from float16_problems(dtype, recipe.training.mixed_precision)
     if is_wsl():
         yield from recipe.optimizer.problems_on_wsl()
@@ -83,7 +83,7 @@ def _problems_on(recipe: Recipe, gpu: Gpu | None) -> Iterator[str]:
         is_cpu=gpu is None,
         has_bfloat16=gpu is None or gpu.has_bfloat16,
         device_name="cpu" if gpu is None else gpu.full_name,
-        frozen=recipe.adapter.name != "none",
+        frozen=not recipe.adapter.trains_model_weights,
         scales_loss=key_with(recipe, "no loss scale") is None,
     )
     yield from attention_problems(

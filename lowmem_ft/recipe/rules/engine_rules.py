@@ -22,6 +22,17 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
     """Yield settings that do not work with an engine: for each the rule, the values seen and the way out."""
     for key, _, _ in memory_knobs(recipe):
         yield from problems_of_key(key, recipe, engine)
+    lists = {
+        "adapter.modules_to_save": recipe.adapter.modules_to_save,
+        "model.add_tokens": recipe.model.add_tokens,
+        "model.add_special_tokens": recipe.model.add_special_tokens,
+    }
+    for path, values in lists.items():
+        if values and engine != "ddp":
+            yield (
+                f"{path}=[{', '.join(values)}] has not been shown to work where processes share a model, got "
+                f"distributed.strategy={engine}. Set distributed.strategy=ddp, or leave the key out."
+            )
     if engine in ("zero2", "zero3"):
         yield from _beside_deepspeed(recipe, engine)
 
@@ -68,7 +79,9 @@ def _or_choose(effect: Effect) -> str:
     return f", or set distributed.strategy={effect.engines[-1]}" if effect.engines else ""
 
 
-@reads("distributed.strategy")
+@reads(
+    *("distributed.strategy", "adapter.modules_to_save", "model.add_tokens", "model.add_special_tokens"),
+)
 def settings_work_with_the_strategy(recipe: Recipe) -> Iterator[str]:
     """Each technique must work with the strategy; where the launch chooses one, this is checked again then."""
     strategy = recipe.distributed.strategy

@@ -15,10 +15,10 @@ WHERE_BFLOAT16_IS = "on a GPU of 2020 (Ampere) or newer"
 """Words for GPUs with bfloat16: a recipe does not know its GPU, and users ask for fp16 where there is no bfloat16."""
 
 
-@reads("training.mixed_precision", "model.dtype", "adapter.name")
+@reads("training.mixed_precision", "model.dtype", "adapter.name", "adapter.modules_to_save")
 def fp16_needs_float32_weights(recipe: Recipe) -> Iterator[str]:
     """The loss scaler cannot unscale half-precision gradients; gradients of adapters are float32."""
-    dtype, trained = recipe.model.dtype, recipe.adapter.name == "none"
+    dtype, trained = recipe.model.dtype, recipe.adapter.trains_model_weights
     if recipe.training.mixed_precision != "fp16":
         return
     if trained and dtype in ("float16", "bfloat16"):
@@ -41,6 +41,17 @@ def quantization_needs_an_adapter(recipe: Recipe) -> Iterator[str]:
         yield (
             f"model.quantization={quantization} freezes the weights and needs adapter.name=lora to train, got none. "
             "Set adapter.name=lora or model.quantization=none."
+        )
+
+
+@reads("model.add_tokens", "model.add_special_tokens", "adapter.name", "adapter.modules_to_save")
+def new_rows_are_trained(recipe: Recipe) -> Iterator[str]:
+    """Adapters freeze the embedding and the head; which of these a model has apart is known once it is loaded."""
+    if recipe.model.new_tokens and not recipe.adapter.trains_model_weights:
+        yield (
+            f"model.add_tokens=[{', '.join(recipe.model.new_tokens)}] makes rows of the embedding and head that would "
+            "stay untrained with adapter.name=lora. Set adapter.modules_to_save=[embed_tokens, lm_head], or leave out "
+            "tokens that the tokenizer has already."
         )
 
 

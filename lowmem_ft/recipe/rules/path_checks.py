@@ -165,24 +165,48 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         UserError: if anything is wrong with the adapter or the target, or the adapter's base was random.
         ModelError: if the base is named by a path and is not there.
     """
-    settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
+    check_new_folder(target)
+    return check_base(adapter, base=base)
+
+
+def check_new_folder(target: Path) -> None:
+    """Refuse a folder for a new model that is in use or not writable.
+
+    Raises:
+        UserError: if it is a file, not empty, or the system refuses to write there.
+    """
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise UserError(f"{target} exists already, and is not empty. Name a new folder for the merged model.")
+        raise UserError(f"{target} exists already, and is not empty. Name a new folder for the model.")
     _require_writable(target, "OUT_DIR")
+
+
+def check_base(adapter: Path, *, base: str | None) -> ModelConfig:
+    """Refuse an invalid adapter and a missing base, as :func:`check_merge` does; return the base's config."""
+    settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if not base:
         _refuse_random_base(adapter)
     name = base or settings.get("base_model_name_or_path")
     if not name:
         raise UserError(f"{adapter / CONFIG_FILE} does not name its base model. Pass it with --base.")
-    config = ModelConfig(name_or_path=name, revision=None if base else settings.get("revision"), dtype="auto")
-    check_model_path(config)
-    refuse_unfit(config)
-    check_weight_files(config)
-    require_within_reach(config)
+    config = check_plain_model(name, revision=None if base else settings.get("revision"))
     if problem := damage(adapter / WEIGHTS_FILE):
         raise UserError(
             f"The weights of {adapter} are damaged: {WEIGHTS_FILE} {problem}. Save the adapter again."
         )
+    return config
+
+
+def check_plain_model(name: str, *, revision: str | None = None) -> ModelConfig:
+    """Refuse a model that is missing, incomplete or no decoder; return the config that loads it in its own type.
+
+    Raises:
+        ModelError: if it cannot be read.
+    """
+    config = ModelConfig(name_or_path=name, revision=revision, dtype="auto")
+    check_model_path(config)
+    refuse_unfit(config)
+    check_weight_files(config)
+    require_within_reach(config)
     return config
 
 

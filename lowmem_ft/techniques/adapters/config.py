@@ -45,6 +45,11 @@ class AdapterConfig:
         "Names of parameters that get adapters, for experts that are one tensor: [mlp.experts.gate_up_proj, "
         "mlp.experts.down_proj]; all-linear then means linear layers alone.",
     )
+    modules_to_save: tuple[str, ...] = knob(
+        (),
+        "Names of modules that are trained and saved whole with the adapters, in their own type: [embed_tokens, "
+        "lm_head]; of a tied model embed_tokens is both.",
+    )
     use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
     kernel: Literal["fused", "peft"] = knob(
@@ -57,6 +62,11 @@ class AdapterConfig:
         leaves=dict.fromkeys(PARTS, as_it_is),
         is_kernel=True,
     )
+
+    @property
+    def trains_model_weights(self) -> bool:
+        """True if weights of the model itself are trained, in their own type: all, or some whole modules."""
+        return self.name == "none" or bool(self.modules_to_save)
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""

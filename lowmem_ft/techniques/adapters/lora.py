@@ -23,6 +23,7 @@ from lowmem_ft.foundation.errors import CheckpointError, UserError, raise_proble
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.modules_to_save import add_to_file, is_tied, modules_to_save
 from lowmem_ft.techniques.adapters.target_modules import (
     ALL_LINEAR,
     short_name,
@@ -66,16 +67,26 @@ class Lora(Technique):
     is_trained = True
 
     def __init__(
-        self, model: Any, peft_model: Any, *undo: Callable[[], object], whole: WholeModel | None = None
+        self,
+        model: Any,
+        peft_model: Any,
+        *undo: Callable[[], object],
+        whole: WholeModel | None = None,
+        saved_modules: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__(*undo)
         self.model = model
         self.peft_model = peft_model
         self._whole = whole
+        self._saved_whole = {parameter for module in saved_modules for parameter in module.parameters()}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The adapters' parameters, the only trained ones, by their names in the model."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if "lora_" in name}
+        """The adapters' parameters and those of modules saved whole, the only trained ones, by their names."""
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if "lora_" in name or parameter in self._saved_whole
+        }
 
     def save(self, folder: Path, *, writes: bool = True) -> bool:
         """Write ``adapter_model.safetensors`` and ``adapter_config.json``, and check them by reading them back.
@@ -88,6 +99,7 @@ class Lora(Technique):
             return True
         # The state is passed explicitly: without it PEFT would collect that of the whole base first.
         self.peft_model.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
+        add_to_file(folder, {name: tensor for name, tensor in named.items() if not _is_of_adapter(name)})
         (folder / "README.md").unlink()  # PEFT's model card; the run writes its own
         if self._whole is not None:
             name_for_whole(folder, self._whole)
@@ -122,11 +134,21 @@ class Lora(Technique):
         """Key tensors by their names in files, which omit the adapter's name within the model."""
         from peft import get_peft_model_state_dict
 
-        return get_peft_model_state_dict(self.peft_model, state_dict=named, save_embedding_layers=False)
+        saved_whole = {name: tensor for name, tensor in named.items() if not _is_of_adapter(name)}
+        of_adapter = {name: tensor for name, tensor in named.items() if name not in saved_whole}
+        return saved_whole | get_peft_model_state_dict(
+            self.peft_model, state_dict=of_adapter, save_embedding_layers=False
+        )
 
-    @staticmethod
-    def _named_for_peft(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"base_model.model.{name}": tensor for name, tensor in tensors.items()}
+    def _named_for_peft(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Key tensors by PEFT's names; one that several modules share has all of its names, as in PEFT's files."""
+        every_name = dict(self.model.named_parameters(remove_duplicate=False))
+        names = {parameter: name for name, parameter in self.model.named_parameters()}
+        return {
+            f"base_model.model.{name}": tensors[names[parameter]]
+            for name, parameter in every_name.items()
+            if names[parameter] in tensors
+        }
 
 
 def check_adapter(config: AdapterConfig) -> None:
@@ -157,10 +179,12 @@ def enable_lora(
     Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections; layers whose
     weight alone a fused kernel reads (``out_proj`` of Mamba) are left out. Experts that are one tensor get adapters
     where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the family and they are not
-    packed; routers are frozen unless they are named. PEFT's own forward computes the whole sum of a layer's experts and
-    adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are float32, the frozen
-    weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for its adapter; under
-    autocast that copy is left out, since autocast would take it back.
+    packed; routers are frozen unless they are named. Modules of ``adapter.modules_to_save`` are trained in place, in
+    their own type, where PEFT trains a copy of each: their gradients and state are those of full fine-tuning. PEFT's
+    own forward computes the whole sum of a layer's experts and adapter, and none of packed ones:
+    :func:`enable_fused_adapters` does both. The adapters are float32, the frozen weights keep their type, norms and
+    embeddings too. PEFT copies a layer's input to float32 for its adapter; under autocast that copy is left out, since
+    autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -186,6 +210,7 @@ def enable_lora(
     _refuse_dora_of_8bit(model, config)
     parameters = target_parameters(model, config)
     targets = target_modules(model, config, whole)
+    saved_modules = modules_to_save(model, config, whole)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
     lora_config = LoraConfig(
         r=config.r,
@@ -211,14 +236,29 @@ def enable_lora(
     lora_config.base_model_name_or_path = base_name or lora_config.base_model_name_or_path
     lora_config.revision = base_revision
     layers = adapted_layers(model)
+    if saved_modules:
+        if both := sorted(
+            name for name in layers if any(f"{name}.".startswith(f"{one}.") for one in saved_modules)
+        ):
+            Handle(*undo, peft_model.unload).remove()
+            raise UserError(
+                f"adapter.modules_to_save trains a module whole, and {both[0]} has an adapter, too. Leave it out of "
+                "adapter.modules_to_save or adapter.target_modules."
+            )
+        for module in saved_modules.values():
+            module.requires_grad_(True)
+        lora_config.modules_to_save = list(config.modules_to_save)
+        lora_config.ensure_weight_tying = is_tied(model)
     if whole is not None and targets == ALL_LINEAR:
         # PEFT has made it a list of every layer's name; in the files it is a short pattern.
         lora_config.target_modules = sorted({short_name(name) for name in layers})
     for layer in layers.values():
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
-    _log(model, config, layers)
-    return Lora(model, peft_model, *undo, peft_model.unload, whole=whole)
+    _log(model, config, layers, saved_modules)
+    return Lora(
+        model, peft_model, *undo, peft_model.unload, whole=whole, saved_modules=saved_modules.values()
+    )
 
 
 def merge_adapter(
@@ -245,6 +285,7 @@ def merge_adapter(
         CheckpointError: if its weights are damaged.
     """
     from peft import PeftModel
+    from peft.utils.other import TrainableTokensWrapper
 
     not_finite = names_of_not_finite(
         _read(folder).items()
@@ -269,6 +310,9 @@ def merge_adapter(
         layer.merge(safe_merge=True)
         weight = _adapted_weight(layer)
         weight.data = weight.data.to(dtype)
+    for module in model.modules():
+        if isinstance(module, TrainableTokensWrapper):  # of adapters that PEFT has trained
+            module.token_adapter.merge(safe_merge=True)
     peft_model.unload()
     model.to(dtype)  # type: ignore[call-arg]
     return len(layers)
@@ -361,6 +405,10 @@ def _restore_config(model: PreTrainedModel) -> list[Callable[[], object]]:
     return [partial(setattr, model.config, "pretraining_tp", model.config.pretraining_tp)]
 
 
+def _is_of_adapter(name: str) -> bool:
+    return "lora_" in name
+
+
 def adapted_layers(model: nn.Module) -> dict[str, Any]:
     """Return PEFT's layers of a model, by their names."""
     from peft.tuners.lora import LoraLayer
@@ -424,11 +472,21 @@ def _compare(
         raise CheckpointError(f"{problem}: {len(different)} tensors differ, such as {different[0]}.")
 
 
-def _log(model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any]) -> None:
+def _log(
+    model: nn.Module, config: AdapterConfig, layers: Mapping[str, Any], saved_modules: Mapping[str, nn.Module]
+) -> None:
     kinds = [kind for kind, chosen in (("DoRA", config.use_dora), ("rsLoRA", config.use_rslora)) if chosen]
     of_experts = [layer for layer in layers.values() if hasattr(layer, "parameter_name")]
     names = sorted({getattr(layer, "parameter_name", short_name(name)) for name, layer in layers.items()})
-    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    trained = sum(parameter.numel() for name, parameter in model.named_parameters() if "lora_" in name)
+    if saved_modules:
+        weights = {weight for module in saved_modules.values() for weight in module.parameters()}
+        logger.info(
+            "Adapter: %s trained and saved whole, %s parameters in their own type%s.",
+            f"{', '.join(sorted(saved_modules))} {'is' if len(saved_modules) == 1 else 'are'}",
+            f"{sum(weight.numel() for weight in weights):,}",
+            ", the head's weight with the embedding's" if is_tied(model) else "",
+        )
     logger.info(
         "Adapter: %s of rank %d on %d linear layers%s (%s), %s parameters in float32.",
         " and ".join(kinds) or "LoRA",

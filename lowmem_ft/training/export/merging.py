@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from safetensors import safe_open
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.stored_quantization import FORMATS
 from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.new_tokens import resize_embeddings
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
+from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
+from lowmem_ft.training.export.disk_room import plain_bytes, require_room
 from lowmem_ft.training.export.model_card import merged_model_card
 
 logger = logging.getLogger(__name__)
@@ -48,34 +52,73 @@ def merge_into_base(
         track: wraps the list of layers, to show progress while they are merged.
 
     Raises:
-        UserError: if the folder is not an adapter, or one of another kind or model; or if the target is not empty.
+        UserError: if the folder is not an adapter, or one of another kind or model; or if the target is not empty, or
+            its disk has too little room.
         ModelError: if the base cannot be read.
         CheckpointError: if the folder cannot be written.
     """
     config = check_merge(adapter, target, base=base)
-    hf_config = load_model_config(config)
-    if (stored := packed_format(hf_config)) is not None:
-        config = dataclasses.replace(config, quantization="dequantize")
-    tokenizer = _tokenizer_of(adapter, config)
-    model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
-    merged_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
-    if stored is None:
-        _warn_of_rounded_base(adapter)
-    else:
-        logger.info(
-            "The base's files hold its weights in %s: the merged model has them unpacked, in %s.",
-            FORMATS[stored],
-            str(merged_dtype).removeprefix("torch."),
-        )
-    num_layers = merge_adapter(model, adapter, merged_dtype, track, other_parts(model))
+    require_room(target, {"the merged model": plain_bytes(config, dtype)})
+    model, tokenizer = load_merged(config, adapter, dtype=dtype, track=track)
     with explaining_write_errors(target), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
         card = merged_model_card(target.name, adapter, config.name_or_path or "")
         (partial / "README.md").write_text(card, "utf-8")
-    rounded = (
-        "" if merged_dtype == torch.float32 else f" and rounded to {str(merged_dtype).removeprefix('torch.')}"
-    )
-    logger.info("%d layers merged in float32%s; the model is in %s.", num_layers, rounded, target)
+    logger.info("The model is in %s.", target)
+
+
+def load_merged(
+    config: ModelConfig,
+    adapter: Path | None,
+    *,
+    dtype: str = "auto",
+    track: Callable[[list[Any]], Iterable[Any]] = iter,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a model to host memory, unpacked if its files hold it in MXFP4 or FP8, with an adapter merged into it.
+
+    Args:
+        config: of the model, from ``check_plain_model`` or ``check_base``.
+        adapter: the adapter's folder; None: the model is taken as it is.
+        dtype: type of the weights; ``auto``: the model's own.
+        track: wraps the list of layers, to show progress while they are merged.
+
+    Returns:
+        The model, and the tokenizer that it was trained with.
+    """
+    hf_config = load_model_config(config)
+    if (stored := packed_format(hf_config)) is not None:
+        config = dataclasses.replace(config, quantization="dequantize")
+    tokenizer = load_tokenizer(config) if adapter is None else _tokenizer_of(adapter, config)
+    model = load_model(config, hf_config, attn_implementation="eager", device=torch.device("cpu"), seed=0)
+    new_dtype = model.dtype if dtype == "auto" else getattr(torch, dtype)
+    name_of_dtype = str(new_dtype).removeprefix("torch.")
+    if stored is not None:
+        logger.info(
+            "The base's files hold its weights in %s: the new model has them unpacked, in %s.",
+            FORMATS[stored],
+            name_of_dtype,
+        )
+    if adapter is None:
+        model.to(new_dtype)  # type: ignore[call-arg]
+        return model, tokenizer
+    if stored is None:
+        _warn_of_rounded_base(adapter)
+    resize_embeddings(
+        model, _rows_in(adapter, model), 0, config.name_or_path or ""
+    )  # the adapter has the values
+    num_layers = merge_adapter(model, adapter, new_dtype, track, other_parts(model))
+    rounded = "" if new_dtype == torch.float32 else f" and rounded to {name_of_dtype}"
+    logger.info("%d layers merged in float32%s.", num_layers, rounded)
+    return model, tokenizer
+
+
+def _rows_in(adapter: Path, model: PreTrainedModel) -> int:
+    """Return the rows of the embedding that was saved with an adapter; 0: none was."""
+    table = model.get_input_embeddings()
+    (name,) = (name for name, module in model.named_modules() if module is table)
+    saved = f"base_model.model.{name}.weight"
+    with safe_open(adapter / WEIGHTS_FILE, framework="pt") as file:
+        return file.get_slice(saved).get_shape()[0] if saved in file.keys() else 0  # noqa: SIM118
 
 
 def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:

@@ -22,7 +22,8 @@ from lowmem_ft.training.run.replaced_run import RECIPE_FILE
 logger = logging.getLogger(__name__)
 
 _MUST_STAY = re.compile(
-    r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|model\.quantization|training\.seed"
+    r"data\.(?!(path|num_proc|eval_path|eval_split)$)\w+|adapter\.\w+|training\.seed"
+    r"|model\.(quantization|add_tokens|add_special_tokens)"
     r"|optimizer\.(?!(state|master|in_backward)$)\w+"
 )
 """Settings that decide what a run's data, its weights and its optimizer's state mean. All others may change, including

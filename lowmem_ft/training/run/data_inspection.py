@@ -37,7 +37,7 @@ def inspect_data_of(recipe: Recipe, *, show: int) -> Inspection:
         note = (f"Not checked, as the model cannot be read: its longest input, its vocabulary. {error}",)
     if ends is None:
         note = (*note, "Not checked: where generation stops. The model's files are not here to say it.")
-    vocabulary = fields.get("vocab_size")
+    vocabulary = None if model.new_tokens else fields.get("vocab_size")  # new rows fit them
     found = inspect_data(
         recipe.data,
         tokenizer,

@@ -39,6 +39,9 @@ def read_data(
         UserError: if a process cannot read the data, or reads different data.
     """
     data: PreparedData | None = None
+    num_rows = vocab_size(plan.hf_config)
+    if num_rows is not None and recipe.model.new_tokens:
+        num_rows = max(num_rows, len(tokenizer))
     for is_turn in (runtime.is_main, not runtime.is_main):
         with runtime.failing_together():
             if is_turn:
@@ -46,7 +49,7 @@ def read_data(
                     recipe.data,
                     tokenizer,
                     max_positions=max_positions(plan.hf_config),
-                    vocab_size=vocab_size(plan.hf_config),
+                    vocab_size=num_rows,
                     seed=recipe.training.seed,
                     attn_implementation=plan.attention.implementation,
                     end_token_ids=end_token_ids(recipe.model),

@@ -58,7 +58,8 @@ def test_the_new_folder_is_the_adapted_model(folders, dtype, caplog):
     assert error < (1e-2 if dtype == "auto" else 1e-5) * change
     assert len(AutoTokenizer.from_pretrained(tmp_path / "out")) == 512
     rounded = " and rounded to bfloat16" if dtype == "auto" else ""
-    assert f"14 layers merged in float32{rounded}; the model is in" in caplog.text
+    assert f"14 layers merged in float32{rounded}." in caplog.text
+    assert f"The model is in {tmp_path / 'out'}." in caplog.text
 
 
 def test_the_merged_model_has_a_card_with_what_the_adapters_card_says(folders):
