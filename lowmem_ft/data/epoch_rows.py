@@ -47,6 +47,10 @@ class Examples(Protocol):
         """Return the row of a reference."""
         ...
 
+    def head(self, count: int) -> list[TokenizedExample]:
+        """Return the first examples in the order of the source."""
+        ...
+
 
 class MappedExamples:
     """Examples in a memory-mapped table: random access, and resuming costs nothing.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lowmem_ft.memory.comparison import Peaks, Row, compared, peaks_in
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.text.document import Document, Table
+from lowmem_ft.training.generation.generations_file import BeforeAndAfter
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +30,7 @@ class RunRecord:
         metrics: the lines of its ``metrics.jsonl``.
         is_finished: whether it holds the run's model.
         rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
+        generations: the first and last answers to its prompts.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class RunRecord:
     metrics: Sequence[Mapping[str, Any]]
     is_finished: bool
     rehearsal: Mapping[str, Any] | None = None
+    generations: Sequence[BeforeAndAfter] = ()
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -90,6 +93,7 @@ class RunRecord:
             "estimated": estimated and estimated.to_json(),
             "measured": measured and measured.to_json(),
             "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
+            "generations": [asdict(one) for one in self.generations],
             "errors": {row.name: row.error for row in compared(estimated, measured)},
         }
 
@@ -105,7 +109,7 @@ def run_report(runs: Sequence[RunRecord]) -> Document:
     Args:
         runs: at least one run.
     """
-    return Document(_side_by_side(runs), *_notes(runs))
+    return Document(_side_by_side(runs), *map(_answers, runs), *_notes(runs))
 
 
 def _side_by_side(runs: Sequence[RunRecord]) -> Table:
@@ -123,6 +127,26 @@ def _side_by_side(runs: Sequence[RunRecord]) -> Table:
         names = dict.fromkeys(name for of_run in by_run for name in of_run)
         rows += [[name, *(of_run.get(name, "-") for of_run in by_run)] for name in names]
     return Table(("", *(run.path.name or str(run.path) for run in runs)), rows, left=("",), stacks=True)
+
+
+def _answers(run: RunRecord) -> Document:
+    """Return the answers of a run before and after training, side by side; empty if it has no answers."""
+    if not run.generations:
+        return Document()
+    first, last = run.generations[0].steps
+    rows = [
+        (_shortened(one.prompt), _shortened(one.before), _shortened(one.after)) for one in run.generations
+    ]
+    headings = (f"prompts of {run.path.name}", f"at step {first}", f"at step {last}")
+    return Document(Table(headings, rows, left=headings, stacks=True))
+
+
+def _shortened(text: str | None) -> str:
+    """Return a text in one line, its middle left out where it is long: the end of a prompt has the question."""
+    if text is None:
+        return "- (memory ran out)"
+    words = " ".join(text.split())
+    return words if len(words) <= 200 else f"{words[:80]} ... {words[-115:]}"
 
 
 def _cell(row: Row) -> str:

@@ -39,6 +39,7 @@ from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, 
 from lowmem_ft.training.export.finished_model import log_finished_model, save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
 from lowmem_ft.training.export.model_card import model_card
+from lowmem_ft.training.generation.run_generations import RunGenerations
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
@@ -149,6 +150,7 @@ class TrainingRun:
         num_steps: the step at which the run ends.
         session: the model with its optimizer.
         memory: the run's peaks so far, and its estimate.
+        generations: the prompts that the model answers at evaluations.
     """
 
     recipe: Recipe
@@ -162,6 +164,7 @@ class TrainingRun:
     num_steps: int
     session: Session
     memory: RunMemory
+    generations: RunGenerations
 
     def __post_init__(self) -> None:
         """Create the run's own parts; their state is that of its checkpoint, if it resumes from one."""
@@ -173,7 +176,8 @@ class TrainingRun:
         self.retries.apply(self.progress.cut)
         self.evaluation = EvaluationInPieces(may_cut=self.recipe.budget.retry)
         self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
-        config, evaluates = self.recipe.training, self.data.evaluation is not None
+        config = self.recipe.training
+        evaluates = self.data.evaluation is not None or bool(self.generations)
         self.time_left = TimeLeft(
             num_steps=self.num_steps,
             step=self.progress.step,
@@ -235,6 +239,7 @@ class TrainingRun:
             progress = progress_at(resume_from, recipe, data)
             stream = stream_from(recipe, runtime, data, progress.position)
             num_steps = num_training_steps(recipe, stream, progress, resume_from)
+        generations = RunGenerations.of(recipe, runtime, folder.path, data, tokenizer)
         with memory.during("load"):
             in_pieces = progress.cut.max_tokens is not None
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
@@ -259,6 +264,7 @@ class TrainingRun:
             num_steps=num_steps,
             session=session,
             memory=memory,
+            generations=generations,
         )
 
     def train(self) -> TrainResult:
@@ -353,16 +359,35 @@ class TrainingRun:
         """Evaluate if this step is due and was not evaluated before an interruption; not after the last step."""
         step, config = self.progress.step, self.recipe.training
         is_due = config.eval_on_start if step == 0 else _is_due(step, config.eval_steps)
+        if step == 0 and self.generations and not is_due:
+            self._evaluate(loss=False)
         if is_due and step < self.num_steps and self.progress.evaluated_step != step:
             result = self._evaluate()
             if result is not None and not math.isfinite(result.loss):
                 self.health.refuse_ruined_weights(self.session)
                 logger.warning("The held-out loss of step %d is not finite, though all weights are.", step)
 
-    def _evaluate(self) -> EvaluationResult | None:
-        """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
-        if self.data.evaluation is None:
+    def _evaluate(self, *, loss: bool = True) -> EvaluationResult | None:
+        """Evaluate on held-out data and answer prompts, if there are any, and write it down; a signal cuts it short."""
+        if self.data.evaluation is None and not self.generations:
             return None
+        loss = loss and self.data.evaluation is not None
+        with self.memory.during("evaluation"), self.time_left.during("evaluation"):
+            result, answers = self._held_out_result() if loss else None, None
+            if result is not None or not loss:
+                answers = self.generations.answers(self.session, self.progress.step, self._has_signal)
+        if answers is None:
+            self._stop_if_interrupted()
+        assert answers is not None, "only a signal can end an evaluation without a result"
+        self.progress.evaluated_step = self.progress.step
+        if result is not None:
+            self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
+            logger.info("Step %d: %s.", self.progress.step, result)
+        self.generations.write(answers)
+        return result
+
+    def _held_out_result(self) -> EvaluationResult | None:
+        assert self.data.evaluation is not None, "callers have looked"
         config = self.recipe.training
         batches = eval_batches(
             self.data.evaluation,
@@ -371,21 +396,17 @@ class TrainingRun:
             process_index=self.runtime.process_index,
             collate=self.data.collate,
         )
-        with self.memory.during("evaluation"), self.time_left.during("evaluation"):
-            result = evaluate(
-                self.session,
-                self.runtime,
-                self.runtime.to_evaluate(batches),
-                in_pieces=self.evaluation,
-                interrupted=lambda: self.interruption.signal_number != 0,
-            )
-        if result is None:
-            self._stop_if_interrupted()
-        assert result is not None, "only a signal can end an evaluation without a result"
-        self.progress.evaluated_step = self.progress.step
-        self.metrics.write({"step": self.progress.step, **result.record()}, to_trackers=True)
-        logger.info("Step %d: %s.", self.progress.step, result)
-        return result
+        return evaluate(
+            self.session,
+            self.runtime,
+            self.runtime.to_evaluate(batches),
+            in_pieces=self.evaluation,
+            interrupted=self._has_signal,
+        )
+
+    def _has_signal(self) -> bool:
+        """Return whether this process has received a signal."""
+        return self.interruption.signal_number != 0
 
     def _save_checkpoint(self) -> None:
         step = self.progress.step
@@ -446,6 +467,7 @@ class TrainingRun:
                 loss=progress.loss,
                 evaluation=evaluation,
                 memory=self.memory.rows(),
+                generations=self.generations.before_and_after() if self.runtime.is_main else (),
             )
             save_finished_model(
                 self.session,
@@ -462,6 +484,8 @@ class TrainingRun:
                     log_finished_model(self.folder.model_folder, self.recipe)
         self.budget_watch.report(file_bytes=self.session.host_memory.peak_file_bytes)
         self.memory.log()
+        if self.runtime.is_main:
+            self.generations.log_before_and_after()
         self.memory.write_measured(self.metrics, self.progress.step)
         number = self._signal_number()
         self.runtime.end_trackers()

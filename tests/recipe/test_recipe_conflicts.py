@@ -106,6 +106,10 @@ BROKEN_AND_MENDED = {
         ["data.streaming=true", "data.eval_size=null", "data.eval_path=x", "training.max_steps=4"],
     ),
     "evaluation_needs_data": (["data.eval_size=null"], ["data.eval_size=null", "training.eval_steps=null"]),
+    "length_of_answers_needs_prompts": (
+        ["training.max_new_tokens=9"],
+        ["training.max_new_tokens=9", "training.eval_generations=1"],
+    ),
     "hub_settings_need_push": (
         ["training.hub_model_id=me/it"],
         ["training.hub_model_id=me/it", "training.push_to_hub=true"],

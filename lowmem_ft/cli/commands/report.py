@@ -59,6 +59,7 @@ def _read(path: Path) -> RunRecord:
     """
     from lowmem_ft.recipe import load_recipe
     from lowmem_ft.reports.run_report import RunRecord
+    from lowmem_ft.training.generation.generations_file import before_and_after, read_generations
     from lowmem_ft.training.run.replaced_run import METRICS_FILE, RECIPE_FILE
     from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -75,6 +76,7 @@ def _read(path: Path) -> RunRecord:
         metrics=folder.read_metrics(),
         is_finished=folder.model_folder.is_dir(),
         rehearsal=_rehearsal_in(path),
+        generations=before_and_after(read_generations(path)),
     )
     run.check()
     return run

@@ -48,6 +48,8 @@ UPSTREAM_NAMES = {
     "enable_activation_offloading": "offload.activations",
     "enable_liger_kernel": "model.kernels",
     "epochs": "training.num_train_epochs",
+    "eval_max_new_tokens": "training.max_new_tokens",
+    "eval_table_size": "training.eval_generations",
     "evals_per_epoch": "training.eval_steps",
     "finetuning_type": "adapter.name",
     "flash_attention": "model.attn_implementation",

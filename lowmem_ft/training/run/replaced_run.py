@@ -20,6 +20,7 @@ from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.training.checkpoints.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoints.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.checkpoints.saved_files import delete_saved, move_saved
+from lowmem_ft.training.generation.generations_file import GENERATIONS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,13 @@ def run_files(path: Path) -> list[Path]:
     """Return the files and folders of the run in a folder; those folders may also hold other files."""
     files = [folder for folder in _checkpoints(path) if is_own_checkpoint(folder)]
     if holds_a_run(path):
-        names = (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, f"{LOGS_FOLDER}/{_tracker_project(path)}")
+        names = (
+            RECIPE_FILE,
+            METRICS_FILE,
+            GENERATIONS_FILE,
+            MODEL_FOLDER,
+            f"{LOGS_FOLDER}/{_tracker_project(path)}",
+        )
         targets = [path / name for name in names]
         files += [file for file in (*targets, *map(incomplete_name, targets)) if file.exists()]
         files += sorted(file for file in path.iterdir() if _ALLOCATOR.fullmatch(file.name))
@@ -49,7 +56,7 @@ def run_files(path: Path) -> list[Path]:
 
 def in_the_way(path: Path) -> list[Path]:
     """Return files that no run of lowmem_ft wrote, although they have the name of something that a run writes."""
-    targets = [path / name for name in (RECIPE_FILE, METRICS_FILE, MODEL_FOLDER)]
+    targets = [path / name for name in (RECIPE_FILE, METRICS_FILE, GENERATIONS_FILE, MODEL_FOLDER)]
     own = set(run_files(path))
     return [file for file in (*targets, *_checkpoints(path)) if file.exists() and file not in own]
 
@@ -119,7 +126,7 @@ def _tracker_project(path: Path) -> str:
 
 
 def _has_nothing_else(folder: Path) -> bool:
-    names = {RECIPE_FILE, METRICS_FILE, MODEL_FOLDER, LOGS_FOLDER}
+    names = {RECIPE_FILE, METRICS_FILE, GENERATIONS_FILE, MODEL_FOLDER, LOGS_FOLDER}
     names |= {incomplete_name(Path(name)).name for name in names}
     patterns = _CHECKPOINT, _ALLOCATOR
     return all(
