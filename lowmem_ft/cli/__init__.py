@@ -17,6 +17,8 @@ COMMANDS = {
     "plan": "choose the memory settings for a budget: plan model=NAME budget=24GiB",
     "rehearse": "the complete run without a GPU: rehearse recipe=NAME --gpu NAME",
     "report": "results of runs, with estimated and measured memory: report RUN_DIR",
+    "evaluate": "loss and perplexity of a model, an adapter or a run: evaluate MODEL data=X",
+    "chat": "talk to a model, an adapter or a run: chat MODEL",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",

@@ -365,7 +365,7 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: TracingMa
 
 def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: TracingMachine) -> None:
     data, training = recipe.data, recipe.training
-    if data.eval_path is None and data.eval_split is None and data.eval_size is None:
+    if not data.has_held_out:
         return
     num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
     session.techniques.flush()

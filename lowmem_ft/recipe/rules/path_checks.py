@@ -82,6 +82,26 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
     )
 
 
+def check_paths_of_evaluation(recipe: Recipe, *, reads_data: bool = True) -> None:
+    """Refuse the forward passes of a model whose files, data or packages are missing.
+
+    Args:
+        recipe: names the model, and the data.
+        reads_data: whether data is read.
+
+    Raises:
+        UserError: lists all problems.
+    """
+    raise_together(
+        *_packages_of_step(recipe),
+        lambda: _require_flash_attention(recipe.model),
+        lambda: check_model_files(recipe),
+        lambda: check_tokenizer_path(recipe.model),
+        lambda: require_tokenizer_within_reach(recipe.model),
+        *([lambda: check_sizes_of_model(recipe), *_checks_of_data(recipe)] if reads_data else []),
+    )
+
+
 def check_packages(recipe: Recipe) -> None:
     """Refuse a recipe whose step cannot be built here, even on a virtual GPU; trackers are not checked.
 
@@ -150,10 +170,25 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         UserError: if anything is wrong with the adapter or the target, or the adapter's base was random.
         ModelError: if the base is named by a path and is not there.
     """
-    settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
+    read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists already, and is not empty. Name a new folder for the merged model.")
     _require_writable(target, "OUT_DIR")
+    return base_of_adapter(adapter, base=base)
+
+
+def base_of_adapter(adapter: Path, *, base: str | None = None) -> ModelConfig:
+    """Return the config of an adapter's base model; refuse an invalid adapter and a missing base.
+
+    Args:
+        adapter: the adapter's folder.
+        base: the base model, if it is not the one that the adapter names.
+
+    Raises:
+        UserError: if anything is wrong with the adapter, or its base was random.
+        ModelError: if the base is named by a path and is not there.
+    """
+    settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if not base:
         _refuse_random_base(adapter)
     name = base or settings.get("base_model_name_or_path")
@@ -182,7 +217,7 @@ def _refuse_random_base(adapter: Path) -> None:
     recipe = recipe_beside(adapter)
     if recipe is not None and recipe.model.weights == "random":
         raise UserError(
-            f"An adapter is merged into the base weights that it was trained on. Those of {adapter} were random "
+            f"An adapter belongs to the base weights that it was trained on. Those of {adapter} were random "
             f"(model.weights=random in {adapter.resolve().parent / RECIPE_FILE}), and no run keeps them. Train it "
             "with model.weights=pretrained, or train all weights with adapter.name=none."
         )

@@ -78,8 +78,7 @@ def streaming_needs_max_steps(recipe: Recipe) -> Iterator[str]:
 def evaluation_needs_data(recipe: Recipe) -> Iterator[str]:
     """A requested evaluation is never skipped; prompts of a file are data, too, except for a loss on start."""
     data, training = recipe.data, recipe.training
-    has_data = any(source is not None for source in (data.eval_path, data.eval_split, data.eval_size))
-    if has_data:
+    if data.has_held_out:
         return
     has_prompts = training.generation_prompts is not None
     asked = {

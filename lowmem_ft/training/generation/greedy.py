@@ -65,7 +65,7 @@ def generate_greedily(
         torch.no_grad(),
         session.runtime.autocast(),
         router_loss_off(model),
-        _attention_that_takes_a_cache(model),
+        attention_that_takes_a_cache(model),
         _without_warning_of_weights_elsewhere(),
     ):
         generator: Any = model
@@ -114,7 +114,7 @@ def _greedy(max_new_tokens: int, end_ids: Sequence[int]) -> GenerationConfig:
 
 
 @contextlib.contextmanager
-def _attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
+def attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
     """Let attention be sdpa in a block where it is torch's flash kernel for rows, which takes no cache of keys."""
     chosen = model.config._attn_implementation
     if chosen != VARLEN_ATTENTION:
