@@ -21,8 +21,8 @@ examples:
   lowmem-ft chat Qwen/Qwen2.5-7B-Instruct model.quantization=nf4 --system "Answer in one sentence."
   lowmem-ft chat runs/7b-qlora/model --once "What is the capital of Norway?" --no-sample
 
-Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer; at the prompt it
-leaves. Settings count where forward passes do: model.*, offload.parameters, training.mixed_precision,
+Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer, and a second
+one leaves. Settings count where forward passes do: model.*, offload.parameters, training.mixed_precision,
 training.use_cpu. What is not set about sampling is the model's own (generation_config.json)."""
 
 DEFAULT_CONTEXT = 4096

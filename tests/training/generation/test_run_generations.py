@@ -18,7 +18,6 @@ SHORT = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1
 ANSWERING = ("training.eval_generations=2", "training.max_new_tokens=6")
 
 RUNGS = {
-    "plain": (),
     "the lowest rung": (
         *("offload.parameters=stream", "optimizer.in_backward=true", "offload.optimizer=host"),
         *("accumulation.order=vertical", "tiling.mlp=2", "tiling.head=2"),
