@@ -42,6 +42,7 @@ _INSTEAD = {"data.eval_path": "data.path"}
 
 _HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
 _OF_HELD_OUT = ("training.eval_steps", "training.eval_on_start")
+_OF_PROMPTS = ("training.eval_generations", "training.max_new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,4 +98,6 @@ def _evaluation_without_data(
     kept = {**{name: value for name, value in earlier.items() if name not in dropped}, **layer}
     if any(kept.get(name) is not None for name in _HELD_OUT):
         return {}
-    return {name: earlier[name] for name in _OF_HELD_OUT if name in earlier and name not in layer}
+    has_prompts = kept.get("training.generation_prompts") is not None
+    gone = _OF_HELD_OUT if has_prompts else (*_OF_HELD_OUT, *_OF_PROMPTS)
+    return {name: earlier[name] for name in gone if name in earlier and name not in layer}

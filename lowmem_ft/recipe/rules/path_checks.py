@@ -59,6 +59,7 @@ def check_paths_of_run(recipe: Recipe) -> None:
         lambda: _require_flash_attention(recipe.model),
         *of_model,
         *_checks_of_data(recipe),
+        lambda: _require_prompts(recipe),
         *_checks_of_folders(recipe),
     )
 
@@ -78,6 +79,7 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
         lambda: require_tokenizer_within_reach(recipe.model),
         lambda: check_sizes_of_model(recipe),
         *_checks_of_data(recipe),
+        lambda: _require_prompts(recipe),
         lambda: refuse_output_folder(recipe),
     )
 
@@ -304,6 +306,12 @@ def _check_files(config: DataConfig, path: str, setting: str) -> None:
 def _require_data(path: str | None) -> None:
     if path is None:
         raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
+
+
+def _require_prompts(recipe: Recipe) -> None:
+    setting, path = "training.generation_prompts", recipe.training.generation_prompts
+    if path is not None and local_files(path, setting=setting) is None:
+        raise DataError(f"{setting} is a file on this machine, got {path}. Name one.")
 
 
 def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:

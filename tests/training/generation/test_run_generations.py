@@ -10,6 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_ft.foundation.errors import DataError, RecipeError
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
 from lowmem_ft.training.generation.generations_file import before_and_after, read_generations
 from lowmem_ft.training.generation.run_generations import RunGenerations
 from lowmem_ft.training.loop import train
@@ -194,3 +196,19 @@ def test_trackers_log_and_model_card_show_the_answers(tiny, tmp_path, monkeypatc
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "| prompt | at step 0 | at step 2 |" in card
     assert "generation_prompts" not in card
+
+
+def test_answers_go_with_the_held_out_rows_that_other_data_replaces(tmp_path):
+    file = tmp_path / "mine.yaml"
+    lines = ["base: tiny", "data: {eval_size: null, eval_path: held.jsonl}"]
+    lines += ["training: {eval_generations: 2, max_new_tokens: 9}"]
+    file.write_text("\n".join(lines))
+    assert load_recipe(str(file)).training.eval_generations == 2
+    assert not load_recipe(str(file), ["data=other.jsonl"]).training.generates
+    kept = load_recipe(str(file), ["data=other.jsonl", "training.generation_prompts=prompts.txt"])
+    assert (kept.training.eval_generations, kept.training.max_new_tokens) == (2, 9)
+
+
+def test_a_file_of_prompts_is_looked_for_at_once(tiny):
+    with pytest.raises(DataError, match=r"training\.generation_prompts names a file that does not exist"):
+        check_paths_of_run(tiny("training.generation_prompts=missing.txt"))
