@@ -18,6 +18,8 @@ COMMANDS = {
     "rehearse": "the complete run without a GPU: rehearse recipe=NAME --gpu NAME",
     "data": "what the model reads, and what is wrong: data recipe=NAME data=FILE",
     "report": "results of runs, with estimated and measured memory: report RUN_DIR",
+    "evaluate": "loss and perplexity of a model, an adapter or a run: evaluate MODEL data=X",
+    "chat": "talk to a model, an adapter or a run: chat MODEL",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",

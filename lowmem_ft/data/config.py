@@ -118,6 +118,11 @@ class DataConfig:
         None, "Processes that tokenize; null: this one, or for more than 20,000 rows one on each core."
     )
 
+    @property
+    def has_held_out(self) -> bool:
+        """True if some rows are held out."""
+        return any(source is not None for source in (self.eval_path, self.eval_split, self.eval_size))
+
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves, before any file is read."""
         held_out = self.eval_path is not None or self.eval_split is not None

@@ -45,7 +45,18 @@ def model_on_meta(
     return model_of_config(config, hf_config, attn_implementation, torch.device("meta"))
 
 
-def _bytes_of_weights(model: PreTrainedModel) -> int:
+def pack_as_loaded(
+    model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig, mixed_precision: str = "no"
+) -> None:
+    """Give a model's weights the form that loading gives them: fewer bits, or those of the checkpoint's files."""
+    bits = quantization_config(config, compute_dtype(weights_dtype(config, hf_config), mixed_precision))
+    if bits is not None:
+        quantize_weights(model, bits)
+    elif config.quantization != "dequantize" and packed_format(hf_config) is not None:
+        pack_as_stored(model, hf_config)
+
+
+def bytes_of_weights(model: PreTrainedModel) -> int:
     """Return the bytes of weights as ``from_pretrained`` counts them.
 
     Half a byte for a 4-bit weight, one for an 8-bit one, no scales.
@@ -126,13 +137,13 @@ class VirtualRuntime(Runtime):
         if config.weights == "random" and not keeps_rows:
             # Initialised where they will be: a tied head has its own weights until the end.
             model = model_of_config(config, hf_config, attn_implementation, device)
-            self._quantize(model, config, hf_config)
+            pack_as_loaded(model, config, hf_config, self.mixed_precision)
         else:
             with _disable_current_modes():
                 model = model_on_meta(config, hf_config, attn_implementation)
-                self._quantize(model, config, hf_config)
+                pack_as_loaded(model, config, hf_config, self.mixed_precision)
             if host is None and not keeps_rows:
-                self.machine.warm_up_allocator(_bytes_of_weights(model))
+                self.machine.warm_up_allocator(bytes_of_weights(model))
         model = self.machine.place(model, device, self._without_memory if keeps_rows else None)
         set_other_parts(model, other_parts_of(config))
         if keeps_rows:
@@ -143,14 +154,6 @@ class VirtualRuntime(Runtime):
         if config.quantizes:
             check_quantization(model, config)
         return model
-
-    def _quantize(self, model: PreTrainedModel, config: ModelConfig, hf_config: PretrainedConfig) -> None:
-        dtype = compute_dtype(weights_dtype(config, hf_config), self.mixed_precision)
-        bits = quantization_config(config, dtype)
-        if bits is not None:
-            quantize_weights(model, bits)
-        elif config.quantization != "dequantize" and packed_format(hf_config) is not None:
-            pack_as_stored(model, hf_config)
 
     def _without_memory(self, weight: nn.Parameter) -> torch.Tensor:
         """Return a stand-in of a weight's shape, as ``weights_in_shards`` leaves where this process keeps its rows."""

@@ -106,6 +106,17 @@ class TrainingConfig:
     )
     eval_steps: int | None = knob(None, "Optimizer steps between evaluations; null: only at the end.")
     eval_on_start: bool = knob(False, "Also evaluate before the first step, as a baseline.")
+    eval_generations: int | None = knob(
+        None,
+        "Prompts that the model answers before the first step and at each evaluation, greedily: the beginnings of the "
+        "first held-out rows. The log, trackers, generations.jsonl, the report and the model card show the answers.",
+    )
+    generation_prompts: str | None = knob(
+        None,
+        "File of prompts for eval_generations, in place of held-out rows: lines of text, or rows with messages or a "
+        "prompt. Without eval_generations all of them are answered.",
+    )
+    max_new_tokens: int = knob(64, "Most tokens of an answer of eval_generations.")
     save_steps: int | None = knob(500, "Optimizer steps between checkpoints; null: only the finished model.")
     save_total_limit: int | None = knob(
         2, "Checkpoints to keep, newest first, the best evaluated one among them; null: all."
@@ -157,6 +168,11 @@ class TrainingConfig:
         "Whether a repository that the upload creates is private; null: the hub's default.",
     )
 
+    @property
+    def generates(self) -> bool:
+        """True if the model answers prompts at evaluations."""
+        return self.eval_generations is not None or self.generation_prompts is not None
+
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""
         yield from _not_positive(self)
@@ -187,6 +203,8 @@ def _not_positive(config: TrainingConfig) -> Iterator[str]:
         "max_skipped_steps",
         "logging_steps",
         "eval_steps",
+        "eval_generations",
+        "max_new_tokens",
         "save_steps",
         "save_total_limit",
         "early_stopping_patience",

@@ -192,9 +192,21 @@ class Findings:
         return RunTime(
             loading=read / DISK_BYTES_PER_SECOND,
             steps=self._seconds_of_steps * share,
-            evaluations=once * num_evaluations,
+            evaluations=once * num_evaluations + self._seconds_of_answers(),
             saving=saved / DISK_BYTES_PER_SECOND,
         )
+
+    def _seconds_of_answers(self) -> float:
+        """Return the seconds of all answers of the run: each has the longest prompt and the most tokens."""
+        answer, training = self._runtime.answer, self._recipe.training
+        if answer is None:
+            return 0.0
+        prompt, token = (self._times.between(*one).seconds for one in (answer.prompt, answer.token))
+        prompts = max(self._runtime.answers.values())
+        times = (
+            _times_due(self._run.num_steps - 1, training.eval_steps) + 2
+        )  # and at the start, and at the end
+        return times * prompts * (prompt + (training.max_new_tokens - 1) * token)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.estimator.answers import TracedAnswer, trace_answer
 from lowmem_ft.estimator.runtime import VirtualRuntime
 from lowmem_ft.estimator.traces.tracing import NUM_MICRO_BATCHES
 from lowmem_ft.host.pinned_memory import HostMemory
@@ -104,6 +105,8 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
         windows: number of windows by the shapes they count as: of each micro-batch, or in vertical order of the whole.
         evaluated: number of held-out batches, likewise.
         evaluations: traced held-out batches.
+        answer: the traced answer to the longest prompt so far; None: the run answers none.
+        answers: number of answers by the step.
         num_tokens: tokens of all windows, without padding.
         num_label_tokens: label tokens, likewise.
         padded_tokens: tokens of all windows, padding included.
@@ -123,6 +126,9 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
         self.windows: Counter[tuple[Counted, ...]] = Counter()
         self.evaluated: Counter[Counted] = Counter()
         self.num_evaluations = 0
+        self.answer: TracedAnswer | None = None
+        self.answers: Counter[int] = Counter()
+        self._longest_answer = 0
         self.num_tokens = self.num_label_tokens = self.padded_tokens = self.rounded_tokens = 0
         self.checkpoints: list[Saved] = []
         self.model: Saved | None = None
@@ -208,6 +214,20 @@ class RehearsalRuntime(VirtualRuntime, RunRuntime):
                 yield rows
             self._note(self.evaluations, counted.shape, begin, [batch], is_step=False)
         self._settle_last()
+
+    def generate(
+        self, session: Session, input_ids: Sequence[int], max_new_tokens: int, end_ids: Sequence[int]
+    ) -> list[int] | None:
+        """Trace the answer to a prompt longer than all before it; every answer counts as the longest."""
+        self._settle_last()
+        self.answers[self.num_steps] += 1
+        length = len(input_ids) + max_new_tokens
+        if length > self._longest_answer:
+            self._longest_answer = length
+            with self.machine.during("evaluation"):
+                self.answer = trace_answer(session, length, self.machine)
+            self.waits.take()
+        return None
 
     # --- what is traced -----------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.comparison import Peaks, compared, peaks_in
 from lowmem_ft.monitoring.profiling.step_profile import StepProfile
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.training.generation.generations_file import BeforeAndAfter, before_and_after, read_generations
 from lowmem_ft.training.run.replaced_run import METRICS_FILE, PROFILE_FILE, RECIPE_FILE, REHEARSAL_FILE
 from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -28,6 +29,7 @@ class RunRecord:
         is_finished: whether it holds the run's model.
         rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
         profile: where the time of its steps went; None: none was profiled (``training.profile_steps``).
+        generations: the first and last answers to its prompts.
     """
 
     path: Path
@@ -36,6 +38,7 @@ class RunRecord:
     is_finished: bool
     rehearsal: Mapping[str, Any] | None = None
     profile: StepProfile | None = None
+    generations: Sequence[BeforeAndAfter] = ()
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -99,6 +102,7 @@ class RunRecord:
             "estimated": estimated and estimated.to_json(),
             "measured": measured and measured.to_json(),
             "rehearsed": self.rehearsal and {name: self.rehearsal[name] for name in ("peaks", "run")},
+            "generations": [asdict(one) for one in self.generations],
             "profile": self.profile and self.profile.to_json(),
             "errors": {row.name: row.error for row in compared(estimated, measured)},
         }
@@ -129,6 +133,7 @@ def read_run(path: Path) -> RunRecord:
         is_finished=folder.model_folder.is_dir(),
         rehearsal=_rehearsal_in(path),
         profile=_profile_in(path),
+        generations=before_and_after(read_generations(path)),
     )
     run.check()
     return run

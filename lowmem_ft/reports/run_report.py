@@ -32,7 +32,7 @@ def run_report(runs: Sequence[RunRecord]) -> Document:
     """
     profiles = (profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
     ending = next_steps(runs[0]) if len(runs) == 1 else None
-    return Document(_side_by_side(runs), *_notes(runs), *profiles, ending)
+    return Document(_side_by_side(runs), *map(_answers, runs), *_notes(runs), *profiles, ending)
 
 
 def _side_by_side(runs: Sequence[RunRecord]) -> Table:
@@ -50,6 +50,26 @@ def _side_by_side(runs: Sequence[RunRecord]) -> Table:
         names = dict.fromkeys(name for of_run in by_run for name in of_run)
         rows += [[name, *(of_run.get(name, "-") for of_run in by_run)] for name in names]
     return Table(("", *(run.path.name or str(run.path) for run in runs)), rows, left=("",), stacks=True)
+
+
+def _answers(run: RunRecord) -> Document:
+    """Return the answers of a run before and after training, side by side; empty if it has no answers."""
+    if not run.generations:
+        return Document()
+    first, last = run.generations[0].steps
+    rows = [
+        (_shortened(one.prompt), _shortened(one.before), _shortened(one.after)) for one in run.generations
+    ]
+    headings = (f"prompts of {run.path.name}", f"at step {first}", f"at step {last}")
+    return Document(Table(headings, rows, left=headings, stacks=True))
+
+
+def _shortened(text: str | None) -> str:
+    """Return a text in one line, its middle left out where it is long: the end of a prompt has the question."""
+    if text is None:
+        return "- (memory ran out)"
+    words = " ".join(text.split())
+    return words if len(words) <= 200 else f"{words[:80]} ... {words[-115:]}"
 
 
 def _cell(row: Row) -> str:

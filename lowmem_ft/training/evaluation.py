@@ -16,7 +16,7 @@ from lowmem_ft.techniques.loss.router_loss import router_loss_off
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
 from lowmem_ft.training.run_runtime import RunRuntime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.session import ForwardSession
 from lowmem_ft.training.step import evaluation_loss
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ class EvaluationInPieces:
         self._may_cut = may_cut
         self._max_tokens: int | None = None
 
-    def loss(self, session: Session, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+    def loss(self, session: ForwardSession, batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and the label token count of all batches.
 
         Raises:
@@ -96,7 +96,9 @@ class EvaluationInPieces:
                 del waiting[0]
         return loss_sum, num_label_tokens
 
-    def _loss_of(self, session: Session, rows: LabelledRows) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _loss_of(
+        self, session: ForwardSession, rows: LabelledRows
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the sums of some rows; None if memory ran out and the rows have to be split further."""
         try:
             return evaluation_loss(session, [rows])
@@ -113,7 +115,7 @@ class EvaluationInPieces:
         )
         return None
 
-    def _half_of(self, session: Session, rows: LabelledRows, error: Exception) -> int:
+    def _half_of(self, session: ForwardSession, rows: LabelledRows, error: Exception) -> int:
         with router_loss_off(session.unwrapped_model):
             half, why = half_of(rows), why_rows_couple(session.unwrapped_model)
         if not self._may_cut or session.runtime.num_processes > 1:
@@ -125,7 +127,7 @@ class EvaluationInPieces:
 
 
 def evaluate(
-    session: Session,
+    session: ForwardSession,
     runtime: RunRuntime,
     batches: Iterable[Batch],
     *,

@@ -43,6 +43,7 @@ from lowmem_ft.training.export.finished_model import save_finished_model
 from lowmem_ft.training.export.hub_upload import check_upload
 from lowmem_ft.training.export.model_card import model_card
 from lowmem_ft.training.export.train_result import TrainResult
+from lowmem_ft.training.generation.run_generations import RunGenerations
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory, not_retried
@@ -152,6 +153,7 @@ class TrainingRun:
         session: the model with its optimizer.
         memory: the run's peaks so far, and its estimate.
         callbacks: called in the main process, early stopping among them.
+        generations: the prompts that the model answers at evaluations.
     """
 
     recipe: Recipe
@@ -166,6 +168,7 @@ class TrainingRun:
     session: Session
     memory: RunMemory
     callbacks: Callbacks
+    generations: RunGenerations
 
     def __post_init__(self) -> None:
         """Create the run's own parts; their state is that of its checkpoint, if it resumes from one."""
@@ -180,7 +183,8 @@ class TrainingRun:
         self.best = BestModel(self.recipe.training, self.folder, self.progress)
         self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
         self.profiled = ProfiledSteps(self)
-        config, evaluates = self.recipe.training, self.data.evaluation is not None
+        config = self.recipe.training
+        evaluates = self.data.evaluation is not None or bool(self.generations)
         self.time_left = TimeLeft(
             num_steps=self.num_steps,
             step=self.progress.step,
@@ -244,6 +248,7 @@ class TrainingRun:
             progress = progress_at(resume_from, recipe, data)
             stream = stream_from(recipe, runtime, data, progress.position)
             num_steps = num_training_steps(recipe, stream, progress, resume_from)
+        generations = RunGenerations.of(recipe, runtime, folder.path, data, tokenizer)
         with memory.during("load"):
             in_pieces = progress.cut.max_tokens is not None
             session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
@@ -269,6 +274,7 @@ class TrainingRun:
             session=session,
             memory=memory,
             callbacks=callbacks_of_run(callbacks, config.early_stopping_patience, progress, runtime),
+            generations=generations,
         )
 
     def train(self) -> TrainResult:
@@ -374,6 +380,8 @@ class TrainingRun:
         """Evaluate if this step is due and was not evaluated before an interruption; not after the last step."""
         step, config = self.progress.step, self.recipe.training
         is_due = config.eval_on_start if step == 0 else _is_due(step, config.eval_steps)
+        if step == 0 and self.generations and not is_due:
+            self._evaluate(loss=False)
         if is_due and step < self.num_steps and self.progress.evaluated_step != step:
             result = self._evaluate()
             if result is not None and not math.isfinite(result.loss):
@@ -382,30 +390,39 @@ class TrainingRun:
             if self.best.is_current:
                 self._save_checkpoint()
 
-    def _evaluate(self) -> EvaluationResult | None:
-        """Evaluate on the held-out data, if there is any, and write the result down; a signal cuts it short."""
-        if self.data.evaluation is None:
+    def _evaluate(self, *, loss: bool = True) -> EvaluationResult | None:
+        """Evaluate on held-out data and answer prompts, if there are any, and write it down; a signal cuts it short."""
+        if self.data.evaluation is None and not self.generations:
             return None
+        loss = loss and self.data.evaluation is not None
         with self.memory.during("evaluation"), self.time_left.during("evaluation"):
-            if by_source := self.data.evaluation_by_source:
-                results = {name: self._evaluated(examples) for name, examples in by_source.items()}
-                finished = {name: one for name, one in results.items() if one is not None}
-                result = together(finished) if len(finished) == len(results) else None
-            else:
-                result = self._evaluated(self.data.evaluation)
-        if result is None:
+            result, answers = self._held_out_result() if loss else None, None
+            if result is not None or not loss:
+                answers = self.generations.answers(self.session, self.progress.step, self._has_signal)
+        if answers is None:
             self._stop_if_asked()
-        assert result is not None, "only a signal can end an evaluation without a result"
+        assert answers is not None, "only a signal can end an evaluation without a result"
         progress, self.evaluated = self.progress, result
         is_new, progress.evaluated_step = progress.evaluated_step != progress.step, progress.step
-        if is_new:  # a run that was stopped right after its last evaluation makes it again
-            self.best.compare(result)
-        self.metrics.write({"step": progress.step, **result.record()}, to_trackers=True)
-        best_so_far = ", the best so far" if self.best.is_current else ""
-        logger.info("Step %d: %s%s.", progress.step, result, best_so_far)
-        if is_new:
+        if result is not None:
+            if is_new:  # a run that was stopped right after its last evaluation makes it again
+                self.best.compare(result)
+            self.metrics.write({"step": progress.step, **result.record()}, to_trackers=True)
+            best_so_far = ", the best so far" if self.best.is_current else ""
+            logger.info("Step %d: %s%s.", progress.step, result, best_so_far)
+        self.generations.write(answers)
+        if result is not None and is_new:
             self.callbacks.tell(EvaluationEvent.of(progress, result.loss, result.num_label_tokens))
         return result
+
+    def _held_out_result(self) -> EvaluationResult | None:
+        """Evaluate on the held-out data, source by source; None if a signal cut it short."""
+        if not (by_source := self.data.evaluation_by_source):
+            assert self.data.evaluation is not None, "callers have looked"
+            return self._evaluated(self.data.evaluation)
+        results = {name: self._evaluated(examples) for name, examples in by_source.items()}
+        finished = {name: one for name, one in results.items() if one is not None}
+        return together(finished) if len(finished) == len(results) else None
 
     def _evaluated(self, examples: Examples) -> EvaluationResult | None:
         """Evaluate on some held-out examples; None if a signal cut it short."""
@@ -422,8 +439,12 @@ class TrainingRun:
             self.runtime,
             self.runtime.to_evaluate(batches),
             in_pieces=self.evaluation,
-            interrupted=lambda: self.interruption.signal_number != 0,
+            interrupted=self._has_signal,
         )
+
+    def _has_signal(self) -> bool:
+        """Return whether this process has received a signal."""
+        return self.interruption.signal_number != 0
 
     def _save_checkpoint(self) -> None:
         step = self.progress.step
@@ -510,6 +531,7 @@ class TrainingRun:
                 evaluation=evaluation,
                 best_step=self.best.step,
                 memory=self.memory.rows(),
+                generations=self.generations.before_and_after() if self.runtime.is_main else (),
             )
             save_finished_model(
                 self.session,

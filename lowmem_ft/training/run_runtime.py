@@ -21,12 +21,14 @@ from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.checkpoints.run_files import RunFiles
+from lowmem_ft.training.generation.greedy import greedy_answer
 from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.schedule import create_scheduler
 
 if TYPE_CHECKING:
+    from lowmem_ft.training.session import Session
     from lowmem_ft.training.step import StepResult
 
 
@@ -106,6 +108,12 @@ class RunRuntime(Runtime, RunFiles):
     def to_evaluate(self, batches: Iterable[Batch]) -> Iterable[Batch]:
         """Return the held-out batches to evaluate: all of them, or in a rehearsal one of each shape."""
         return batches
+
+    def generate(
+        self, session: Session, input_ids: Sequence[int], max_new_tokens: int, end_ids: Sequence[int]
+    ) -> list[int] | None:
+        """Return the tokens of the model's greedy answer to a prompt; None in a run without values."""
+        return greedy_answer(session, input_ids, max_new_tokens, end_ids)
 
     def load_random_state(self, state: dict[str, Any]) -> None:
         """Restore the random generators from the result of ``export_random_state``; do nothing in a run without values.

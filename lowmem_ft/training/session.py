@@ -19,29 +19,37 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Session:
-    """A built model with its optimizer, ready for :func:`lowmem_ft.training.step.train_step`.
+class ForwardSession:
+    """A built model without an optimizer: all that an evaluation and an answer need.
 
     Args:
-        model: the model that the step calls: the causal LM, wrapped for data parallelism if there are several
-            processes.
+        model: the model that is called: the causal LM, wrapped for data parallelism if there are several processes.
         unwrapped_model: the causal LM itself, for saving.
-        optimizer: the optimizer that the step calls; holds the trainable parameters and their state.
-        scheduler: sets the learning rate; advances with every applied step.
         runtime: device, precision and processes.
-        max_grad_norm: the global norm to clip to; None measures it and clips nothing.
         techniques: the enabled techniques.
         host_memory: the tensors that are kept on the host, by category.
     """
 
     model: nn.Module
     unwrapped_model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
-    scheduler: torch.optim.lr_scheduler.LRScheduler
     runtime: Runtime
-    max_grad_norm: float | None
     techniques: Techniques
     host_memory: HostMemory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Session(ForwardSession):
+    """A built model with its optimizer, ready for :func:`lowmem_ft.training.step.train_step`.
+
+    Args:
+        optimizer: the optimizer that the step calls; holds the trainable parameters and their state.
+        scheduler: sets the learning rate; advances with every applied step.
+        max_grad_norm: the global norm to clip to; None measures it and clips nothing.
+    """
+
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    max_grad_norm: float | None
 
     def trainable_parameters(self) -> list[nn.Parameter]:
         """Return the parameters that the optimizer holds, in its order."""

@@ -22,7 +22,7 @@ from lowmem_ft.data.batches.splitting import pieces
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
 from lowmem_ft.training.mixed_precision import one_type_needed
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.session import ForwardSession, Session
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,9 @@ def apply_gradients(session: Session, result: StepResult) -> StepResult:
     return result
 
 
-def evaluation_loss(session: Session, batches: Iterable[LabelledRows]) -> tuple[torch.Tensor, torch.Tensor]:
+def evaluation_loss(
+    session: ForwardSession, batches: Iterable[LabelledRows]
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed negative log-likelihood (fp32) and label token count of this process's batches; keep no logits.
 
     Both are 0-d tensors on the device. A loss of routers is no part of it.
@@ -150,7 +152,7 @@ def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
 
 
 def _forward(
-    session: Session, batch: LabelledRows, num_items: int, share: float = 1.0
+    session: ForwardSession, batch: LabelledRows, num_items: int, share: float = 1.0
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the micro-batch's summed loss divided by ``num_items``, and the loss of its routers.
 

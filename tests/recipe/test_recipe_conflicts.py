@@ -125,6 +125,10 @@ BROKEN_AND_MENDED = {
         ["training.early_stopping_threshold=0.1"],
         ["training.early_stopping_threshold=0.1", "training.early_stopping_patience=3"],
     ),
+    "length_of_answers_needs_prompts": (
+        ["training.max_new_tokens=9"],
+        ["training.max_new_tokens=9", "training.eval_generations=1"],
+    ),
     "hub_settings_need_push": (
         ["training.hub_model_id=me/it"],
         ["training.hub_model_id=me/it", "training.push_to_hub=true"],

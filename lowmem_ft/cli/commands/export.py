@@ -42,11 +42,11 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.rules.path_checks import check_new_folder
-    from lowmem_ft.training.export.export_source import export_source
+    from lowmem_ft.recipe.rules.path_checks import check_new_folder, check_plain_model
+    from lowmem_ft.training.export.model_source import find_model
 
     set_up_logging()
-    target = expand_user(options.target)
+    target, converter = expand_user(options.target), None
     if options.gguf:  # all checks come before the imports below, which take seconds
         converter = check_converter(None if options.llama_cpp is None else expand_user(options.llama_cpp))
         require_package("--gguf", "gguf", "export")
@@ -60,7 +60,9 @@ def main(arguments: list[str]) -> int:
     if options.quantized:
         require_package("--quantized", "bitsandbytes", "bitsandbytes")
     check_new_folder(target)
-    source = export_source(options.source, base=options.base)
+    source = find_model(options.source, base=options.base)
+    if source.adapter is None:
+        check_plain_model(source.model.name_or_path or "")
     if options.merged and source.adapter is None:
         raise UserError(
             f"--merged adds an adapter to its base, and {options.source} is a plain model already, which "
@@ -82,6 +84,7 @@ def main(arguments: list[str]) -> int:
         comparison = export_quantized(source, target, dtype=options.dtype, track=with_bar)
         output.add(Pairs(comparison.rows(), indent=0))
         return 0
+    assert converter is not None, "--gguf has one"
     file, of_file = export_gguf(source, target, gguf_type=options.gguf, converter=converter, track=with_bar)
     output.add(
         None if of_file is None else Pairs(of_file.rows(), indent=0),

@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from transformers import PretrainedConfig
 
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.estimator.answers import trace_answer
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.traces.forked_trace import Take, forked_trace
 from lowmem_ft.estimator.traces.repeated_layers import ShallowModel, shallow_model, with_num_layers
@@ -32,7 +33,7 @@ from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.packages import is_installed
-from lowmem_ft.models.loading import load_model_config, vocab_size
+from lowmem_ft.models.loading import load_model_config, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.techniques.technique import Techniques
@@ -90,7 +91,7 @@ def trace_recipe(
         process_index: the rank that is traced, if the recipe has several processes.
 
     Returns:
-        The trace of load, two optimizer steps and, if the recipe has held-out data, an evaluation.
+        The trace of load, two optimizer steps and, if the recipe asks for them, an evaluation and an answer.
 
     Raises:
         UserError: if the machine cannot run the recipe.
@@ -271,6 +272,7 @@ def trace_layers(
             mark_weight_memory(session.techniques, machine)
             _take_steps(recipe, plan, session, machine)
             _evaluate(recipe, plan, session, machine)
+            _generate(recipe, plan, session, machine)
         except (
             DataDependentOutputException,
             DynamicOutputShapeException,
@@ -363,13 +365,25 @@ def _take_steps(recipe: Recipe, plan: Plan, session: Session, machine: TracingMa
 
 def _evaluate(recipe: Recipe, plan: Plan, session: Session, machine: TracingMachine) -> None:
     data, training = recipe.data, recipe.training
-    if data.eval_path is None and data.eval_split is None and data.eval_size is None:
+    if not data.has_held_out:
         return
     num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
     session.techniques.flush()
     session.model.eval()
     with machine.during("evaluation"):
         evaluation_loss(session, [_batch(recipe, plan, num_rows, machine)])
+    session.model.train()
+
+
+def _generate(recipe: Recipe, plan: Plan, session: Session, machine: TracingMachine) -> None:
+    """Trace the answer to the longest prompt."""
+    if not recipe.training.generates:
+        return
+    most = row_length(recipe, plan.hf_config) + recipe.training.max_new_tokens
+    session.techniques.flush()
+    session.model.eval()
+    with machine.during("evaluation"):
+        trace_answer(session, min(most, max_positions(plan.hf_config) or most), machine)
     session.model.train()
 
 

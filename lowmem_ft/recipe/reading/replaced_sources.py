@@ -50,6 +50,7 @@ _OF_HELD_OUT = (
     *("training.metric_for_best_model", "training.greater_is_better"),
     *("training.early_stopping_patience", "training.early_stopping_threshold"),
 )
+_OF_PROMPTS = ("training.eval_generations", "training.max_new_tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,4 +106,6 @@ def _evaluation_without_data(
     kept = {**{name: value for name, value in earlier.items() if name not in dropped}, **layer}
     if any(kept.get(name) is not None for name in _HELD_OUT):
         return {}
-    return {name: earlier[name] for name in _OF_HELD_OUT if name in earlier and name not in layer}
+    has_prompts = kept.get("training.generation_prompts") is not None
+    gone = _OF_HELD_OUT if has_prompts else (*_OF_HELD_OUT, *_OF_PROMPTS)
+    return {name: earlier[name] for name in gone if name in earlier and name not in layer}

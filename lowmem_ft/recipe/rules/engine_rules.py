@@ -35,6 +35,7 @@ def problems_with_engine(recipe: Recipe, engine: Engine) -> Iterator[str]:
             )
     if engine in ("zero2", "zero3"):
         yield from _beside_deepspeed(recipe, engine)
+        yield from _generations_with_deepspeed(recipe, engine)
 
 
 def problems_of_key(key: RecipeKey, recipe: Recipe, engine: Engine) -> Iterator[str]:
@@ -69,6 +70,18 @@ def _beside_deepspeed(recipe: Recipe, engine: Engine) -> Iterator[str]:
                 f"{key.setting(value)} has not been shown to work with DeepSpeed, got distributed.strategy={engine}. "
                 f"Set {key.setting(shown[0])}, or distributed.strategy=fsdp2 or ddp."
             )
+
+
+def _generations_with_deepspeed(recipe: Recipe, engine: Engine) -> Iterator[str]:
+    """Yield what is wrong with answers at evaluations: generation calls the model's forward, not the engine's."""
+    if recipe.training.generates:
+        keys = map(recipe_keys().__getitem__, ("training.eval_generations", "training.generation_prompts"))
+        asked = " ".join(key.setting_in(recipe) for key in keys if key.value_in(recipe) is not None)
+        yield (
+            f"{asked} generates with the model's own forward, and DeepSpeed's engine holds its weights, got "
+            f"distributed.strategy={engine}. Set distributed.strategy=fsdp2 or ddp, or ask the finished model with "
+            "`lowmem-ft chat`."
+        )
 
 
 def _or_with(effect: Effect) -> str:

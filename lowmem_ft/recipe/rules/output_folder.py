@@ -68,12 +68,13 @@ def _problem(folder: Path, recipe: Recipe) -> str | None:
 
 
 def inputs_of(recipe: Recipe) -> dict[str, str | None]:
-    """Return the model and the data that a run reads, by key."""
+    """Return the model, the data and the prompts that a run reads, by key."""
     return {
         "model.name_or_path": recipe.model.name_or_path,
         "model.tokenizer_name_or_path": recipe.model.tokenizer_name_or_path,
         **{_setting(number, one): one.path for number, one in enumerate(listed_sources(recipe.data))},
         "data.eval_path": recipe.data.eval_path,
+        "training.generation_prompts": recipe.training.generation_prompts,
     }
 
 

@@ -60,6 +60,7 @@ def check_paths_of_run(recipe: Recipe) -> None:
         lambda: _require_flash_attention(recipe.model),
         *of_model,
         *_checks_of_data(recipe),
+        lambda: _require_prompts(recipe),
         *_checks_of_folders(recipe),
     )
 
@@ -79,6 +80,7 @@ def check_paths_of_rehearsal(recipe: Recipe) -> None:
         lambda: require_tokenizer_within_reach(recipe.model),
         lambda: check_sizes_of_model(recipe),
         *_checks_of_data(recipe),
+        lambda: _require_prompts(recipe),
         lambda: refuse_output_folder(recipe),
     )
 
@@ -94,6 +96,26 @@ def check_paths_of_data(recipe: Recipe) -> None:
         lambda: require_tokenizer_within_reach(recipe.model),
         lambda: recipe.data.refuse_positions(limit_of_positions(text_fields(recipe.model).get)),
         *_checks_of_data(recipe),
+    )
+
+
+def check_paths_of_evaluation(recipe: Recipe, *, reads_data: bool = True) -> None:
+    """Refuse the forward passes of a model whose files, data or packages are missing.
+
+    Args:
+        recipe: names the model, and the data.
+        reads_data: whether data is read.
+
+    Raises:
+        UserError: lists all problems.
+    """
+    raise_together(
+        *_packages_of_step(recipe),
+        lambda: _require_flash_attention(recipe.model),
+        lambda: check_model_files(recipe),
+        lambda: check_tokenizer_path(recipe.model),
+        lambda: require_tokenizer_within_reach(recipe.model),
+        *([lambda: check_sizes_of_model(recipe), *_checks_of_data(recipe)] if reads_data else []),
     )
 
 
@@ -166,7 +188,7 @@ def check_merge(adapter: Path, target: Path, *, base: str | None) -> ModelConfig
         ModelError: if the base is named by a path and is not there.
     """
     check_new_folder(target)
-    return check_base(adapter, base=base)
+    return base_of_adapter(adapter, base=base)
 
 
 def check_new_folder(target: Path) -> None:
@@ -180,8 +202,17 @@ def check_new_folder(target: Path) -> None:
     _require_writable(target, "OUT_DIR")
 
 
-def check_base(adapter: Path, *, base: str | None) -> ModelConfig:
-    """Refuse an invalid adapter and a missing base, as :func:`check_merge` does; return the base's config."""
+def base_of_adapter(adapter: Path, *, base: str | None = None) -> ModelConfig:
+    """Return the config of an adapter's base model; refuse an invalid adapter and a missing base.
+
+    Args:
+        adapter: the adapter's folder.
+        base: the base model, if it is not the one that the adapter names.
+
+    Raises:
+        UserError: if anything is wrong with the adapter, or its base was random.
+        ModelError: if the base is named by a path and is not there.
+    """
     settings = read_adapter_config(adapter, model_folder=MODEL_FOLDER)
     if not base:
         _refuse_random_base(adapter)
@@ -221,7 +252,7 @@ def _refuse_random_base(adapter: Path) -> None:
     recipe = recipe_beside(adapter)
     if recipe is not None and recipe.model.weights == "random":
         raise UserError(
-            f"An adapter is merged into the base weights that it was trained on. Those of {adapter} were random "
+            f"An adapter belongs to the base weights that it was trained on. Those of {adapter} were random "
             f"(model.weights=random in {adapter.resolve().parent / RECIPE_FILE}), and no run keeps them. Train it "
             "with model.weights=pretrained, or train all weights with adapter.name=none."
         )
@@ -315,6 +346,12 @@ def _check_files(config: DataConfig, path: str, setting: str) -> None:
 def _require_data(config: DataConfig) -> None:
     if not config.is_named:
         raise DataError("data.path names the training data, got null. Set data=FILE or data=HUB_NAME.")
+
+
+def _require_prompts(recipe: Recipe) -> None:
+    setting, path = "training.generation_prompts", recipe.training.generation_prompts
+    if path is not None and local_files(path, setting=setting) is None:
+        raise DataError(f"{setting} is a file on this machine, got {path}. Name one.")
 
 
 def _checks_of_folders(recipe: Recipe) -> Iterator[Callable[[], object]]:

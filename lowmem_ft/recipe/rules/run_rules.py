@@ -9,6 +9,7 @@ from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.recipe.reading.keys import recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.rules.schedules import schedule_problems
+from lowmem_ft.recipe.training_config import TrainingConfig
 from lowmem_ft.recipe.tree import Recipe
 
 MOST_TOKENS, MOST_MICRO_BATCHES = 2**21, 2**12
@@ -65,16 +66,42 @@ def streaming_needs_max_steps(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@reads("training.eval_steps", "training.eval_on_start", "data.eval_path", "data.eval_split", "data.eval_size")
+@reads(
+    "training.eval_steps",
+    "training.eval_on_start",
+    "training.eval_generations",
+    "training.generation_prompts",
+    "data.eval_path",
+    "data.eval_split",
+    "data.eval_size",
+)
 def evaluation_needs_data(recipe: Recipe) -> Iterator[str]:
-    """A requested evaluation is never skipped."""
+    """A requested evaluation is never skipped; prompts of a file are data, too, except for a loss on start."""
     data, training = recipe.data, recipe.training
-    has_data = any(source is not None for source in (data.eval_path, data.eval_split, data.eval_size))
-    if not has_data and (training.eval_steps is not None or training.eval_on_start):
-        asked = "training.eval_on_start" if training.eval_steps is None else "training.eval_steps"
+    if data.has_held_out:
+        return
+    has_prompts = training.generation_prompts is not None
+    asked = {
+        "training.eval_steps": training.eval_steps is not None and not has_prompts,
+        "training.eval_on_start": training.eval_on_start,
+        "training.eval_generations": training.eval_generations is not None and not has_prompts,
+    }
+    if (first := next((key for key, is_asked in asked.items() if is_asked), None)) is not None:
+        prompts = ", or training.generation_prompts=FILE" if first == "training.eval_generations" else ""
         yield (
-            f"{asked} needs held-out data, but data.eval_path, data.eval_split and data.eval_size are null. "
-            f"Set one of them, such as data.eval_size=0.05, or unset {asked}."
+            f"{first} needs held-out data, but data.eval_path, data.eval_split and data.eval_size are null. "
+            f"Set one of them, such as data.eval_size=0.05{prompts}, or unset {first}."
+        )
+
+
+@reads("training.eval_generations", "training.generation_prompts", "training.max_new_tokens")
+def length_of_answers_needs_prompts(recipe: Recipe) -> Iterator[str]:
+    """A length without answers is a forgotten switch."""
+    training = recipe.training
+    if not training.generates and training.max_new_tokens != TrainingConfig().max_new_tokens:
+        yield (
+            f"training.max_new_tokens={training.max_new_tokens} is the length of answers at evaluations, and none are "
+            "asked for. Set training.eval_generations, or leave training.max_new_tokens out."
         )
 
 

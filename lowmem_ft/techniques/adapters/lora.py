@@ -284,25 +284,9 @@ def merge_adapter(
         UserError: if the adapter is not one for this model.
         CheckpointError: if its weights are damaged.
     """
-    from peft import PeftModel
     from peft.utils.other import TrainableTokensWrapper
 
-    not_finite = names_of_not_finite(
-        _read(folder).items()
-    )  # which also says what is wrong with a damaged file
-    if not_finite:
-        raise UserError(
-            f"An adapter's weights must be finite; in {folder / WEIGHTS_FILE} these hold NaN or infinity: "
-            f"{some_of(not_finite)}. Merge an earlier checkpoint of that run."
-        )
-    try:
-        with _without_pefts_warnings(), for_language_model(folder, whole) as read_from:
-            peft_model: Any = PeftModel.from_pretrained(model, str(read_from), torch_device=str(model.device))
-    except (ValueError, RuntimeError, KeyError) as error:
-        raise UserError(
-            f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
-            "Name the base model that it was trained on."
-        ) from error
+    peft_model = add_saved_adapter(model, folder, whole)
     layers = list(adapted_layers(model).values())
     for layer in track(layers):
         weight = _adapted_weight(layer)
@@ -316,6 +300,41 @@ def merge_adapter(
     peft_model.unload()
     model.to(dtype)  # type: ignore[call-arg]
     return len(layers)
+
+
+def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | None = None) -> Any:
+    """Add a saved adapter to its base model, in place, as PEFT does.
+
+    Args:
+        model: the adapter's base, its weights plain or packed.
+        folder: of an adapter in PEFT's format.
+        whole: the model whose language model this is, if the adapter is named for that.
+
+    Returns:
+        PEFT's model around it; ``unload()`` takes the adapter off again.
+
+    Raises:
+        UserError: if the adapter is not one for this model, or not finite.
+        CheckpointError: if its weights are damaged.
+    """
+    from peft import PeftModel
+
+    not_finite = names_of_not_finite(
+        _read(folder).items()
+    )  # which also says what is wrong with a damaged file
+    if not_finite:
+        raise UserError(
+            f"An adapter's weights must be finite; in {folder / WEIGHTS_FILE} these hold NaN or infinity: "
+            f"{some_of(not_finite)}. Take an earlier checkpoint of that run."
+        )
+    try:
+        with _without_pefts_warnings(), for_language_model(folder, whole) as read_from:
+            return PeftModel.from_pretrained(model, str(read_from), torch_device=str(model.device))
+    except (ValueError, RuntimeError, KeyError) as error:
+        raise UserError(
+            f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
+            "Name the base model that it was trained on."
+        ) from error
 
 
 @contextlib.contextmanager

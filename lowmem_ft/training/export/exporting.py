@@ -30,10 +30,10 @@ from lowmem_ft.training.checkpoints.atomic_io import (
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.answers import Answer, Comparison, greedy_answer
 from lowmem_ft.training.export.disk_room import gguf_bytes, nf4_bytes, plain_bytes, require_room
-from lowmem_ft.training.export.export_source import ExportSource
 from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged
 from lowmem_ft.training.export.model_card import merged_model_card
+from lowmem_ft.training.export.model_source import ModelSource
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ Track = Callable[[list[Any]], Iterable[Any]]
 
 
 def export_quantized(
-    source: ExportSource, target: Path, *, dtype: str = "auto", track: Track = iter
+    source: ModelSource, target: Path, *, dtype: str = "auto", track: Track = iter
 ) -> Comparison:
     """Write a folder that vanilla ``from_pretrained`` loads in 4 bits (NF4, double quantisation), by bitsandbytes.
 
@@ -74,12 +74,12 @@ def export_quantized(
         UserError: if the disk has too little room.
         CheckpointError: if the folder cannot be written, or answers like another model.
     """
-    staged = {} if _is_plain(source, dtype) else {"the model before": plain_bytes(source.config, dtype)}
-    require_room(target, {**staged, "the model in 4 bits": nf4_bytes(source.config, dtype)})
-    model, tokenizer = load_merged(source.config, source.adapter, dtype=dtype, track=track)
+    staged = {} if _is_plain(source, dtype) else {"the model before": plain_bytes(source.model, dtype)}
+    require_room(target, {**staged, "the model in 4 bits": nf4_bytes(source.model, dtype)})
+    model, tokenizer = load_merged(source.model, source.adapter, dtype=dtype, track=track)
     if (parts := other_parts(model)) is not None:
         raise ModelError(
-            f"--quantized takes a language model alone, and {source.config.name_or_path} is of several parts "
+            f"--quantized takes a language model alone, and {source.model.name_or_path} is of several parts "
             f"({parts.fields.get('model_type')}). Export it with --merged or --gguf."
         )
     answer, weights_dtype = greedy_answer(model, tokenizer), model.dtype
@@ -113,7 +113,7 @@ def export_quantized(
 
 
 def export_gguf(
-    source: ExportSource, target: Path, *, gguf_type: str, converter: Path, track: Track = iter
+    source: ModelSource, target: Path, *, gguf_type: str, converter: Path, track: Track = iter
 ) -> tuple[Path, Comparison | None]:
     """Write a folder with a GGUF file, made by llama.cpp's converter, and a Modelfile for Ollama.
 
@@ -134,9 +134,9 @@ def export_gguf(
         CheckpointError: if the folder cannot be written, or the file answers like another model.
     """
     name = f"{target.name}-{gguf_type}.gguf"
-    staged = {} if _is_plain(source) else {"the model before": plain_bytes(source.config, "auto")}
-    require_room(target, {**staged, "the GGUF file": gguf_bytes(source.config, gguf_type)})
-    model, tokenizer = load_merged(source.config, source.adapter, track=track)
+    staged = {} if _is_plain(source) else {"the model before": plain_bytes(source.model, "auto")}
+    require_room(target, {**staged, "the GGUF file": gguf_bytes(source.model, gguf_type)})
+    model, tokenizer = load_merged(source.model, source.adapter, track=track)
     answer, weights_dtype = greedy_answer(model, tokenizer), model.dtype
     _remove_interrupted(target)
     with (
@@ -146,7 +146,7 @@ def export_gguf(
     ):
         del model
         gc.collect()
-        refuse_own_code(folder, source.config.name_or_path or "")
+        refuse_own_code(folder, source.model.name_or_path or "")
         convert_to_gguf(converter, folder, partial / name, gguf_type)
         (partial / MODELFILE).write_text(f"FROM ./{name}\n", "utf-8")
         _write_card(source, target, partial, f"Converted to GGUF ({gguf_type}) by llama.cpp.")
@@ -209,7 +209,7 @@ def _warn_of_changes(comparison: Comparison, gguf_type: str, dtype: torch.dtype)
 
 @contextlib.contextmanager
 def _plain_folder(
-    source: ExportSource,
+    source: ModelSource,
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     target: Path,
@@ -217,7 +217,7 @@ def _plain_folder(
 ) -> Iterator[Path]:
     """Yield a folder of the plain model: the source itself if it is one, else a temporary one next to the target."""
     if _is_plain(source, dtype):
-        yield expand_user(source.config.name_or_path or "")
+        yield expand_user(source.model.name_or_path or "")
         return
     staged = target.with_name(f"{target.name}.staged")
     try:
@@ -228,14 +228,14 @@ def _plain_folder(
         abandon_folder(staged)
 
 
-def _is_plain(source: ExportSource, dtype: str = "auto") -> bool:
+def _is_plain(source: ModelSource, dtype: str = "auto") -> bool:
     """Return whether a source is a folder that vanilla ``from_pretrained`` loads as it is to be exported."""
-    folder = expand_user(source.config.name_or_path or "")
+    folder = expand_user(source.model.name_or_path or "")
     return (
         source.adapter is None
         and dtype == "auto"
         and any((folder / name).is_file() for name in (WEIGHTS_FILE, INDEX_FILE))
-        and packed_format_of(source.config) is None
+        and packed_format_of(source.model) is None
     )
 
 
@@ -246,9 +246,9 @@ def _remove_interrupted(target: Path) -> None:
             file.unlink()
 
 
-def _write_card(source: ExportSource, target: Path, folder: Path, what: str) -> None:
+def _write_card(source: ModelSource, target: Path, folder: Path, what: str) -> None:
     """Write a model card: that of a merged model, or the source's own, with a line on what was done."""
-    name = source.config.name_or_path or ""
+    name = source.model.name_or_path or ""
     card = expand_user(name) / _CARD
     if source.adapter is not None:
         (folder / _CARD).write_text(merged_model_card(target.name, source.adapter, name), "utf-8")

@@ -5,6 +5,7 @@ Others will read it, so it names nothing of this machine: a local path would tel
 
 from __future__ import annotations
 
+import html
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.generation.generations_file import BeforeAndAfter
 
 _OF_THIS_MACHINE = {
     "name",
@@ -41,6 +43,9 @@ _OF_THIS_MACHINE = {
     "training.output_dir",
     "training.overwrite_output_dir",
     "training.resume_from_checkpoint",
+    "training.eval_generations",
+    "training.generation_prompts",
+    "training.max_new_tokens",
     "training.report_to",
     "training.project",
     "training.run_name",
@@ -52,6 +57,9 @@ _OF_THIS_MACHINE = {
     "training.save_total_limit",
 }
 """Settings that change no number of the result, or that the model card's text already has: it does not list them."""
+
+_CELL_CHARACTERS = 400
+"""Characters of a prompt or an answer that a model card shows."""
 
 _ALWAYS = {"training.learning_rate", "training.per_device_train_batch_size", "optimizer.name"}
 _ALWAYS_OF_ADAPTERS = {"adapter.r", "adapter.lora_alpha", "adapter.target_modules"}
@@ -67,6 +75,7 @@ def model_card(
     evaluation: EvaluationResult | None,
     best_step: int | None = None,
     memory: Sequence[Row] = (),
+    generations: Sequence[BeforeAndAfter] = (),
 ) -> str:
     """Return a model card with the metadata that the hub looks for.
 
@@ -78,6 +87,7 @@ def model_card(
         evaluation: result on the held-out data, if there was any.
         best_step: the step whose weights these are, because its evaluation was the best; None: the last one.
         memory: the run's measured memory and its estimate.
+        generations: answers before and after training.
 
     Returns:
         Markdown with YAML front matter.
@@ -118,7 +128,7 @@ def model_card(
 | result | |
 |---|---|
 {rows}
-
+{_answers(generations)}
 ## Settings
 
 All other settings have lowmem_ft's defaults:
@@ -127,6 +137,25 @@ All other settings have lowmem_ft's defaults:
 {yaml.safe_dump(escape_references(_chosen_settings(recipe)), sort_keys=False, allow_unicode=True).strip()}
 ```
 """
+
+
+def _answers(generations: Sequence[BeforeAndAfter]) -> str:
+    """Return a section with the answers before and after training; empty without any."""
+    if not generations:
+        return ""
+    first, last = generations[0].steps
+    rows = "\n".join(
+        f"| {_in_cell(one.prompt)} | {_in_cell(one.before)} | {_in_cell(one.after)} |" for one in generations
+    )
+    return f"\n## Answers\n\n| prompt | at step {first} | at step {last} |\n|---|---|---|\n{rows}\n"
+
+
+def _in_cell(text: str | None) -> str:
+    """Return text for one cell of a table in Markdown, at most so long that a row can be read."""
+    if text is None:
+        return "-"
+    shown = text if len(text) <= _CELL_CHARACTERS else f"{text[:_CELL_CHARACTERS]}..."
+    return html.escape(shown, quote=False).replace("|", "\\|").replace("\n", "<br>")
 
 
 def _measured(row: Row) -> str:

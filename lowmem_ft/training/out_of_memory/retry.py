@@ -55,7 +55,7 @@ from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.session import ForwardSession, Session
 from lowmem_ft.training.step import StepResult, WindowPass, apply_gradients
 
 logger = logging.getLogger(__name__)
@@ -310,7 +310,7 @@ def why_rows_couple(model: nn.Module) -> str | None:
     return None
 
 
-def abandon(session: Session) -> None:
+def abandon(session: ForwardSession) -> None:
     """Make all techniques discard the failed pass, once the device is idle."""
     if session.runtime.device.type == "cuda":
         torch.cuda.synchronize(session.runtime.device)

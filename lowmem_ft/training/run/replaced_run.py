@@ -20,6 +20,7 @@ from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.training.checkpoints.atomic_io import incomplete_name
 from lowmem_ft.training.checkpoints.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.checkpoints.saved_files import delete_saved, move_saved
+from lowmem_ft.training.generation.generations_file import GENERATIONS_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ REHEARSAL_FILE = "rehearsal.json"
 PROFILE_FILE, PROFILE_TABLE = "step-profile.json", "step-profile.txt"
 PROFILE_TRACE = "step-profile.trace.json.gz"
 """Files of ``training.profile_steps``: for the report, for people, and for Perfetto."""
-_FILES = (RECIPE_FILE, METRICS_FILE, PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE)
+_FILES = (RECIPE_FILE, METRICS_FILE, GENERATIONS_FILE, PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE)
 _CHECKPOINT = re.compile(rf"checkpoint-\d+(\.incomplete|{re.escape(SUSPECT)})?")
 _ALLOCATOR = re.compile(r"out-of-memory(-\d+)?\.json(\.incomplete)?")
 _REPLACED = re.compile(r"replaced-(\d+)")

@@ -23,6 +23,7 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import (
     read_progress,
     refuse_end_before,
 )
+from lowmem_ft.training.generation.generations_file import keep_generations_before
 from lowmem_ft.training.run.changed_recipe import log_changes, may_continue, refuse_to_continue_another
 from lowmem_ft.training.run.folder_lock import FolderLock
 from lowmem_ft.training.run.replaced_run import (
@@ -115,6 +116,7 @@ class RunFolder:
                 kept = [record for record in self.read_metrics() if _is_before(record, progress)]
             if self.overwrite:
                 self._move_aside(progress.step)
+            keep_generations_before(self.path, progress if self._continues else None)
             write_whole_file(self.path / RECIPE_FILE, recipe_to_yaml(recipe))
             write_whole_file(self.path / METRICS_FILE, "".join(f"{json.dumps(record)}\n" for record in kept))
         except OSError as error:

@@ -1,0 +1,213 @@
+"""``lowmem-ft chat``: a conversation with a model, an adapter or a run, in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
+
+if TYPE_CHECKING:
+    from lowmem_ft.recipe import Recipe
+    from lowmem_ft.training.export.model_source import ModelSource
+    from lowmem_ft.training.generation.conversation import Conversation
+
+_EXAMPLES = """\
+examples:
+  lowmem-ft chat runs/7b-qlora
+  lowmem-ft chat Qwen/Qwen2.5-7B-Instruct model.quantization=nf4 --system "Answer in one sentence."
+  lowmem-ft chat runs/7b-qlora/model --once "What is the capital of Norway?" --no-sample
+
+Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer, and a second
+one leaves. Settings count where forward passes do: model.*, offload.parameters, training.mixed_precision,
+training.use_cpu. What is not set about sampling is the model's own (generation_config.json)."""
+
+DEFAULT_CONTEXT = 4096
+"""Tokens for which the cache is stated, if the model takes more."""
+
+DEFAULT_NEW_TOKENS = 512
+
+
+@explains_user_errors
+def main(arguments: list[str]) -> int:
+    """Talk to what the arguments name.
+
+    Args:
+        arguments: the model, ``key=value`` settings and options.
+
+    Returns:
+        The exit code, 0.
+    """
+    options, settings = _parser().parse_options(arguments)
+    raise_problems(_problems(options))
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
+    from lowmem_ft.training.export.model_source import find_model, forward_recipe
+
+    set_up_logging()
+    source = find_model(options.model, base=options.base)
+    recipe = forward_recipe(source, settings)
+    check_paths_of_evaluation(recipe, reads_data=False)  # before the imports below, which take seconds
+    conversation = _conversation(options, source, recipe)
+    take_over_library_logs()
+    if options.once is not None:
+        _answer(conversation, options.once)
+        return 0
+    return _talk(conversation)
+
+
+def _conversation(options: argparse.Namespace, source: ModelSource, recipe: Recipe) -> Conversation:
+    from lowmem_ft.data.text.chat_templates import prepare_tokenizer
+    from lowmem_ft.estimator.answer_size import size_of_answers
+    from lowmem_ft.foundation.units import format_bytes
+    from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions
+    from lowmem_ft.training.build import plan_session
+    from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
+    from lowmem_ft.training.generation.conversation import Conversation
+
+    runtime = runtime_of(recipe)
+    limit = max_positions(load_model_config(recipe.model))
+    context = options.context or min(limit or DEFAULT_CONTEXT, DEFAULT_CONTEXT)
+    if limit is not None and context > limit:
+        raise UserError(
+            f"--context is at most what the model takes, {limit} tokens, got {context}. Lower it."
+        )
+    size = size_of_answers(recipe.model, context)
+    cache = "a cache that shapes do not tell" if size.cache_bytes is None else format_bytes(size.cache_bytes)
+    _say(
+        f"{source} takes {format_bytes(size.weight_bytes)} of weights on {runtime.device}, and {cache} of keys and "
+        f"values for {context:,} tokens."
+    )
+    tokenizer = load_tokenizer(recipe.model)
+    prepare_tokenizer(tokenizer, chat_template=recipe.data.chat_template)
+    plan = plan_session(recipe, runtime)
+    session = build_forward_session(recipe, runtime, plan, add_adapter=saved_adapter(source.adapter))
+    return Conversation(session, tokenizer, system=options.system, generation=_generation(options))
+
+
+def _generation(options: argparse.Namespace) -> dict[str, Any]:
+    """Return the options about sampling that were given, by transformers' names."""
+    names = ("max_new_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    given = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    chosen: dict[str, Any] = {"max_new_tokens": DEFAULT_NEW_TOKENS, **given}
+    if options.sample is not None:
+        chosen["do_sample"] = options.sample
+    elif {"temperature", "top_p", "top_k", "min_p"} & chosen.keys():
+        chosen["do_sample"] = True
+    if (
+        chosen.get("do_sample") is False
+    ):  # else generate warns of what the model's own settings say of sampling
+        chosen |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
+    return chosen
+
+
+def _talk(conversation: Conversation) -> int:
+    _say("Type a message; /clear starts over, /exit leaves.")
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            _say("")
+            return 0
+        if line == "/exit":
+            return 0
+        if line == "/clear":
+            conversation.clear()
+            _say("Started over.")
+        elif line.startswith("/"):
+            _say(f"There is no {line.split()[0]}; there are /clear and /exit.")
+        elif line:
+            try:
+                _answer(conversation, line)
+            except UserError as error:
+                _say(str(error))
+
+
+def _answer(conversation: Conversation, text: str) -> None:
+    """Print an answer as it comes; Ctrl-C ends it, a second one leaves.
+
+    Raises:
+        DoesNotFitError: if memory runs out.
+    """
+    from lowmem_ft.training.out_of_memory.error import is_out_of_memory
+
+    pieces = conversation.ask(text)
+    try:
+        for piece in pieces:
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        pieces.close()  # waits for the token that is being computed; a second Ctrl-C interrupts that
+        _say("\n(stopped)")
+        return
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DoesNotFitError(
+            "Memory ran out while the model answered. Set model.quantization=nf4 or offload.parameters=stream, or a "
+            "lower --max-new-tokens."
+        ) from error
+    print()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _problems(options: argparse.Namespace) -> list[str]:
+    found = []
+    for name in ("max_new_tokens", "context"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            found.append(f"--{name.replace('_', '-')} is at least 1, got {value}. Raise it.")
+    if options.temperature is not None and options.temperature <= 0:
+        found.append(
+            f"--temperature is above 0, got {options.temperature:g}. Use --no-sample for the most likely tokens."
+        )
+    return found
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft chat",
+        usage="lowmem-ft chat MODEL|ADAPTER_DIR|RUN_DIR [key=value ...] [--system TEXT] [--once TEXT]\n"
+        "       [--max-new-tokens N] [--temperature X] [--top-p X] [--top-k N] [--no-sample] ...",
+        description="Talk to a model, an adapter or a run, by its chat template.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
+    )
+    parser.add_once(
+        {
+            "--system TEXT": "system message",
+            "--once TEXT": "one turn: the answer alone goes to stdout",
+            "--base NAME": "base model of an adapter, if it has moved",
+        }
+    )
+    parser.add_once(
+        {
+            "--max-new-tokens N": "most tokens of an answer (default: 512)",
+            "--context N": "tokens for which the cache is stated (default: 4096, or what the model takes)",
+            "--top-k N": "sample among the N most likely tokens",
+        },
+        type=int,
+    )
+    parser.add_once(
+        {
+            "--temperature X": "divides the logits before sampling",
+            "--top-p X": "sample among the most likely tokens whose probabilities add up to X",
+            "--min-p X": "sample among tokens at least X times as likely as the most likely one",
+            "--repetition-penalty X": "above 1: makes tokens that occurred less likely",
+        },
+        type=float,
+    )
+    parser.add_argument(
+        "--sample",
+        action=argparse.BooleanOptionalAction,
+        help="draw tokens at random, or take the most likely; default: the model's own",
+    )
+    return parser

@@ -1,0 +1,116 @@
+"""``lowmem-ft evaluate``: loss and perplexity of a model on any data, by the code that evaluates in training."""
+
+from __future__ import annotations
+
+import time
+
+from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.output import Output
+from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.system.signals import if_stopped
+
+_EXAMPLES = """\
+examples:
+  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl
+  lowmem-ft evaluate runs/7b-qlora
+  lowmem-ft evaluate runs/7b-qlora/model data=chats.jsonl model.quantization=nf4 --json -
+  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl offload.parameters=stream data.packing=true
+
+A run is evaluated on its own held-out data, by its own recipe; data=X names other data, all of which counts. Logits are
+computed in parts (loss.chunk_tokens), so that memory stays bounded. Log lines and the estimate go to stderr.
+
+Exit codes: 0 done; 3 memory ran out; 2 the input is at fault."""
+
+
+@explains_user_errors
+def main(arguments: list[str]) -> int:
+    """Evaluate what the arguments name.
+
+    Args:
+        arguments: the model, ``key=value`` settings and options.
+
+    Returns:
+        The exit code, 0.
+    """
+    with if_stopped("while evaluating: nothing was written."):
+        return _evaluate(arguments)
+
+
+def _evaluate(arguments: list[str]) -> int:
+    options, settings = _parser().parse_options(arguments)
+
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
+    from lowmem_ft.training.export.model_source import find_model, forward_recipe
+
+    set_up_logging()
+    source = find_model(options.model, base=options.base)
+    recipe = forward_recipe(source, settings)
+    check_paths_of_evaluation(recipe)  # before the imports below, which take seconds
+
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
+
+    check_small_local_data(recipe.data)
+
+    from lowmem_ft.estimator.forward_estimate import estimate_evaluation
+    from lowmem_ft.reports.text.document import Pairs
+    from lowmem_ft.reports.wording import verdict
+    from lowmem_ft.training.export.saved_evaluation import evaluate_saved
+
+    take_over_library_logs()
+    estimate = None
+    if recipe.budget.preflight:
+        estimate = estimate_evaluation(recipe, adapter=source.adapter)
+        length = recipe.data.max_length or "as many as the model takes"
+        Output("-").add(f"{source} {verdict(estimate)} (estimated, for rows of {length} tokens).")
+    start = time.perf_counter()
+    result = evaluate_saved(recipe, adapter=source.adapter)
+    seconds = time.perf_counter() - start
+    output = Output(options.json)
+    output.add(
+        Pairs(
+            [
+                ("model", str(source)),
+                ("data", f"{recipe.data.path}{', held-out rows' if recipe.data.has_held_out else ''}"),
+                ("loss", f"{result.loss:.4f} nats per token"),
+                ("perplexity", f"{result.perplexity:.2f}"),
+                ("label tokens", f"{result.num_label_tokens:,}"),
+                ("seconds", f"{seconds:.1f}"),
+            ],
+            indent=0,
+        )
+    )
+    output.write_json(
+        {
+            "schema": 1,
+            "model": source.model.name_or_path,
+            "adapter": None if source.adapter is None else str(source.adapter),
+            "data": recipe.data.path,
+            "is_held_out": recipe.data.has_held_out,
+            "loss": result.loss,
+            "perplexity": result.perplexity,
+            "label_tokens": result.num_label_tokens,
+            "seconds": seconds,
+            "estimated_peak_bytes": None if estimate is None else estimate.process_peak_bytes,
+        }
+    )
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="lowmem-ft evaluate",
+        usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...] [--base NAME] [--json FILE|-]",
+        description="Measure loss and perplexity of a model, an adapter or a run, in bounded memory.",
+        epilog=_EXAMPLES,
+    )
+    parser.add_argument(
+        "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
+    )
+    parser.add_once(
+        {
+            "--base NAME": "base model of an adapter, if it has moved",
+            "--json FILE": "write the result as JSON; -: to stdout",
+        }
+    )
+    return parser

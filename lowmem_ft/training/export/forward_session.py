@@ -1,0 +1,68 @@
+"""A saved model built for forward passes alone: streamed, packed and tiled as in training, without an optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from lowmem_ft.models.other_parts import other_parts
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.reading.keys import key_with
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import add_saved_adapter
+from lowmem_ft.techniques.technique import Techniques
+from lowmem_ft.training.build import Plan, techniques_in_forward
+from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
+from lowmem_ft.training.session import ForwardSession
+
+
+def runtime_of(recipe: Recipe) -> RunRuntime:
+    """Return one process on this machine's GPU, or on its processor if it has none or ``training.use_cpu`` is set."""
+    on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
+    return RunRuntime(recipe.training.mixed_precision, torch.device("cuda" if on_gpu else "cpu"))
+
+
+def saved_adapter(folder: Path | None) -> Callable[[PreTrainedModel], object] | None:
+    """Return what adds the adapter of a folder to its base; None: there is no adapter."""
+    return None if folder is None else lambda model: add_saved_adapter(model, folder, other_parts(model))
+
+
+def build_forward_session(
+    recipe: Recipe, runtime: Runtime, plan: Plan, *, add_adapter: Callable[[PreTrainedModel], object] | None
+) -> ForwardSession:
+    """Load a model, add its adapter, and enable the recipe's techniques; nothing of it is trained.
+
+    Args:
+        recipe: from :func:`lowmem_ft.training.export.model_source.forward_recipe`.
+        runtime: its device.
+        plan: the result of ``plan_session``.
+        add_adapter: adds an adapter to the model; None: it is a whole model.
+
+    Returns:
+        The session, its model in eval mode.
+    """
+    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
+    model = runtime.load_model(
+        recipe.model,
+        plan.hf_config,
+        attn_implementation=plan.attention.implementation,
+        seed=recipe.training.seed,
+        host=host_memory if key_with(recipe, "weights on host") else None,
+    )
+    model.requires_grad_(False)
+    if add_adapter is not None:
+        add_adapter(model)
+    adapter = recipe.adapter if add_adapter is not None else AdapterConfig()
+    of_model = dataclasses.replace(recipe, adapter=adapter)
+    techniques = Techniques()
+    for technique in techniques_in_forward(model, of_model, host_memory, rows_per_micro_batch=1):
+        techniques.add(technique)
+    model.eval()
+    return ForwardSession(
+        model=model, unwrapped_model=model, runtime=runtime, techniques=techniques, host_memory=host_memory
+    )

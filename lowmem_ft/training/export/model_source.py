@@ -1,0 +1,159 @@
+"""The model that a name on the command line means: a model, an adapter with its base, or what a run has trained.
+
+This module imports no torch, so that a command can tell of a wrong name before the imports that take seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.shard_files import MODEL, shard_files
+from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.reading.keys import SHORT_FORMS, recipe_keys
+from lowmem_ft.recipe.rules.output_folder import RECIPE_FILE, holds_a_run
+from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER, base_of_adapter, recipe_beside
+from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE
+from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A model that is there to be used.
+
+    Args:
+        model: hub id or path of the model, or of the adapter's base, and of the tokenizer that goes with it.
+        adapter: the folder of the adapter; None: it is a whole model.
+        recipe: the recipe of the run that trained it; None: no run of lowmem_ft is known to have.
+    """
+
+    model: ModelConfig
+    adapter: Path | None = None
+    recipe: Recipe | None = None
+
+    def __str__(self) -> str:
+        return (
+            f"{self.adapter} on {self.model.name_or_path}" if self.adapter else f"{self.model.name_or_path}"
+        )
+
+
+def find_model(name: str, *, base: str | None = None) -> ModelSource:
+    """Return what a name means.
+
+    Args:
+        name: a hub id, a model folder, a ``.gguf`` file, the folder of an adapter, or that of a run: its finished
+            model, or else its newest complete checkpoint.
+        base: the base model of an adapter, if it is not the one that the adapter names.
+
+    Raises:
+        UserError: if a run has neither, an adapter is invalid, or its base was random.
+        ModelError: if an adapter's base is not there.
+        CheckpointError: if several processes have written the checkpoint, each its part of the weights.
+    """
+    folder = expand_user(name)
+    recipe = None
+    if holds_a_run(folder):
+        recipe, run, folder = load_recipe(str(folder / RECIPE_FILE)), folder, _trained_by(folder)
+        logger.info("%s holds a run: its %s is used.", run, folder.name)
+    elif folder.is_dir() and ((folder / CONFIG_FILE).is_file() or (folder / "config.json").is_file()):
+        recipe = recipe_beside(folder)
+    if folder.is_dir() and shard_files(folder, MODEL):
+        raise UserError(
+            f"{folder} holds weights in parts, one for each process of its run. Resume that run to its end, which "
+            f"writes {MODEL_FOLDER}/, and name that."
+        )
+    is_adapter = (folder / CONFIG_FILE).is_file()
+    if not is_adapter:
+        if base is not None:
+            raise UserError(f"--base={base} is the base of an adapter, and {name} is a model. Leave it out.")
+        is_local = recipe is not None
+        model = ModelConfig(name_or_path=str(folder) if is_local else name, dtype="auto")
+        return ModelSource(model=model, recipe=recipe)
+    model = base_of_adapter(folder, base=base)
+    if (folder / "tokenizer_config.json").is_file():
+        model = dataclasses.replace(model, tokenizer_name_or_path=str(folder))
+    return ModelSource(model=model, adapter=folder, recipe=recipe)
+
+
+def _trained_by(run: Path) -> Path:
+    """Return the finished model of a run, or else its newest complete checkpoint."""
+    finished = run / MODEL_FOLDER
+    if any((finished / file).is_file() for file in ("config.json", CONFIG_FILE)):
+        return finished
+    if (checkpoint := find_checkpoint(run)) is not None:
+        return checkpoint
+    raise UserError(
+        f"{run} is the folder of a run that has neither a finished model ({MODEL_FOLDER}/) nor a complete checkpoint. "
+        "Resume it, or name another folder."
+    )
+
+
+_OF_FORWARD = (
+    *("data.", "model.dtype", "model.quantization", "model.quantize_partly", "model.attn_implementation"),
+    *("model.kernels", "model.trust_remote_code", "loss.chunk_tokens", "tiling.", "offload.parameters"),
+    *("offload.resident_layers", "offload.folder", "training.mixed_precision", "training.use_cpu"),
+    *("training.per_device_train_batch_size", "training.per_device_eval_batch_size", "training.seed"),
+)
+"""Keys, and groups of keys, of a run's recipe that a forward pass of its model takes over."""
+
+_WITHOUT_DATA = (
+    *("data.path", "data.sources", "data.stopping_strategy", "data.name", "data.revision", "data.data_files"),
+    *("data.split", "data.max_samples"),
+)
+_HELD_OUT = ("data.eval_path", "data.eval_split", "data.eval_size")
+"""Keys that go when a user names other data."""
+
+
+def forward_recipe(source: ModelSource, settings: Iterable[str]) -> Recipe:
+    """Return the recipe of forward passes alone: a run's own keys of data, precision and memory, and the settings.
+
+    The rules are those of frozen weights, since nothing is trained: they may be packed, and streamed.
+
+    Args:
+        source: the model.
+        settings: what a user typed, such as ``model.quantization=nf4``.
+
+    Raises:
+        RecipeError: if a setting is wrong, or trains.
+    """
+    settings = list(settings)
+    typed = {SHORT_FORMS.get(key, key) for key in (setting.partition("=")[0] for setting in settings)}
+    _refuse_keys_of_training(typed)
+    left_out = {*_WITHOUT_DATA, *_HELD_OUT} if typed & {"data.path", "data.sources"} else set[str]()
+    kept = []
+    for path, key in recipe_keys().items() if source.recipe is not None else ():
+        assert source.recipe is not None
+        is_kept = path.startswith(_OF_FORWARD) and path not in typed | left_out
+        if is_kept and key.value_in(source.recipe) != key.default:
+            kept.append(key.setting_in(source.recipe))
+    frozen = ["adapter.name=lora", "data.shuffle=false", "data.group_by_length=false"]
+    recipe = load_recipe(None, [f"model={source.model.name_or_path}", *frozen, *kept, *settings])
+    model = dataclasses.replace(
+        recipe.model,
+        tokenizer_name_or_path=recipe.model.tokenizer_name_or_path or source.model.tokenizer_name_or_path,
+        revision=recipe.model.revision or source.model.revision,
+    )
+    checkpointing = recipe.checkpointing
+    if (
+        recipe.offload.parameters == "stream"
+    ):  # slices of streamed experts are taken in checkpointed layers alone
+        checkpointing = dataclasses.replace(checkpointing, mode="full")
+    return dataclasses.replace(recipe, model=model, checkpointing=checkpointing)
+
+
+def _refuse_keys_of_training(typed: Iterable[str]) -> None:
+    allowed = (*_OF_FORWARD, "model.", "budget.", "loss.", "offload.")
+    wrong = sorted(key for key in typed if key in recipe_keys() and not key.startswith(allowed))
+    if wrong:
+        raise UserError(
+            f"Nothing is trained here, got {', '.join(wrong)}. Leave {'it' if len(wrong) == 1 else 'them'} out; keys "
+            "of data, model, loss, tiling, budget and offload.parameters count."
+        )

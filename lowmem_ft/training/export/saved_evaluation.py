@@ -1,0 +1,56 @@
+"""The evaluation of a saved model on a recipe's data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from lowmem_ft.data.batches.stream import eval_batches
+from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.build import plan_session
+from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
+from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
+from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
+from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here
+from lowmem_ft.training.out_of_memory.error import is_out_of_memory
+from lowmem_ft.training.run.start import read_data
+
+
+def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> EvaluationResult:
+    """Evaluate a model on the held-out part of a recipe's data, or on all of it if there is no held-out part.
+
+    Args:
+        recipe: from :func:`lowmem_ft.training.export.model_source.forward_recipe`.
+        adapter: the folder of the model's adapter; None: it has none.
+
+    Returns:
+        The mean loss over all label tokens.
+
+    Raises:
+        UserError: if model or data cannot be used.
+        DoesNotFitError: if memory runs out.
+    """
+    runtime = runtime_of(recipe)
+    apply_budget(recipe.budget, runtime.device, host=runtime.host, uses_bitsandbytes=recipe.uses_bitsandbytes)
+    try:
+        plan = plan_session(recipe, runtime)
+        data = read_data(recipe, runtime, load_tokenizer(recipe.model), plan)
+        session = build_forward_session(recipe, runtime, plan, add_adapter=saved_adapter(adapter))
+        training = recipe.training
+        batches = eval_batches(
+            data.train if data.evaluation is None else data.evaluation,
+            batch_size=training.per_device_eval_batch_size or training.per_device_train_batch_size,
+            num_processes=1,
+            process_index=0,
+            collate=data.collate,
+        )
+        in_pieces = EvaluationInPieces(may_cut=recipe.budget.retry)
+        result = evaluate(session, runtime, batches, in_pieces=in_pieces)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise does_not_fit_here(recipe, "in the evaluation", runtime) from error
+    finally:
+        lift_cap(recipe.budget)
+    assert result is not None, "nothing interrupts it"
+    return result

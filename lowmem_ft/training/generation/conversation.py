@@ -1,0 +1,134 @@
+"""A conversation with a model: turns rendered by its chat template, answers streamed as they come.
+
+transformers' ``generate`` and ``TextIteratorStreamer`` do the work; a thread generates, so that the caller can stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import torch
+from transformers import (
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+)
+
+from lowmem_ft.data.text.chat_templates import Message, Renderer, require_chat_template
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.models.loading import max_positions
+from lowmem_ft.training.generation.greedy import attention_that_takes_a_cache, end_tokens
+from lowmem_ft.training.session import ForwardSession
+
+
+class Conversation:
+    """The turns so far, and the model that answers.
+
+    Args:
+        session: the model, in eval mode.
+        tokenizer: its tokenizer; without a chat template it gets ChatML, with a warning.
+        system: the system message; None: the template's own.
+        generation: arguments of ``generate`` such as ``temperature``; what is left out is the model's own.
+    """
+
+    def __init__(
+        self,
+        session: ForwardSession,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        system: str | None = None,
+        generation: Mapping[str, Any] | None = None,
+    ) -> None:
+        require_chat_template(tokenizer)
+        self._session, self._tokenizer = session, tokenizer
+        self._generation = dict(generation or {})
+        self._begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._end_ids = end_tokens(session.unwrapped_model, tokenizer)
+        self.messages: list[Message] = list(self._begin)
+        self._stop = threading.Event()
+
+    def clear(self) -> None:
+        """Forget all turns but the system message."""
+        self.messages = list(self._begin)
+
+    def stop(self) -> None:
+        """End the present answer after its next token."""
+        self._stop.set()
+
+    def ask(self, text: str) -> Generator[str, None, None]:
+        """Yield the answer to a user's turn piece by piece; both turns join the conversation, an answer cut short too.
+
+        Raises:
+            UserError: if the conversation has as many tokens as the model takes.
+            Exception: whatever ``generate`` raises.
+        """
+        asked = [*self.messages, {"role": "user", "content": text}]
+        input_ids_BT = self._tokens(asked)
+        streamer: Any = TextIteratorStreamer(self._tokenizer, skip_prompt=True)  # type: ignore[arg-type]
+        errors: list[BaseException] = []
+        self._stop.clear()
+        thread = threading.Thread(target=self._generate, args=(input_ids_BT, streamer, errors), daemon=True)
+        thread.start()
+        pieces: list[str] = []
+        try:
+            for piece in streamer:
+                shown = self._without_end(piece)
+                pieces.append(shown)
+                yield shown
+        finally:
+            self.stop()
+            thread.join()
+            if not errors:
+                self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
+        if errors:
+            raise errors[0]
+
+    def _tokens(self, messages: list[Message]) -> torch.Tensor:
+        text = Renderer(self._tokenizer).text(messages, add_generation_prompt=True)
+        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")
+        limit = max_positions(self._session.unwrapped_model.config)
+        if limit is not None and encoded["input_ids"].shape[1] >= limit:
+            raise UserError(
+                f"The conversation has {encoded['input_ids'].shape[1]:,} tokens, and the model takes {limit:,}. Start "
+                "over with /clear."
+            )
+        return encoded["input_ids"].to(self._session.runtime.device)
+
+    def _generate(self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException]) -> None:
+        model: Any = self._session.unwrapped_model
+        try:
+            with torch.no_grad(), self._session.runtime.autocast(), attention_that_takes_a_cache(model):
+                model.generate(
+                    input_ids=input_ids_BT,
+                    attention_mask=torch.ones_like(input_ids_BT),
+                    streamer=streamer,
+                    stopping_criteria=StoppingCriteriaList([_Stopped(self._stop)]),
+                    eos_token_id=self._end_ids,
+                    pad_token_id=self._end_ids[0],
+                    **self._generation,
+                )
+        except BaseException as error:
+            errors.append(error)
+            with contextlib.suppress(Exception):
+                streamer.end()
+
+    def _without_end(self, piece: str) -> str:
+        """Return a piece of text without the token that ends the answer; other special tokens are shown."""
+        ends: Any = self._tokenizer.convert_ids_to_tokens(self._end_ids)
+        for end in ends:
+            piece = piece.removesuffix(end)
+        return piece
+
+
+class _Stopped(StoppingCriteria):
+    """True for every row once an event is set."""
+
+    def __init__(self, event: threading.Event) -> None:
+        self._event = event
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> Any:
+        return torch.full((len(input_ids),), self._event.is_set(), device=input_ids.device)

@@ -1,0 +1,135 @@
+"""Greedy answers of a session's model, which leave everything that training depends on as it was.
+
+transformers' ``generate`` runs the model's own forward inside the techniques of the session: streamed weights, packed
+bases, tiles and adapters work as they do in an evaluation. Nothing is drawn at random, and no gradient exists.
+
+Axes: B rows, of which there is one, T tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
+
+from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.techniques.attention.varlen_attention import VARLEN_ATTENTION
+from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
+from lowmem_ft.techniques.loss.router_loss import router_loss_off
+from lowmem_ft.training.session import ForwardSession
+
+
+def greedy_answer(
+    session: ForwardSession, input_ids: Sequence[int], max_new_tokens: int, end_ids: Sequence[int]
+) -> list[int]:
+    """Return the tokens of an answer; see :func:`generate_greedily`."""
+    prompt_BT = torch.tensor([list(input_ids)], device=session.runtime.device)
+    return generate_greedily(session, prompt_BT, max_new_tokens, end_ids)[0, len(input_ids) :].tolist()
+
+
+def generate_greedily(
+    session: ForwardSession,
+    prompt_BT: Tensor,
+    max_new_tokens: int,
+    end_ids: Sequence[int],
+    *,
+    after_forward: Callable[[], object] = lambda: None,
+) -> Tensor:
+    """Append the most likely next token to a prompt, again and again, until the model ends its answer.
+
+    The model is in eval mode, and its deferred updates are made (``techniques.flush()``). Sharded weights are gathered
+    layer by layer in all processes, each of which must call this with the same prompt.
+
+    Args:
+        session: the model with its techniques.
+        prompt_BT: the prompt, one row, on the device.
+        max_new_tokens: the most tokens of the answer.
+        end_ids: the tokens that end it, see :func:`end_tokens`.
+        after_forward: called after each forward pass: of the prompt, then of one token each.
+
+    Returns:
+        The tokens of the prompt and of the answer, the one that ends it included.
+    """
+    model = session.unwrapped_model
+
+    def note_forward(_: Tensor, scores: Tensor) -> Tensor:
+        after_forward()
+        return scores
+
+    with (
+        torch.no_grad(),
+        session.runtime.autocast(),
+        router_loss_off(model),
+        attention_that_takes_a_cache(model),
+        _without_warning_of_weights_elsewhere(),
+    ):
+        generator: Any = model
+        return generator.generate(
+            input_ids=prompt_BT,
+            attention_mask=torch.ones_like(prompt_BT),
+            generation_config=_greedy(max_new_tokens, end_ids),
+            logits_processor=LogitsProcessorList([note_forward]),
+            synced_gpus=session.techniques.find(FullySharded) is not None,
+        )
+
+
+def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens at which a model's answer ends: those of its generation config, and the tokenizer's EOS.
+
+    Raises:
+        DataError: if neither of the two has one.
+    """
+    ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
+    of_tokenizer: Any = tokenizer.eos_token_id
+    found = {end for end in (*(ends if isinstance(ends, list) else [ends]), of_tokenizer) if end is not None}
+    if not found:
+        raise DataError(
+            "An answer ends with an EOS token, and neither the model's generation_config.json nor its tokenizer has "
+            "one. Set eos_token in tokenizer_config.json."
+        )
+    return sorted(found)
+
+
+def _greedy(max_new_tokens: int, end_ids: Sequence[int]) -> GenerationConfig:
+    """Return the settings of greedy search; those that it does not use are set to what they are without sampling.
+
+    ``generate`` takes what is left out here from the model's own generation config, penalties for instance.
+    """
+    return GenerationConfig(
+        do_sample=False,
+        num_beams=1,
+        temperature=1.0,
+        top_k=50,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+        use_cache=True,
+        eos_token_id=list(end_ids),
+        pad_token_id=end_ids[0],
+    )
+
+
+@contextlib.contextmanager
+def attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
+    """Let attention be sdpa in a block where it is torch's flash kernel for rows, which takes no cache of keys."""
+    chosen = model.config._attn_implementation
+    if chosen != VARLEN_ATTENTION:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(chosen)
+
+
+@contextlib.contextmanager
+def _without_warning_of_weights_elsewhere() -> Iterator[None]:
+    """Suppress the warning that a model's first weight, here a streamed one, is on another device than the prompt."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="You are calling .generate")
+        yield

@@ -1,0 +1,105 @@
+"""Talk to a model in the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from tiny_models import TINY, model_of
+from transformers import AutoTokenizer
+
+from lowmem_ft.cli import main
+from lowmem_ft.cli.commands import chat
+from lowmem_ft.training.generation.conversation import Conversation
+
+GREEDY = ("--no-sample", "--max-new-tokens", "6", "training.use_cpu=true")
+
+
+@pytest.fixture(scope="module")
+def model_folder(tmp_path_factory):
+    """A model of random weights with a tokenizer."""
+    folder = tmp_path_factory.mktemp("model")
+    model_of(TINY, dtype=torch.float32).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(folder)
+    return str(folder)
+
+
+def said_by_transformers(folder, messages):
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    ids = tokenizer(text, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    answer = model.generate(ids, max_new_tokens=6, do_sample=False, eos_token_id=tokenizer.eos_token_id)
+    return tokenizer.decode(answer[0, ids.shape[1] :])
+
+
+def test_one_turn_prints_the_answer_alone(model_folder, capsys):
+    assert main(["chat", model_folder, "--once", "Hello", "--system", "Be brief.", *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert out == said_by_transformers(model_folder, messages) + "\n"
+    assert "of weights on cpu" in err
+    assert "of keys and values for 256 tokens" in err
+
+
+def test_packed_weights_answer_on_a_processor(model_folder, capsys):
+    assert main(["chat", model_folder, "--once", "Hello", "model.quantization=nf4", *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    assert len(out) > 1
+    assert "76.6 KiB of weights" in err  # of 161 KiB
+
+
+def test_turns_are_kept_until_they_are_cleared(model_folder, capsys, monkeypatch):
+    lines = iter(["Hello", "Again", "/clear", "Hello", "/nothing", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    asked = []
+    ask = Conversation.ask
+    monkeypatch.setattr(
+        Conversation, "ask", lambda self, text: asked.append((self, [*self.messages])) or ask(self, text)
+    )
+    assert main(["chat", model_folder, *GREEDY]) == 0
+    out, err = capsys.readouterr()
+    assert [len(before) for _, before in asked] == [0, 2, 0]
+    first, last = asked[1][1], asked[2][0].messages
+    assert first == last
+    assert first[0] == {"role": "user", "content": "Hello"}
+    assert out.startswith(said_by_transformers(model_folder, first[:1]) + "\n")
+    assert "There is no /nothing" in err
+
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsys, monkeypatch):
+    def interrupted(*_, end="\n", **__):
+        if end == "":
+            raise KeyboardInterrupt
+
+    stopped = []
+    lines = iter(["Hello", "/exit"])
+    monkeypatch.setattr("builtins.input", lambda _: next(lines))
+    stop = Conversation.stop
+    monkeypatch.setattr(Conversation, "stop", lambda self: stopped.append(self) or stop(self))
+    monkeypatch.setattr(chat, "print", interrupted, raising=False)
+    assert main(["chat", model_folder, "--no-sample", "--max-new-tokens", "200"]) == 0
+    (conversation,) = {*stopped}
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize(
+    "arguments, problem",
+    [
+        (("--max-new-tokens", "0"), "--max-new-tokens is at least 1"),
+        (("--temperature", "0"), "--temperature is above 0"),
+        (("--context", "300"), "at most what the model takes, 256 tokens"),
+        (("optimizer.name=lion",), "Nothing is trained here"),
+    ],
+)
+def test_bad_arguments_are_told(arguments, problem, model_folder, capsys):
+    assert main(["chat", model_folder, "--once", "Hello", *arguments]) == 2
+    assert problem in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_conversation_longer_than_the_model_takes_is_told(model_folder, capsys):
+    assert main(["chat", model_folder, "--once", "long " * 300, *GREEDY]) == 2
+    assert "the model takes 256. Start over with /clear" in " ".join(capsys.readouterr().err.split())
