@@ -18,7 +18,7 @@ _EXAMPLES = """\
 examples:
   lowmem-ft export runs/7b-lora merged --merged
   lowmem-ft export runs/7b-lora small --quantized nf4
-  lowmem-ft export runs/7b-lora/checkpoint-500 mine --gguf q8_0 --llama-cpp ~/llama.cpp
+  lowmem-ft export runs/7b-lora/checkpoint-500 mine --gguf q8_0 --llama-cpp ../llama.cpp
 
 A run stands for its model/, or else for its newest complete checkpoint. An adapter is merged into its base first, as
 `lowmem-ft merge` does: --merged is that command, which also takes a run. The model is loaded into host memory; nothing
@@ -130,7 +130,8 @@ def _parser() -> Parser:
         "--gguf",
         metavar="TYPE",
         choices=tuple(GGUF_TYPES),
-        help=f"a GGUF file of this type ({', '.join(GGUF_TYPES)}), by llama.cpp's converter, with a Modelfile for Ollama",
+        help=f"a GGUF file of this type ({', '.join(GGUF_TYPES)}), by llama.cpp's converter, with a Modelfile for "
+        "Ollama",
     )
     parser.add_argument("--llama-cpp", metavar="DIR", type=Path, help="the folder of convert_hf_to_gguf.py")
     parser.add_argument(
