@@ -18,7 +18,7 @@ _EXAMPLES = """\
 examples:
   lowmem-ft export runs/7b-lora merged --merged
   lowmem-ft export runs/7b-lora small --quantized nf4
-  lowmem-ft export runs/7b-lora/checkpoint-500 mine --gguf q8_0 --llama-cpp ~/llama.cpp
+  lowmem-ft export runs/7b-lora/checkpoint-500 mine --gguf q8_0 --llama-cpp ../llama.cpp
 
 A run stands for its model/, or else for its newest complete checkpoint. An adapter is merged into its base first, as
 `lowmem-ft merge` does: --merged is that command, which also takes a run. The model is loaded into host memory; nothing
@@ -46,7 +46,8 @@ def main(arguments: list[str]) -> int:
     from lowmem_ft.training.export.model_source import find_model
 
     set_up_logging()
-    target, converter = expand_user(options.target), None
+    target = expand_user(options.target)
+    converter: Path | None = None
     if options.gguf:  # all checks come before the imports below, which take seconds
         converter = check_converter(None if options.llama_cpp is None else expand_user(options.llama_cpp))
         require_package("--gguf", "gguf", "export")
@@ -84,7 +85,7 @@ def main(arguments: list[str]) -> int:
         comparison = export_quantized(source, target, dtype=options.dtype, track=with_bar)
         output.add(Pairs(comparison.rows(), indent=0))
         return 0
-    assert converter is not None, "--gguf has one"
+    assert converter is not None, "one of the three forms is required"
     file, of_file = export_gguf(source, target, gguf_type=options.gguf, converter=converter, track=with_bar)
     output.add(
         None if of_file is None else Pairs(of_file.rows(), indent=0),
@@ -122,12 +123,17 @@ def _parser() -> Parser:
         "--merged", action="store_true", help="the adapter merged into its base, as a plain model"
     )
     form.add_argument(
-        "--quantized", choices=("nf4",), help="linear layers in 4 bits, by bitsandbytes, which works on CPUs"
+        "--quantized",
+        metavar="FORMAT",
+        choices=("nf4",),
+        help="nf4: linear layers in 4 bits, by bitsandbytes, which works on CPUs",
     )
     form.add_argument(
         "--gguf",
+        metavar="TYPE",
         choices=tuple(GGUF_TYPES),
-        help="a GGUF file of this type, by llama.cpp's converter, with a Modelfile for Ollama",
+        help=f"a GGUF file of this type ({', '.join(GGUF_TYPES)}), by llama.cpp's converter, with a Modelfile for "
+        "Ollama",
     )
     parser.add_argument("--llama-cpp", metavar="DIR", type=Path, help="the folder of convert_hf_to_gguf.py")
     parser.add_argument(
