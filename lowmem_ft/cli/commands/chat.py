@@ -173,8 +173,9 @@ def _problems(options: argparse.Namespace) -> list[str]:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft chat",
-        usage="lowmem-ft chat MODEL|ADAPTER_DIR|RUN_DIR [key=value ...] [--system TEXT] [--once TEXT]\n"
-        "       [--max-new-tokens N] [--temperature X] [--top-p X] [--top-k N] [--no-sample] ...",
+        usage="lowmem-ft chat MODEL|ADAPTER_DIR|RUN_DIR [key=value ...] [--system TEXT]\n"
+        "       [--once TEXT] [--max-new-tokens N] [--temperature X] [--top-p X]\n"
+        "       [--top-k N] [--min-p X] [--repetition-penalty X] [--no-sample] ...",
         description="Talk to a model, an adapter or a run, by its chat template.",
         epilog=_EXAMPLES,
     )

@@ -100,7 +100,8 @@ def _evaluate(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft evaluate",
-        usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...] [--base NAME] [--json FILE|-]",
+        usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...]\n"
+        "       [--base NAME] [--json FILE|-]",
         description="Measure loss and perplexity of a model, an adapter or a run, in bounded memory.",
         epilog=_EXAMPLES,
     )
