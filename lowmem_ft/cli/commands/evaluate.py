@@ -14,7 +14,7 @@ examples:
   lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl
   lowmem-ft evaluate runs/7b-qlora
   lowmem-ft evaluate runs/7b-qlora/model data=chats.jsonl model.quantization=nf4 --json -
-  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl offload.parameters=stream data.packing=true
+  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl data.packing=true data.max_length=2048
 
 A run is evaluated on its own held-out data, by its own recipe; data=X names other data, all of which counts. Logits are
 computed in parts (loss.chunk_tokens), so that memory stays bounded. Log lines and the estimate go to stderr.
