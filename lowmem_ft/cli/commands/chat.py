@@ -22,8 +22,8 @@ examples:
   lowmem-ft chat runs/7b-qlora/model --once "What is the capital of Norway?" --no-sample
 
 Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer, and a second
-one leaves. Settings count where forward passes do: model.*, offload.parameters, training.mixed_precision,
-training.use_cpu. What is not set about sampling is the model's own (generation_config.json)."""
+one leaves. Settings count where forward passes do: model.*, offload.*, training.mixed_precision, training.use_cpu.
+What is not set about sampling is the model's own (generation_config.json)."""
 
 DEFAULT_CONTEXT = 4096
 """Tokens for which the cache is stated, if the model takes more."""
@@ -147,8 +147,8 @@ def _answer(conversation: Conversation, text: str) -> None:
         if not is_out_of_memory(error):
             raise
         raise DoesNotFitError(
-            "Memory ran out while the model answered. Set model.quantization=nf4 or offload.parameters=stream, or a "
-            "lower --max-new-tokens."
+            "Memory ran out while the model answered. Set model.quantization=nf4 or a lower --max-new-tokens, or take "
+            "a smaller model."
         ) from error
     print()
 
@@ -173,8 +173,9 @@ def _problems(options: argparse.Namespace) -> list[str]:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft chat",
-        usage="lowmem-ft chat MODEL|ADAPTER_DIR|RUN_DIR [key=value ...] [--system TEXT] [--once TEXT]\n"
-        "       [--max-new-tokens N] [--temperature X] [--top-p X] [--top-k N] [--no-sample] ...",
+        usage="lowmem-ft chat MODEL|ADAPTER_DIR|RUN_DIR [key=value ...] [--system TEXT]\n"
+        "       [--once TEXT] [--max-new-tokens N] [--temperature X] [--top-p X]\n"
+        "       [--top-k N] [--min-p X] [--repetition-penalty X] [--no-sample] ...",
         description="Talk to a model, an adapter or a run, by its chat template.",
         epilog=_EXAMPLES,
     )

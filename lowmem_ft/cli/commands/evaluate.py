@@ -14,7 +14,7 @@ examples:
   lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl
   lowmem-ft evaluate runs/7b-qlora
   lowmem-ft evaluate runs/7b-qlora/model data=chats.jsonl model.quantization=nf4 --json -
-  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl offload.parameters=stream data.packing=true
+  lowmem-ft evaluate Qwen/Qwen2.5-7B data=chats.jsonl data.packing=true data.max_length=2048
 
 A run is evaluated on its own held-out data, by its own recipe; data=X names other data, all of which counts. Logits are
 computed in parts (loss.chunk_tokens), so that memory stays bounded. Log lines and the estimate go to stderr.
@@ -73,6 +73,7 @@ def _evaluate(arguments: list[str]) -> int:
                 ("model", str(source)),
                 ("data", f"{recipe.data.path}{', held-out rows' if recipe.data.has_held_out else ''}"),
                 ("loss", f"{result.loss:.4f} nats per token"),
+                *((f"loss of {name}", f"{loss:.4f}") for name, loss in result.by_source.items()),
                 ("perplexity", f"{result.perplexity:.2f}"),
                 ("label tokens", f"{result.num_label_tokens:,}"),
                 ("seconds", f"{seconds:.1f}"),
@@ -88,6 +89,7 @@ def _evaluate(arguments: list[str]) -> int:
             "data": recipe.data.path,
             "is_held_out": recipe.data.has_held_out,
             "loss": result.loss,
+            "loss_by_source": dict(result.by_source),
             "perplexity": result.perplexity,
             "label_tokens": result.num_label_tokens,
             "seconds": seconds,
@@ -100,7 +102,8 @@ def _evaluate(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft evaluate",
-        usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...] [--base NAME] [--json FILE|-]",
+        usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...]\n"
+        "       [--base NAME] [--json FILE|-]",
         description="Measure loss and perplexity of a model, an adapter or a run, in bounded memory.",
         epilog=_EXAMPLES,
     )

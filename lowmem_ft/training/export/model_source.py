@@ -16,7 +16,7 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import MODEL, shard_files
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.reading.keys import SHORT_FORMS, recipe_keys
+from lowmem_ft.recipe.reading.keys import SHORT_FORMS, key_with, keys_with, recipe_keys
 from lowmem_ft.recipe.rules.output_folder import RECIPE_FILE, holds_a_run
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER, base_of_adapter, recipe_beside
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE
@@ -98,8 +98,8 @@ def _trained_by(run: Path) -> Path:
 
 _OF_FORWARD = (
     *("data.", "model.dtype", "model.quantization", "model.quantize_partly", "model.attn_implementation"),
-    *("model.kernels", "model.trust_remote_code", "loss.chunk_tokens", "tiling.", "offload.parameters"),
-    *("offload.resident_layers", "offload.folder", "training.mixed_precision", "training.use_cpu"),
+    *("model.kernels", "model.trust_remote_code", "loss.chunk_tokens", "tiling.", "offload."),
+    *("training.mixed_precision", "training.use_cpu"),
     *("training.per_device_train_batch_size", "training.per_device_eval_batch_size", "training.seed"),
 )
 """Keys, and groups of keys, of a run's recipe that a forward pass of its model takes over."""
@@ -128,6 +128,7 @@ def forward_recipe(source: ModelSource, settings: Iterable[str]) -> Recipe:
     typed = {SHORT_FORMS.get(key, key) for key in (setting.partition("=")[0] for setting in settings)}
     _refuse_keys_of_training(typed)
     left_out = {*_WITHOUT_DATA, *_HELD_OUT} if typed & {"data.path", "data.sources"} else set[str]()
+    left_out |= _offload_left_out(source.recipe)
     kept = []
     for path, key in recipe_keys().items() if source.recipe is not None else ():
         assert source.recipe is not None
@@ -142,18 +143,25 @@ def forward_recipe(source: ModelSource, settings: Iterable[str]) -> Recipe:
         revision=recipe.model.revision or source.model.revision,
     )
     checkpointing = recipe.checkpointing
-    if (
-        recipe.offload.parameters == "stream"
-    ):  # slices of streamed experts are taken in checkpointed layers alone
+    if key_with(recipe, "weights on host"):  # slices of such experts are taken in checkpointed layers alone
         checkpointing = dataclasses.replace(checkpointing, mode="full")
     return dataclasses.replace(recipe, model=model, checkpointing=checkpointing)
 
 
+def _offload_left_out(recipe: Recipe | None) -> set[str]:
+    """Return the keys of what a run kept on the host for its steps; weights there stay there."""
+    if recipe is not None and not key_with(recipe, "weights on host"):
+        return {path for path in recipe_keys() if path.startswith("offload.")}
+    return {*keys_with("state on host"), *keys_with("activations on host")}
+
+
 def _refuse_keys_of_training(typed: Iterable[str]) -> None:
-    allowed = (*_OF_FORWARD, "model.", "budget.", "loss.", "offload.")
-    wrong = sorted(key for key in typed if key in recipe_keys() and not key.startswith(allowed))
+    allowed, of_steps = (*_OF_FORWARD, "model.", "budget.", "loss."), _offload_left_out(None)
+    wrong = sorted(
+        key for key in typed if key in recipe_keys() and (not key.startswith(allowed) or key in of_steps)
+    )
     if wrong:
         raise UserError(
             f"Nothing is trained here, got {', '.join(wrong)}. Leave {'it' if len(wrong) == 1 else 'them'} out; keys "
-            "of data, model, loss, tiling, budget and offload.parameters count."
+            "of data, model, loss, tiling and budget count, and those of weights on the host."
         )

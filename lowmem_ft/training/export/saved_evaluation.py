@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from lowmem_ft.data.batches.stream import eval_batches
+from lowmem_ft.data.epoch_rows import Examples
+from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.models.loading import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import plan_session
-from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate
+from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate, together
 from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
 from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here
@@ -24,7 +27,7 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
         adapter: the folder of the model's adapter; None: it has none.
 
     Returns:
-        The mean loss over all label tokens.
+        The mean loss over all label tokens, and that of each source if there are several.
 
     Raises:
         UserError: if model or data cannot be used.
@@ -34,23 +37,37 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
     apply_budget(recipe.budget, runtime.device, host=runtime.host, uses_bitsandbytes=recipe.uses_bitsandbytes)
     try:
         plan = plan_session(recipe, runtime)
-        data = read_data(recipe, runtime, load_tokenizer(recipe.model), plan)
+        tokenizer = load_tokenizer(recipe.model)
+        data = read_data(recipe, runtime, tokenizer, plan)
         session = build_forward_session(recipe, runtime, plan, add_adapter=saved_adapter(adapter))
-        training = recipe.training
-        batches = eval_batches(
-            data.train if data.evaluation is None else data.evaluation,
-            batch_size=training.per_device_eval_batch_size or training.per_device_train_batch_size,
-            num_processes=1,
-            process_index=0,
-            collate=data.collate,
-        )
         in_pieces = EvaluationInPieces(may_cut=recipe.budget.retry)
-        result = evaluate(session, runtime, batches, in_pieces=in_pieces)
+
+        def loss_on(examples: Examples) -> EvaluationResult:
+            training = recipe.training
+            batches = eval_batches(
+                examples,
+                batch_size=training.per_device_eval_batch_size or training.per_device_train_batch_size,
+                num_processes=1,
+                process_index=0,
+                collate=data.collate,
+            )
+            result = evaluate(session, runtime, batches, in_pieces=in_pieces)
+            assert result is not None, "nothing interrupts it"
+            return result
+
+        by_source = data.evaluation_by_source
+        if data.evaluation is None and len(listed := listed_sources(recipe.data)) > 1:
+            # An epoch mixes its sources; each is evaluated whole, from the same cache of tokens.
+            by_source = {
+                one.name: read_data(replace(recipe, data=one.config), runtime, tokenizer, plan).train
+                for one in listed
+            }
+        if by_source:
+            return together({name: loss_on(examples) for name, examples in by_source.items()})
+        return loss_on(data.train if data.evaluation is None else data.evaluation)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         raise does_not_fit_here(recipe, "in the evaluation", runtime) from error
     finally:
         lift_cap(recipe.budget)
-    assert result is not None, "nothing interrupts it"
-    return result

@@ -79,8 +79,8 @@ def test_settings_of_training_are_refused_and_data_replaces_a_runs_own(runs):
         False,
         "none",
     )
-    with pytest.raises(UserError, match=r"Nothing is trained here, got optimizer\.name"):
-        forward_recipe(source, ["optimizer.name=lion"])
+    with pytest.raises(UserError, match=r"Nothing is trained here, got offload\.optimizer, optimizer\.name"):
+        forward_recipe(source, ["optimizer.name=lion", "offload.optimizer=host"])
     with pytest.raises(RecipeError, match="Did you mean `data"):
         forward_recipe(source, ["data.pat=x"])
 
