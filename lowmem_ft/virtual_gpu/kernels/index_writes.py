@@ -28,8 +28,8 @@ _RULES = {
         ),
     ),
 }
-"""For each operator, and the one of its name with an underscore at the end: the place of the values among its arguments,
-and what torch says where their type is another."""
+"""For each operator, and the one of its name with an underscore at the end: the place of the values among its
+arguments, and what torch says where their type is another."""
 
 
 def check_index_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
