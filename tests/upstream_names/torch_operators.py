@@ -69,6 +69,7 @@ OPERATORS = (
         "_flash_attention_backward _foreach_norm _index_put_impl_",
         "buffers of their CUDA kernels",
     ),
+    called(_ATEN, "_unsafe_index_put", "self indices values accumulate", "what it writes has one type"),
     *each("called", "torch.ops.torch_attn", "_varlen_attn_backward", "buffers of its CUDA kernel"),
     *each(
         "called",

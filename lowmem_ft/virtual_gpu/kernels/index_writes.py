@@ -20,7 +20,7 @@ _RULES = {
     "index_copy": (3, f"index_copy_(): {_EXPECTED}(self) {{into}} and (source) {{values}}"),
     "put": (2, f"put_(): {_EXPECTED}self.dtype = {{into}} and source.dtype = {{values}}"),
     **dict.fromkeys(
-        ("index_put", "_index_put_impl", "_unsafe_index_put"),
+        ("index_put", "_index_put_impl_", "_unsafe_index_put"),
         (
             2,
             "Index put requires the source and destination dtypes match, got {into} for the destination and {values} "
@@ -28,8 +28,8 @@ _RULES = {
         ),
     ),
 }
-"""For each operator, with or without an underscore at its end: the place of the values among its arguments, and what
-torch says where their type is another."""
+"""For each operator, and the one of its name with an underscore at the end: the place of the values among its
+arguments, and what torch says where their type is another."""
 
 
 def check_index_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -43,7 +43,9 @@ def check_index_writes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     Raises:
         RuntimeError: as torch does.
     """
-    rule = _RULES.get(func._opname.removesuffix("_")) if isinstance(func, OpOverload) else None
+    if not isinstance(func, OpOverload):
+        return
+    rule = _RULES.get(func._opname, _RULES.get(func._opname.removesuffix("_")))
     if rule is not None:
         place, words = rule
         into, values = args[0].dtype, args[place].dtype

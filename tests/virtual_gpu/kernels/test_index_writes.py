@@ -8,6 +8,7 @@ import torch
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
+aten = torch.ops.aten
 MACHINES = {"cpu": TracingMachine, "cuda": lambda: VirtualGPU("a100-80gb")}
 
 
@@ -26,6 +27,8 @@ WRITES = {
     "index_reduce_": lambda into, values, device: into.index_reduce_(0, index(device), values, "prod"),
     "index_put": lambda into, values, device: into.index_put((index(device),), values),
     "index_put_": lambda into, values, device: into.index_put_((index(device),), values, accumulate=True),
+    "_index_put_impl_": lambda into, values, device: aten._index_put_impl_(into, [index(device)], values),
+    "_unsafe_index_put": lambda into, values, device: aten._unsafe_index_put(into, [index(device)], values),
     "put_": lambda into, values, device: into.put_(index(device), values[:, 0]),
     "setitem": set_items,
 }
