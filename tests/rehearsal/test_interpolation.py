@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY
 from transformers import LlamaConfig
 
-from lowmem_ft.rehearsal import rehearse, runtime, window_shapes
+from lowmem_ft.rehearsal import runtime, window_shapes
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 
 
@@ -49,7 +49,7 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.parametrize("order", [pytest.param("horizontal", marks=pytest.mark.slow), "vertical"])
-def test_a_few_shapes_tell_the_seconds_of_all(order, recipe, chats, wide, monkeypatch):
+def test_a_few_shapes_tell_the_seconds_of_all(rehearse, order, recipe, chats, wide, monkeypatch):
     draw = random.Random(0)
     settings = (
         f"model.name_or_path={wide}",
