@@ -37,7 +37,7 @@ from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_verti
 
 folder, techniques = sys.argv[1], json.loads(sys.argv[2])
 world = int(os.environ["WORLD_SIZE"])
-shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
                     num_key_value_heads=2, vocab_size=128, use_cache=False, attn_implementation="sdpa")
 
 def measured(sharded, checkpointing="none", vertical=False, offload=False, tiles=1):
