@@ -14,7 +14,12 @@ from lowmem_ft.training.loop import train
 GPU = "rtx-4090"
 
 
-ALSO_REHEARSED_ELSEWHERE = ((), ("training.mixed_precision=bf16",), *KERNELS)
+ALSO_REHEARSED_ELSEWHERE = (
+    (),
+    ("training.mixed_precision=bf16",),
+    ("data.packing=true", "training.mixed_precision=bf16"),
+    *KERNELS,
+)
 
 
 def runs():

@@ -41,7 +41,7 @@ def wide(tmp_path_factory):
         vocab_size=512,
         hidden_size=2048,
         intermediate_size=4096,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=16,
         max_position_embeddings=2048,
     ).save_pretrained(folder)

@@ -172,9 +172,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, forks, tmp_path):
     """SIGKILL cannot be caught: what counts is what was on disk."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    overrides = ("training.max_steps=24", "training.save_steps=3", "training.eval_steps=null")
+    overrides = ("training.max_steps=18", "training.save_steps=3", "training.eval_steps=null")
     train(tiny(*overrides, output_dir=whole))
-    step = random.randint(4, 14)
+    step = random.randint(4, 8)
     settings = ("recipe=tiny", "training.use_cpu=true", f"training.output_dir={killed}", *overrides)
     done = forks.run(KILL_AT_ANY_MOMENT, str(killed), str(step), *settings)
     assert done.returncode == -signal.SIGKILL, done.stderr
