@@ -101,7 +101,7 @@ class StorageTracker(TorchDispatchMode):
             self._follow(total.untyped_storage(), size)
 
     def _tensors(self, values: Any) -> Iterator[torch.Tensor]:
-        """Yield the tensors in an operator's arguments or result, which nest nothing but sequences and dicts."""
+        """Yield the tensors in an operator's arguments or result, which nest only sequences and dicts."""
         if isinstance(values, torch.Tensor):
             if values.layout is torch.strided and self._counts(values.device.type):
                 yield values
