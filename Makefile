@@ -4,8 +4,11 @@ VENV ?= .venv
 TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1; it asks for its own Triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-SPREAD := -n auto --maxprocesses 8 # a process takes up to 2 GiB
+# A process takes up to 2 GiB. Each gets a stretch of the tests in their order, so that a module's fixtures are made once.
+SPREAD := -n auto --maxprocesses 8 --dist worksteal
 export TOKENIZERS_PARALLELISM := false
+# What one process has compiled, the next one reads, also where containers say otherwise.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean

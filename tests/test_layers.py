@@ -25,20 +25,32 @@ def test_contributing_lists_the_layers_that_lint_imports_checks():
     assert listed[1].splitlines() == [layer.replace(" : ", ", ") for layer in contract["layers"]]
 
 
-def test_no_module_imports_one_that_imports_it():
+@pytest.fixture(scope="module")
+def trees():
+    """Each module's syntax tree, by its name."""
+    return {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
+
+
+@pytest.fixture(scope="module")
+def imports(trees):
+    """What each module imports when it runs, by its name."""
+    return {name: set(imported_by(name, tree)) for name, tree in trees.items()}
+
+
+def test_no_module_imports_one_that_imports_it(imports):
     """Nor within functions, where a circle would only be hidden."""
-    imports = {name: set(imported_by(path)) & set(MODULES) - {name} for name, path in MODULES.items()}
+    imports = {name: of_it & set(MODULES) - {name} for name, of_it in imports.items()}
     assert sum(map(len, imports.values())) > 500
     graphlib.TopologicalSorter(imports).prepare()  # raises a CycleError that names the circle
 
 
-def test_modules_import_ours_at_their_top():
+def test_modules_import_ours_at_their_top(trees):
     """Except for commands, which start faster so."""
     within = [
         f"{name}: {ast.unparse(node)}"
-        for name, path in MODULES.items()
+        for name, tree in trees.items()
         if not name.startswith("lowmem_ft.cli")
-        for function in ast.walk(ast.parse(path.read_text()))
+        for function in ast.walk(tree)
         if isinstance(function, ast.FunctionDef)
         for node in ast.walk(function)
         if isinstance(node, (ast.Import, ast.ImportFrom)) and "lowmem_ft" in ast.unparse(node)
@@ -46,25 +58,24 @@ def test_modules_import_ours_at_their_top():
     assert within == []
 
 
-def test_what_only_its_own_file_uses_is_private():
+def test_what_only_its_own_file_uses_is_private(trees):
     """Except for rules, whose decorator lists them, what ``__all__`` names, and what is part of a public name."""
     files = [*MODULES.values(), *ROOT.glob("scripts/**/*.py"), *ROOT.glob("docs/*.md"), *ROOT.glob("*.md")]
     users = Counter(word for path in files for word in set(re.findall(r"\w+", path.read_text())))
-    trees = {name: ast.parse(path.read_text()).body for name, path in MODULES.items()}
     published = {
         word
-        for body in trees.values()
-        for node in body
+        for tree in trees.values()
+        for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
         for word in re.findall(r"\w+", ast.unparse(node.value))
     }
     found = []
-    for name, body in trees.items():
-        for node in body:
+    for name, tree in trees.items():
+        for node in tree.body:
             if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
                 continue
             is_rule = any(ast.unparse(decorator).startswith("reads(") for decorator in node.decorator_list)
-            others = (word for other in body if other is not node for word in public_words(other))
+            others = (word for other in tree.body if other is not node for word in public_words(other))
             if users[node.name] == 1 and not is_rule and node.name not in {*published, *others}:
                 found.append(f"{name}.{node.name}")
     assert found == []
@@ -90,9 +101,8 @@ MODULES = {
 }
 
 
-def imported_by(path):
+def imported_by(importer, tree):
     """What a module imports when it runs, by full name; not the packages around it, nor what serves type checkers."""
-    tree = ast.parse(path.read_text())
     for_types = {
         id(node)
         for block in ast.walk(tree)
@@ -105,7 +115,7 @@ def imported_by(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports by a relative name"
+            assert node.level == 0, f"{importer} imports by a relative name"
             modules = [f"{node.module}.{alias.name}" for alias in node.names]
             yield from (name if name in MODULES else node.module for name in modules)
 
@@ -133,11 +143,10 @@ def test_a_file_name_occurs_once_unless_it_names_the_same_thing():
     assert {name for name, times in names.items() if times > 1} == set(SAME_THING_IN_ANOTHER_ROOM)
 
 
-def test_memory_is_values_that_need_no_torch():
-    room = {name: path for name, path in MODULES.items() if name.startswith("lowmem_ft.memory.")}
-    assert len(room) > 10
-    seen = set(room)
-    while new := {found for name in seen for found in imported_by(MODULES[name]) if found in MODULES} - seen:
+def test_memory_is_values_that_need_no_torch(imports):
+    seen = {name for name in MODULES if name.startswith("lowmem_ft.memory.")}
+    assert len(seen) > 10
+    while new := {found for name in seen for found in imports[name] if found in MODULES} - seen:
         seen |= new
-    outside = {module.partition(".")[0] for name in seen for module in imported_by(MODULES[name])}
+    outside = {module.partition(".")[0] for name in seen for module in imports[name]}
     assert "torch" not in outside, sorted(outside)

@@ -72,12 +72,17 @@ def mentions_in(path: Path, known: Known) -> list[str]:
     """Return the mentions in a file, each with its line."""
     patterns = [rf"\b{re.escape(key)}\b" for key in known.keys]
     is_mention = re.compile("|".join([*patterns, known.words]), re.IGNORECASE)
-    return [f"{line} {text[:50]!r}" for line, text in all_texts(path) if is_mention.search(text)]
+    texts, together = all_texts(path)
+    if not is_mention.search(together):  # most files have none, and one search is sooner done than thousands
+        return []
+    return [f"{line} {text[:50]!r}" for line, text in texts if is_mention.search(text)]
 
 
 @functools.cache
-def all_texts(path: Path) -> list[tuple[int, str]]:
-    return list(texts_in(path))
+def all_texts(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Return a file's texts, and the same as one."""
+    texts = list(texts_in(path))
+    return texts, "\n".join(text for _, text in texts)
 
 
 def texts_in(path: Path):

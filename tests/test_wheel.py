@@ -106,6 +106,7 @@ def test_it_trains(installed):
         "training.max_steps=1",
         "training.output_dir=run",
         "training.use_cpu=true",
+        "budget.preflight=false",  # the launched run has a process that estimates
         "data.eval_size=null",
         "training.eval_steps=null",
     )

@@ -129,9 +129,9 @@ import contextlib, json, os, shutil, sys, tempfile, types
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.loop import TrainingRun
 
-folder, untied, strategy, cases = *sys.argv[1:4], json.loads(sys.argv[4])
+folder, untied, strategy, cases, steps = *sys.argv[1:4], *map(json.loads, sys.argv[4:6])
 world = int(os.environ["WORLD_SIZE"])
-ROWS, STEPS = 12, 6
+ROWS = 12
 BY_ACCELERATE = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
                      FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 OF_FILES = [f"model={untied}", "model.weights=pretrained", "model.tokenizer_name_or_path=null"]
@@ -158,18 +158,18 @@ def run(words):
 def kernels_of(flags):
     if "transcribed" not in flags:
         return contextlib.nullcontext()
-    sys.path.append(sys.argv[5])
+    sys.path.append(sys.argv[6])
     from transcribed_liger import transcribed_kernels
     return transcribed_kernels()
 
 def steps_of(run, flags):
     run.metrics = types.SimpleNamespace(write=lambda *args, **kwargs: None)  # there is no folder
     if "skip-third" in flags:
-        fetched, fetch = iter(range(STEPS)), run.runtime.fetch
+        fetched, fetch = iter(range(steps)), run.runtime.fetch
         run.runtime.fetch = lambda *of: (*fetch(*of)[:-1], float("nan")) if next(fetched) == 2 else fetch(*of)
-    steps = [run.step() for _ in range(STEPS)]
+    taken = [run.step() for _ in range(steps)]
     held_out = run._evaluate().loss
-    return {"loss": [step["loss"] for step in steps] + [held_out], "norm": [step["grad_norm"] for step in steps]}
+    return {"loss": [step["loss"] for step in taken] + [held_out], "norm": [step["grad_norm"] for step in taken]}
 
 results = {name: run(words.split()) for name, words in cases.items()}
 if os.environ["RANK"] == "0":
@@ -177,12 +177,14 @@ if os.environ["RANK"] == "0":
 """
 
 
-def trained(forks, folder, untied, engine, worlds, names):
+def trained(forks, folder, untied, engine, worlds, names, *, steps=6):
     """Losses and norms, by number of processes and case."""
     cases = json.dumps({name: CASES[engine][name][0] for name in names})
     for world in worlds:
         here = str(Path(__file__).parent)
-        for done in forks.run_several(world, TRAIN, str(folder), str(untied), engine, cases, here):
+        for done in forks.run_several(
+            world, TRAIN, str(folder), str(untied), engine, cases, f"{steps}", here
+        ):
             assert done.returncode == 0, done.stderr
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in worlds}
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.tensors.storage_resizing import storage_resized_by, storage_resizes_seen
@@ -101,14 +100,16 @@ class StorageTracker(TorchDispatchMode):
             self.is_new(total)
             self._follow(total.untyped_storage(), size)
 
-    def _tensors(self, tree: Any) -> Iterator[torch.Tensor]:
-        for leaf in tree_leaves(tree):
-            if (
-                isinstance(leaf, torch.Tensor)
-                and leaf.layout is torch.strided
-                and self._counts(leaf.device.type)
-            ):
-                yield leaf
+    def _tensors(self, values: Any) -> Iterator[torch.Tensor]:
+        """Yield the tensors in an operator's arguments or result, which nest only sequences and dicts."""
+        if isinstance(values, torch.Tensor):
+            if values.layout is torch.strided and self._counts(values.device.type):
+                yield values
+        elif isinstance(values, (tuple, list)):
+            for value in values:
+                yield from self._tensors(value)
+        elif isinstance(values, dict):
+            yield from self._tensors(list(values.values()))
 
     def _counts(self, device_type: str) -> bool:
         return device_type == self.device_type or (self.device_type is None and device_type != "meta")

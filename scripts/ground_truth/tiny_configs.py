@@ -289,6 +289,8 @@ def _shrunk(fields: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]
             result[name] = [_SIZES[name]] * len(layers)
         elif name in _COUNTS_OF_LAYERS:
             result[name] = len(layers)
+        elif _lists_all_layers(value, fields):
+            result[name] = list(range(len(layers)))
         elif name in _TOKENS:
             result[name] = _TOKENS[name]
         elif isinstance(value, list) and (name == "layer_types" or len(value) == _num_layers(fields)):
@@ -320,10 +322,19 @@ def _num_layers(fields: Mapping[str, Any]) -> int:
     return next((fields[name] for name in _COUNTS_OF_LAYERS if isinstance(fields.get(name), int)), 0)
 
 
+def _lists_all_layers(value: object, fields: Mapping[str, Any]) -> bool:
+    """Return whether a list names every layer by its index, such as Llama 4's layers with experts."""
+    return isinstance(value, list) and len(value) > 0 and value == list(range(_num_layers(fields)))
+
+
 def _kept_layers(fields: Mapping[str, Any]) -> list[int]:
     """Return the indices of the first layer of each kind, by all lists that say something of each layer."""
     num_layers = _num_layers(fields)
-    lists = [value for value in fields.values() if isinstance(value, list) and len(value) == num_layers]
+    lists = [
+        value
+        for value in fields.values()
+        if isinstance(value, list) and len(value) == num_layers and not _lists_all_layers(value, fields)
+    ]
     own = {int(index): str(values) for index, values in (fields.get("per_layer_config") or {}).items()}
     kinds: dict[tuple[str, ...], int] = {}
     for index in range(num_layers):

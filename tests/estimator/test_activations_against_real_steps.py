@@ -7,6 +7,7 @@ from ground_truth.comparison import compare, estimated_peaks
 from ground_truth.cpu_matrix import ALWAYS
 from ground_truth.families import write_families
 from ground_truth.real_run import run_for_real
+from sweeps import few_quick
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
@@ -34,7 +35,10 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+QUICK = ("all", "tiled head", "bf16 and all of it")
+
+
+@pytest.mark.parametrize("name", few_quick(SETTINGS, QUICK))
 def test_each_phase_takes_what_was_estimated(name, tmp_path):
     write_families(tmp_path)
     recipe = load_recipe(None, [f"model={tmp_path / 'llama'}", *BASE, *SETTINGS[name]])

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 from ladder_rungs import RUNGS, settings_of
+from sweeps import few_quick
 from transformers import PretrainedConfig
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -83,7 +84,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "state-on-host": ["model.dtype=bfloat16", "optimizer.master=split16", "offload.optimizer=host"],
     **{rung.name: [*settings_of(rung), "loss.chunk_tokens=8"] for rung in RUNGS},
 }
-QUICK = ("adafactor-on-host", "state-on-host", "+ weights streamed")
+QUICK = ("adafactor-on-host", "+ weights streamed")
 
 SLOWER: dict[str, tuple[float, float]] = {
     "launches alone": (1.0, 1.0),
@@ -92,10 +93,6 @@ SLOWER: dict[str, tuple[float, float]] = {
     "computing takes longest": (1e-6, 1e-5),
 }
 """Factors on the rates of a GPU and of its host link: the tensors are tiny, but the copies and kernels bind."""
-
-
-def few_quick(names: Iterable[str], quick: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
 
 
 def compare(

@@ -6,6 +6,7 @@ import dataclasses
 
 import pytest
 from ladder_rungs import RUNGS, settings_of
+from sweeps import few_quick
 
 from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
@@ -25,6 +26,8 @@ RECIPES = {
     "paged 8-bit AdamW": ["optimizer.name=paged_adamw_8bit"],
     "activations on the host": ["offload.activations=all", "checkpointing.mode=none"],
 }
+QUICK = (RUNGS[7].name, "QLoRA", "activations on the host")
+"""Copies, packed weights and adapters, hooks of autograd: what remembered results know of an operator is asked most."""
 
 
 def numbered(work):
@@ -38,7 +41,7 @@ def numbered(work):
     ]
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", few_quick(RECIPES, QUICK))
 def test_a_trace_is_that_of_torchs_own_fake_mode(name, monkeypatch):
     recipe = load_recipe("tiny", [*SHORT, *RECIPES[name]])
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole
+from sweeps import few_quick
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "measured" / "whole-runs-cpu.json").read_text())
 MEASURED = sorted({row["name"] for row in ROWS})
@@ -21,7 +22,7 @@ OFF_BY_IN = {"smollm2 8bit": 0.08}
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MEASURED],
+    few_quick(MEASURED, QUICK),
 )
 def test_whole_runs_stay_within_the_range_of_their_estimate(name, monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)  # as where they were measured

@@ -7,6 +7,7 @@ import importlib.util
 import pytest
 import torch
 from attached_trainers import recipe_of, sentence_of, trainer_of, weights_of
+from sweeps import few_quick
 from tiny_models import tiny_llama
 from transformers import Trainer
 from transformers.training_args import OptimizerNames
@@ -55,7 +56,12 @@ def test_all_names_are_known_to_be_taken_or_not():
     assert len(TAKEN) > 10
 
 
-@pytest.mark.parametrize("name, fields", [case for case in CASES if runs_here(case[0])])
+RUN_HERE = [case for case in CASES if runs_here(case[0])]
+UNLIKE_ALONE = list(dict(RUN_HERE).items())
+"""The last of each name, with hyperparameters unlike the defaults; those with the defaults are slow."""
+
+
+@pytest.mark.parametrize("name, fields", few_quick(RUN_HERE, UNLIKE_ALONE))
 def test_it_trains_the_weights_that_the_trainer_alone_trains(name, fields, tmp_path):
     alone, attached = stock(tmp_path, name, fields)[0], stock(tmp_path, name, fields)[0]
     handle = hf.attach(attached, recipe_of(f"optimizer.name={BY_HF_NAME[name]}", "loss.chunk_tokens=null"))

@@ -22,11 +22,21 @@ STARTS["adapters beside a streamed base"] = (*settings_of(RUNGS[1]), *ADAPTERS, 
 STARTS["adapters, all activations away"] = (*ADAPTERS, "offload.activations=all", "tiling.mlp=3")
 
 
-@pytest.fixture(scope="module", params=[pytest.param("qwen2", marks=pytest.mark.slow), "gemma2", "qwen3_moe"])
-def folder(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    AutoConfig.for_model(**{"model_type": request.param, **FAMILIES[request.param]}).save_pretrained(folder)
-    return folder
+QUICK = ("gemma2", "qwen3_moe")
+"""The families that `make test` takes in turn, one a start."""
+
+
+def starts():
+    for number, start in enumerate(STARTS):
+        for family in ("qwen2", *QUICK):
+            is_quick = family == QUICK[number % len(QUICK)]
+            yield pytest.param(start, family, marks=[] if is_quick else pytest.mark.slow)
+
+
+@pytest.fixture
+def folder(family, tmp_path):
+    AutoConfig.for_model(**{"model_type": family, **FAMILIES[family]}).save_pretrained(tmp_path)
+    return tmp_path
 
 
 def built(settings, folder):
@@ -90,7 +100,7 @@ def loss_and_gradients(model):
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
-@pytest.mark.parametrize("start", STARTS)
+@pytest.mark.parametrize("start, family", starts())
 def test_a_closed_session_leaves_the_trained_model_and_nothing_else(start, folder):
     session = built(STARTS[start], folder)
     for step in range(2):

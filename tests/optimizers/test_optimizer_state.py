@@ -115,7 +115,7 @@ FORMATS = [
 
 @pytest.mark.parametrize("dtype,formats", FORMATS)
 @pytest.mark.parametrize("name,device", EVERY_ROW + on_virtual_gpu(OPTIMIZERS))
-def test_five_steps_saved_and_five_more_equal_ten(name, device, dtype, formats, tmp_path):
+def test_three_steps_saved_and_three_more_equal_six(name, device, dtype, formats, tmp_path):
     row = OPTIMIZERS[name]
     named = formats["state"] if isinstance(formats.get("state"), dict) else {}
     if ("master" in formats and not row.takes_formats) or (
@@ -123,7 +123,7 @@ def test_five_steps_saved_and_five_more_equal_ten(name, device, dtype, formats, 
     ):
         return
     with running_on(device) as (device, has_values):
-        steps = 5 if has_values else 1
+        steps = 3 if has_values else 1
         straight, optimizer = build(name, device, dtype, **formats)
         train(straight, optimizer, range(2 * steps))
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from ground_truth.families import FAMILIES, VOCABULARY, write_families
 from ground_truth.real_run import run_for_real
+from sweeps import few_quick
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
@@ -78,10 +79,7 @@ def some_recipe(draw: random.Random, families: Path) -> tuple[list[str], float]:
     return [f"{key}={value}" for key, value in settings.items()], draw.choice([0.55, 0.7, 0.85, 1.0])
 
 
-@pytest.mark.parametrize(
-    "seed",
-    [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(NUM_RUNS)],
-)
+@pytest.mark.parametrize("seed", few_quick(range(NUM_RUNS), QUICK))
 def test_what_was_planned_for_a_budget_stays_within_it(seed, families, monkeypatch):
     # What a plan promises does not depend on how many others it has seen.
     monkeypatch.setattr(planning, "MAX_EFFORT", 5)

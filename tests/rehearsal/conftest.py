@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
 
+from lowmem_ft.estimator.traces.trace_cache import FOLDER_VARIABLE, KeptTraces
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.rehearsal import rehearse as rehearse_run
+
+
+@pytest.fixture(scope="session")
+def traces(tmp_path_factory):
+    """A folder of kept traces: what one rehearsal estimates of its worst batch, the next of the same recipe reads."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(autouse=True)
+def _commands_keep_their_traces(traces, monkeypatch):
+    monkeypatch.setenv(FOLDER_VARIABLE, str(traces))
+
+
+@pytest.fixture
+def kept(traces):
+    """The traces in that folder."""
+    return KeptTraces(traces)
+
+
+@pytest.fixture
+def rehearse(kept):
+    """A function that rehearses a run, whose estimate may be a kept one; the run itself is traced each time."""
+    return functools.partial(rehearse_run, kept=kept)
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.fix_search import FixSearch
 from lowmem_ft.reports.rehearsal_table import fixes_table
 
@@ -66,14 +65,14 @@ def test_where_nothing_mends_it_what_is_missing_is_said(settings, capsys):
     assert "With this change" not in said
 
 
-def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
+def test_changes_are_for_rows_as_long_as_the_data_has_them(rehearse, kept, chats, recipe):
     """Of 256 tokens at the most, the longest has some 30."""
     wanted = recipe(f"data={chats([9] * 64)}", *LARGE)
     needs = rehearse(wanted, "rtx-4090", steps=1).estimate.process_high_bytes
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**23, held_by_others_bytes=0)
     found = rehearse(wanted, small)
     assert not found.fits
-    mend = next(iter(FixSearch(found)))
+    mend = next(iter(FixSearch(found, kept=kept)))
     assert mend.rehearsal.fits
     mended = mend.change.way.applied_to(wanted)
     rows = dataclasses.replace(mended.data, max_length=found.longest.shape.length)
@@ -82,10 +81,10 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(chats, recipe):
     assert mend.rehearsal.longest.peak_bytes <= estimate.allocated_peak_bytes
 
 
-def test_a_change_that_fails_when_rehearsed_is_not_offered(settings, monkeypatch):
+def test_a_change_that_fails_when_rehearsed_is_not_offered(rehearse, kept, settings, monkeypatch):
     found = rehearse(load_recipe("tiny", [*settings[1:], "budget=700MiB"]), "rtx-4090", steps=1)
     monkeypatch.setattr("lowmem_ft.rehearsal.fix_search.rehearse", lambda *arguments, **options: found)
-    mending = FixSearch(found)
+    mending = FixSearch(found, kept=kept)
     tried = list(mending)
     assert tried
     console = Console(width=80)

@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.rehearsal import Rehearsal, rehearse
+from lowmem_ft.rehearsal import Rehearsal
 from lowmem_ft.reports.rehearsal_table import rehearsal_table
 
 LARGE = (  # activations beyond the allocator's small pool
@@ -25,7 +25,7 @@ LENGTHS = [5, 20, 30, 40]
 
 
 @pytest.fixture
-def rehearsed(recipe, chats, monkeypatch):
+def rehearsed(rehearse, recipe, chats, monkeypatch):
     """A function that rehearses a batch of each of these lengths, in turn, and estimates the longest alone."""
 
     def make(lengths: list[int], allocator: str | None) -> tuple[Rehearsal, MemoryEstimate]:
@@ -55,7 +55,7 @@ def test_segments_that_grow_serve_all_lengths_with_what_the_longest_needs(rehear
     assert found.estimate.reserved_peak_bytes == longest.reserved_peak_bytes
 
 
-def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearsed):
+def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearse, rehearsed):
     found, longest = rehearsed(LENGTHS, "expandable_segments:False")
     held = format_bytes(found.estimate.reserved_peak_bytes)
     assert f" in tensors, {held} reserved for them, " in printed(found)

@@ -9,13 +9,17 @@ from ladder_rungs import RUNGS, settings_of
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host.copy_engine import CopyEngine
-from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.training.loop import train
 
 GPU = "rtx-4090"
 
 
-ALSO_REHEARSED_ELSEWHERE = ((), ("training.mixed_precision=bf16",), *KERNELS)
+ALSO_REHEARSED_ELSEWHERE = (
+    (),
+    ("training.mixed_precision=bf16",),
+    ("data.packing=true", "training.mixed_precision=bf16"),
+    *KERNELS,
+)
 
 
 def runs():
@@ -25,7 +29,7 @@ def runs():
 
 
 @pytest.mark.parametrize("overrides", runs())
-def test_a_run_comes_to_its_end(tmp_path, overrides):
+def test_a_run_comes_to_its_end(rehearse, tmp_path, overrides):
     recipe = short_recipe(tmp_path / "run", *overrides)
     found = rehearse(recipe, GPU)
     assert found.fits
@@ -39,7 +43,7 @@ def test_a_run_comes_to_its_end(tmp_path, overrides):
     "overrides",
     [pytest.param((), marks=pytest.mark.slow, id="fp32"), ("training.mixed_precision=fp16",)],
 )
-def test_a_run_goes_on_deterministically(tmp_path, overrides):
+def test_a_run_goes_on_deterministically(rehearse, tmp_path, overrides):
     """Kernels without a deterministic variant are refused on the way, as CUDA refuses them."""
     deterministic = ("training.full_determinism=true", "training.max_steps=6")
     train(short_recipe(tmp_path / "run", *deterministic, "training.max_steps=3", "training.use_cpu=true"))
@@ -58,14 +62,16 @@ def seven_layers(tmp_path):
 @pytest.mark.slow  # tests/invariants/test_no_races.py has a step of each
 @pytest.mark.parametrize("max_grad_norm", ["null", "1.0"])
 @pytest.mark.parametrize("rung", RUNGS[3:], ids=lambda rung: rung.name)
-def test_each_rung_of_the_ladder_has_its_copies_in_order(rung, max_grad_norm, seven_layers, tmp_path):
+def test_each_rung_of_the_ladder_has_its_copies_in_order(
+    rehearse, rung, max_grad_norm, seven_layers, tmp_path
+):
     settings = (*seven_layers, *settings_of(rung), f"training.max_grad_norm={max_grad_norm}")
     found = rehearse(short_recipe(tmp_path / "run", *settings), GPU, steps=2)
     assert found.estimate.races == ()
 
 
 @pytest.mark.slow  # tests/invariants/test_orderings.py leaves out one ordering after the other
-def test_streamed_weights_that_do_not_wait_are_found(seven_layers, tmp_path, monkeypatch):
+def test_streamed_weights_that_do_not_wait_are_found(rehearse, seven_layers, tmp_path, monkeypatch):
     """On a device they are late by a kernel that sleeps; here nothing has to be late."""
     (streamed,) = (rung for rung in RUNGS if rung.name == "+ weights streamed")
     settings = (*seven_layers, *settings_of(streamed))
@@ -76,7 +82,7 @@ def test_streamed_weights_that_do_not_wait_are_found(seven_layers, tmp_path, mon
     assert rehearse(short_recipe(tmp_path / "run", *settings), GPU, steps=2).estimate.races
 
 
-def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
+def test_a_budget_caps_the_allocator_for_the_run_alone(rehearse, tmp_path):
     gpu = find_gpu(GPU)
     one_mib = budget_of_one_mib(gpu)
     found = rehearse(short_recipe(tmp_path / "run", f"budget={one_mib}"), gpu)

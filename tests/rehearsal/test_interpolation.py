@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY
 from transformers import LlamaConfig
 
-from lowmem_ft.rehearsal import rehearse, runtime, window_shapes
+from lowmem_ft.rehearsal import runtime, window_shapes
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 
 
@@ -41,7 +41,7 @@ def wide(tmp_path_factory):
         vocab_size=512,
         hidden_size=2048,
         intermediate_size=4096,
-        num_hidden_layers=2,
+        num_hidden_layers=1,
         num_attention_heads=16,
         max_position_embeddings=2048,
     ).save_pretrained(folder)
@@ -49,7 +49,7 @@ def wide(tmp_path_factory):
 
 
 @pytest.mark.parametrize("order", [pytest.param("horizontal", marks=pytest.mark.slow), "vertical"])
-def test_a_few_shapes_tell_the_seconds_of_all(order, recipe, chats, wide, monkeypatch):
+def test_a_few_shapes_tell_the_seconds_of_all(rehearse, order, recipe, chats, wide, monkeypatch):
     draw = random.Random(0)
     settings = (
         f"model.name_or_path={wide}",

@@ -17,7 +17,6 @@ from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.training.loop import train
 
@@ -31,19 +30,22 @@ STREAMED = (
 
 
 @pytest.mark.parametrize(
-    "settings",
+    "settings, steps",
     [
-        pytest.param((), id="two micro-batches", marks=pytest.mark.slow),
+        pytest.param((), None, id="two micro-batches", marks=pytest.mark.slow),
         pytest.param(
-            ("training.gradient_accumulation_steps=1",), id="one micro-batch", marks=pytest.mark.slow
+            ("training.gradient_accumulation_steps=1",), None, id="one micro-batch", marks=pytest.mark.slow
         ),
-        pytest.param(("data.packing=true", "accumulation.order=vertical"), id="packed, vertical"),
-        pytest.param(STREAMED, id="streamed"),
+        pytest.param(("data.packing=true", "accumulation.order=vertical"), None, id="packed, vertical"),
+        pytest.param(STREAMED, 2, id="streamed"),
+        pytest.param(STREAMED, None, id="streamed, all of it", marks=pytest.mark.slow),
     ],
 )
-def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(settings, recipe):
+def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(
+    rehearse, settings, steps, recipe
+):
     wanted = recipe(*ALIKE, *settings)
-    found = rehearse(wanted, "rtx-4090")
+    found = rehearse(wanted, "rtx-4090", steps=steps)
     longest = found.longest
     data = dataclasses.replace(wanted.data, max_length=longest.shape.length)
     estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
@@ -53,7 +55,7 @@ def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byt
     assert found.worst.allocated_peak_bytes >= longest.peak_bytes
 
 
-def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(recipe, chats):
+def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, recipe, chats):
     wanted = recipe(*ALIKE, f"data={chats([9] * 32)}")
     found = rehearse(wanted, "rtx-4090")
     length = found.longest.shape.length
@@ -67,7 +69,7 @@ def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(recipe, chats):
     assert found.rounding == 0
 
 
-def test_it_is_the_run_that_train_makes(recipe, tmp_path):
+def test_it_is_the_run_that_train_makes(rehearse, recipe, tmp_path):
     """Steps, tokens, evaluations, checkpoints: those of a real run on a CPU with the same settings."""
     settings = ("training.save_total_limit=null",)
     found = rehearse(recipe(*settings), "rtx-4090")
@@ -116,16 +118,16 @@ def test_weights_that_share_their_memory_are_one_in_the_files():
     assert _bytes_in_files(model) == embedding.nbytes + halves.nbytes
 
 
-def test_a_part_of_the_run_stands_for_all_of_it(recipe):
-    whole, part = rehearse(recipe(), "rtx-4090"), rehearse(recipe(), "rtx-4090", steps=8)
-    assert (part.num_steps, part.rehearsed_steps) == (whole.num_steps, 8)
+def test_a_part_of_the_run_stands_for_all_of_it(rehearse, recipe):
+    whole, part = rehearse(recipe(), "rtx-4090"), rehearse(recipe(), "rtx-4090", steps=7)
+    assert (part.num_steps, part.rehearsed_steps) == (whole.num_steps, 7)
     assert part.time.steps == pytest.approx(whole.time.steps, rel=0.1)
     assert part.tokens == pytest.approx(whole.tokens, rel=0.1)
     assert part.num_evaluations == whole.num_evaluations
     assert part.num_checkpoints == whole.num_checkpoints
 
 
-def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(recipe, chats):
+def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(rehearse, recipe, chats):
     found = rehearse(recipe(*ALIKE, f"data={chats([2] * 30 + [40] * 10)}"), "rtx-4090")
     lengths = {step.shape.length for step in found.steps}
     assert len(lengths) > 1
@@ -149,7 +151,7 @@ def seconds_of(shapes):
     ],
     ids=["vertical", "in backward"],
 )
-def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(recipe, chats, settings):
+def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(rehearse, recipe, chats, settings):
     found = rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090")
     updates = found.num_steps * found.update_seconds
     assert seconds_of(found.steps) + updates == pytest.approx(found.time.steps)
@@ -157,27 +159,27 @@ def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(recipe, chats, set
     assert found.to_json()["run"]["update_seconds"] == found.update_seconds
 
 
-def test_it_says_where_the_host_waits(recipe):
+def test_it_says_where_the_host_waits(rehearse, recipe):
     waits = rehearse(recipe(*ALIKE), "rtx-4090", steps=3).steps[-1].waits
     files = {place.rpartition(":")[0] for place in waits}
     assert "lowmem_ft/training/step.py" in files  # is the step finite?
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 
-def test_flash_attn_is_counted_on_though_it_is_not_installed_here(recipe):
+def test_flash_attn_is_counted_on_though_it_is_not_installed_here(rehearse, recipe):
     """As an estimate does. Streamed weights lie on the host while the loss is compared, where it has no kernel."""
     streamed = recipe(*ALIKE, *STREAMED, "model.attn_implementation=flash_attention_2")
     assert rehearse(streamed, "rtx-4090", steps=1).rehearsed_steps == 1
 
 
-def test_fields_of_the_data_that_are_not_used_are_told(recipe, tmp_path):
+def test_fields_of_the_data_that_are_not_used_are_told(rehearse, recipe, tmp_path):
     file = tmp_path / "alpaca.jsonl"
     file.write_text('{"instruction": "Hi", "output": "Hello", "history": [["Ho", "Yes?"]]}\n' * 8)
     found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "l4", steps=1)
     assert any("8 of 8 (100.0%) have `history`" in warning for warning in found.warnings)
 
 
-def test_warnings_of_the_run_are_told_once(recipe, chats):
+def test_warnings_of_the_run_are_told_once(rehearse, recipe, chats):
     file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
     settings = (f"data={file}", "data.eval_size=null", "training.eval_steps=null")
     log = logging.getLogger("lowmem_ft.training")
@@ -193,7 +195,7 @@ def test_warnings_of_the_run_are_told_once(recipe, chats):
     assert any("max_length" in warning for warning in found.warnings)
 
 
-def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(recipe, caplog):
+def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(rehearse, recipe, caplog):
     wanted = recipe("training.max_steps=2", "training.eval_steps=null", "data.eval_size=null")
     for _ in range(2):  # each rehearsal says so
         (warning,) = rehearse(wanted, "t4", steps=1).warnings
@@ -204,23 +206,23 @@ def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(recip
     assert "small kernels" not in caplog.text
 
 
-def test_what_only_values_could_tell_is_no_warning(recipe):
+def test_what_only_values_could_tell_is_no_warning(rehearse, recipe):
     found = rehearse(recipe("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
     assert [warning.partition(" for ")[0] for warning in found.warnings] == ["No master weights"]
 
 
-def test_a_run_goes_on_from_its_checkpoint(recipe):
-    train(recipe("training.use_cpu=true", "training.max_steps=14", "training.lr_scheduler_type=constant"))
+def test_a_run_goes_on_from_its_checkpoint(rehearse, recipe):
+    train(recipe("training.use_cpu=true", "training.max_steps=7", "training.lr_scheduler_type=constant"))
     longer = recipe(
-        "training.max_steps=20", "training.lr_scheduler_type=constant", "training.resume_from_checkpoint=auto"
+        "training.max_steps=10", "training.lr_scheduler_type=constant", "training.resume_from_checkpoint=auto"
     )
     found = rehearse(longer, "rtx-4090")
-    assert found.rehearsed_steps == 6
-    assert found.longest.at_step == 15
+    assert found.rehearsed_steps == 3
+    assert found.longest.at_step == 8
     assert [warning.partition(":")[0] for warning in found.warnings] == ["Resuming with other settings"]
 
 
-def test_a_folder_in_the_way_is_told_and_left_alone(recipe, tmp_path):
+def test_a_folder_in_the_way_is_told_and_left_alone(rehearse, recipe, tmp_path):
     train(recipe("training.use_cpu=true", "training.max_steps=2"))
     before = sorted((tmp_path / "run").rglob("*"))
     found = rehearse(recipe(), "rtx-4090", steps=2)
@@ -228,7 +230,7 @@ def test_a_folder_in_the_way_is_told_and_left_alone(recipe, tmp_path):
     assert sorted((tmp_path / "run").rglob("*")) == before
 
 
-def test_memory_that_runs_out_is_told_with_step_and_data(recipe, chats):
+def test_memory_that_runs_out_is_told_with_step_and_data(rehearse, recipe, chats):
     wanted = recipe(
         *ALIKE,
         f"data={chats([40] * 64)}",
@@ -236,7 +238,7 @@ def test_memory_that_runs_out_is_told_with_step_and_data(recipe, chats):
         "loss.chunk_tokens=null",
         "checkpointing.mode=none",
     )
-    needs = rehearse(wanted, "rtx-4090").estimate.process_peak_bytes
+    needs = rehearse(wanted, "rtx-4090", steps=1).estimate.process_peak_bytes
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**22, held_by_others_bytes=0)
     found = rehearse(wanted, small)
     assert not found.fits
@@ -247,28 +249,28 @@ def test_memory_that_runs_out_is_told_with_step_and_data(recipe, chats):
     assert len(failure.sample_ids) == 32
 
 
-def test_more_steps_than_the_run_has_are_refused(recipe):
+def test_more_steps_than_the_run_has_are_refused(rehearse, recipe):
     with pytest.raises(UserError, match=r"22 is more than the 21 steps"):
         rehearse(recipe(), "rtx-4090", steps=22)
 
 
-def test_several_processes_and_processors_are_refused(recipe):
+def test_several_processes_and_processors_are_refused(rehearse, recipe):
     with pytest.raises(UserError, match="A rehearsal is for one process"):
         rehearse(recipe("distributed.strategy=fsdp2"), "8xrtx-4090")
     with pytest.raises(UserError, match="A rehearsal is for a GPU"):
         rehearse(recipe(), "cpu")
 
 
-def test_races_are_found_in_a_rehearsal(recipe, monkeypatch):
+def test_races_are_found_in_a_rehearsal(rehearse, recipe, monkeypatch):
     streamed = recipe(*ALIKE, *STREAMED)
-    assert rehearse(streamed, "rtx-4090", steps=3).estimate.races == ()
+    assert rehearse(streamed, "rtx-4090", steps=2).estimate.races == ()
     monkeypatch.setattr(
         "lowmem_ft.virtual_gpu.device.streams.VirtualStream.wait_event", lambda self, event: None
     )
     monkeypatch.setattr(
         "lowmem_ft.virtual_gpu.device.streams.VirtualEvent.wait", lambda self, stream=None: None
     )
-    assert rehearse(streamed, "rtx-4090", steps=3).to_json()["races"]
+    assert rehearse(streamed, "rtx-4090", steps=1).to_json()["races"]
 
 
 def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys, monkeypatch):

@@ -6,7 +6,6 @@ import pytest
 
 from lowmem_ft.foundation.units import KIB
 from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.rehearsal import rehearse
 from lowmem_ft.rehearsal.host import RehearsedHost
 from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
@@ -14,7 +13,7 @@ from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.run import progress
 
 
-def test_budgets_are_held_against_the_host_it_is_for(recipe, monkeypatch):
+def test_budgets_are_held_against_the_host_it_is_for(rehearse, recipe, monkeypatch):
     """This machine is full and its process huge; the other one has 100 KiB more than the libraries take."""
     full = HostLimit(0, "this machine is full")
     monkeypatch.setattr(budget_cap, "tightest_host_limit", lambda budget_bytes, *, file_bytes: full)
@@ -44,7 +43,7 @@ def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
     assert host.peak_bytes(file_bytes=2**30) - HOST_BYTES_WITH_CUDA == 75
 
 
-def test_the_runs_own_display_is_drawn_and_not_seen(recipe, monkeypatch, capfd):
+def test_the_runs_own_display_is_drawn_and_not_seen(rehearse, recipe, monkeypatch, capfd):
     drawn = []
     parts_of = progress._OneLine._parts
 
@@ -58,7 +57,7 @@ def test_the_runs_own_display_is_drawn_and_not_seen(recipe, monkeypatch, capfd):
     assert "step" not in "".join(capfd.readouterr())
 
 
-def test_an_error_of_the_display_is_found(recipe, monkeypatch):
+def test_an_error_of_the_display_is_found(rehearse, recipe, monkeypatch):
     monkeypatch.setattr(progress, "format_bytes", lambda num_bytes: num_bytes.of_a_typo)
     with pytest.raises(AttributeError, match="of_a_typo"):
         rehearse(recipe(), "rtx-4090", steps=1)

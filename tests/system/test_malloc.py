@@ -9,10 +9,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from lowmem_ft.system.malloc import KERNELS_KEPT, keep_few_kernels, return_free_memory
+from lowmem_ft.system import malloc
+from lowmem_ft.system.malloc import (
+    KERNELS_KEPT,
+    LARGEST_IN_HEAP_BYTES,
+    keep_few_kernels,
+    keep_tensors_out_of_the_heap,
+    return_free_memory,
+)
 
 PROGRAM = textwrap.dedent("""
     import ctypes
+    import os
     import torch
     from lowmem_ft.system.malloc import keep_tensors_out_of_the_heap
     from lowmem_ft.foundation.units import MIB
@@ -25,21 +33,28 @@ PROGRAM = textwrap.dedent("""
 
     mallinfo2 = ctypes.CDLL(None).mallinfo2
     mallinfo2.restype = Counts
-    if {keeps_out}:
-        print(keep_tensors_out_of_the_heap())
-    torch.ones(8 * MIB, dtype=torch.uint8)  # freed: from now on glibc has room for such blocks in its heap
-    before = heap_bytes()
-    tensors = [torch.ones(5 * MIB, dtype=torch.uint8) for _ in range(13)]
-    last = torch.ones(5 * MIB, dtype=torch.uint8)
-    del tensors
-    print((heap_bytes() - before) // MIB)
+
+    def kept_mib():
+        torch.ones(8 * MIB, dtype=torch.uint8)  # freed: from now on glibc has room for such blocks in its heap
+        before = heap_bytes()
+        tensors = [torch.ones(5 * MIB, dtype=torch.uint8) for _ in range(13)]
+        last = torch.ones(5 * MIB, dtype=torch.uint8)
+        del tensors
+        return (heap_bytes() - before) // MIB
+
+    child = os.fork()  # of the same heap, without the setting
+    if child == 0:
+        print(kept_mib(), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+    print(keep_tensors_out_of_the_heap(), kept_mib())
 """)
 
 
-def run(*, keeps_out, **environment):
-    program = PROGRAM.format(keeps_out=keeps_out)
+def run(**environment):
+    """MiB that stay in the heap as glibc has it; whether tensors are kept out of it, and what stays then."""
     done = subprocess.run(
-        [sys.executable, "-c", program],
+        [sys.executable, "-c", PROGRAM],
         env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         text=True,
@@ -55,21 +70,24 @@ counts_its_heap = pytest.mark.skipif(
 
 @counts_its_heap
 def test_freed_tensors_leave_no_gaps_in_the_heap():
-    (kept,) = run(keeps_out=False)
-    done, left = run(keeps_out=True)
+    kept, done, left = run()
     assert done == "True"
     assert int(left) < 8 < 60 < int(kept)  # MiB, of 65
 
 
-@counts_its_heap
 @pytest.mark.parametrize(
-    "setting",
-    [{"MALLOC_MMAP_THRESHOLD_": "1048576"}, {"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=1048576"}],
-    ids=lambda setting: next(iter(setting)),
+    "name, value",
+    [("MALLOC_MMAP_THRESHOLD_", "1048576"), ("GLIBC_TUNABLES", "glibc.malloc.mmap_threshold=1048576")],
 )
-def test_a_setting_of_the_users_own_stays(setting):
-    done, _ = run(keeps_out=True, **setting)
-    assert done == "False"
+def test_a_setting_of_the_users_own_stays(name, value, monkeypatch):
+    told = []
+    for variable in ("MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setattr(malloc, "_function", lambda name: lambda *option: told.append(option) or 1)
+    assert keep_tensors_out_of_the_heap()
+    monkeypatch.setenv(name, value)
+    assert not keep_tensors_out_of_the_heap()
+    assert told == [(-3, LARGEST_IN_HEAP_BYTES)]
 
 
 def test_kernels_are_forgotten_unless_the_user_says_how_many_stay(monkeypatch):

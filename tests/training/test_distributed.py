@@ -35,7 +35,7 @@ def settings_of_two(folder, *options):
     return (
         "recipe=tiny",
         "training.use_cpu=true",
-        "budget.preflight=false",  # the wheel's test has one beside two processes
+        "budget.preflight=false",  # the wheel's slow test has one beside two processes
         *SHARED,
         *options,
         one_each,

@@ -12,6 +12,7 @@ pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this syste
 
 from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from sweeps import few_quick
 from transcribed_liger import LAUNCHES, transcribed_kernels
 from transformers import AutoConfig
 
@@ -46,6 +47,7 @@ RUNS = {
     "streamed, in tiles": (*STREAMED, "offload.activations=inputs", "tiling.mlp=2", "tiling.head=3"),
     "lora": ("adapter.name=lora", "adapter.r=4", "checkpointing.mode=full"),
 }
+QUICK = ("alone", "activations offloaded", "streamed, in tiles", "lora")
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +72,7 @@ def losses_of(tmp_path_factory):
     return lambda *settings: outcome_of(load_recipe(None, [*always, *settings]), folder).losses
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", few_quick(RUNS, QUICK))
 def test_losses_are_those_of_transformers_own_operators_up_to_rounding(name, losses_of):
     LAUNCHES.clear()
     stock = losses_of(*RUNS[name])

@@ -9,6 +9,7 @@ from functools import partial
 import pytest
 import torch
 from safetensors.torch import load_file
+from sweeps import few_quick
 from transformers import LlamaConfig
 
 from lowmem_ft import VirtualGPU
@@ -101,7 +102,9 @@ def assert_same_weights(one, other):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize(
+    "run", few_quick(RUNS, ["state alone", "not clipped, compact", "adapters over 4 bits"])
+)
 def test_a_run_with_files_is_the_run_without(run, tiny, metrics, sessions, disk_folder, tmp_path):
     if "adapters" in run:
         pytest.importorskip("peft")

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
+from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -73,11 +74,14 @@ SHORT = ("training.max_steps=9", "training.save_steps=4", "training.eval_steps=n
             ),
             marks=pytest.mark.slow,
         ),
-        (
-            "model.dtype=bfloat16",
-            "optimizer.state=8bit",
-            "optimizer.master=split24",
-            "offload.optimizer=host",
+        pytest.param(
+            (
+                "model.dtype=bfloat16",
+                "optimizer.state=8bit",
+                "optimizer.master=split24",
+                "offload.optimizer=host",
+            ),
+            marks=pytest.mark.slow,
         ),
         (
             "model.dtype=bfloat16",
@@ -168,9 +172,9 @@ runpy.run_path({str(SCRIPT)!r}, run_name="__main__")
 def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, forks, tmp_path):
     """SIGKILL cannot be caught: what counts is what was on disk."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"
-    overrides = ("training.max_steps=24", "training.save_steps=3", "training.eval_steps=null")
+    overrides = ("training.max_steps=18", "training.save_steps=3", "training.eval_steps=null")
     train(tiny(*overrides, output_dir=whole))
-    step = random.randint(4, 14)
+    step = random.randint(4, 8)
     settings = ("recipe=tiny", "training.use_cpu=true", f"training.output_dir={killed}", *overrides)
     done = forks.run(KILL_AT_ANY_MOMENT, str(killed), str(step), *settings)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -180,9 +184,21 @@ def test_a_killed_run_goes_on_bit_for_bit(tiny, metrics, forks, tmp_path):
     assert_same_model(whole / "model", killed / "model")
 
 
-def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny, metrics, tmp_path, caplog):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of nine steps that has come to its end."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    train(load_recipe("tiny", ["training.use_cpu=true", f"training.output_dir={run}", *SHORT]))
+    return run
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of it, to be spoilt."""
+    return shutil.copytree(finished, tmp_path / "run")
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny, metrics, run, caplog):
     losses = metrics(run)
     weights = run / "checkpoint-8" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-8])
@@ -202,9 +218,7 @@ def test_checkpoints_and_resumed_models_keep_the_cache_of_generation(tiny, tmp_p
         assert json.loads((run / folder / "config.json").read_text())["use_cache"] is True
 
 
-def test_an_incomplete_checkpoint_is_never_picked_up(tiny, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_an_incomplete_checkpoint_is_never_picked_up(tiny, run):
     (run / "checkpoint-8" / "checkpoint.json").unlink()
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint.*next to it is .*checkpoint-4"):
         RunFolder.open(tiny(f"training.resume_from_checkpoint={run / 'checkpoint-8'}", output_dir=run))
@@ -219,25 +233,19 @@ def test_auto_starts_afresh_where_there_is_nothing(tiny, tmp_path):
 
 
 @pytest.mark.parametrize("change", ["training.seed=7", "optimizer.name=sgd", "data.max_length=64"])
-def test_another_recipe_cannot_continue_a_run(tiny, tmp_path, change):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_another_recipe_cannot_continue_a_run(tiny, run, change):
     with pytest.raises(CheckpointError, match=change.split("=")[0]):
         RunFolder.open(tiny(*SHORT, change, "training.resume_from_checkpoint=auto", output_dir=run))
 
 
-def test_a_folder_with_another_run_is_not_touched(tiny, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_a_folder_with_another_run_is_not_touched(tiny, run):
     before = sorted(path.name for path in run.iterdir())
     with pytest.raises(UserError, match=r"holds another run.*overwrite_output_dir=true"):
         train(tiny(*SHORT, output_dir=run))
     assert sorted(path.name for path in run.iterdir()) == before
 
 
-def test_overwriting_removes_the_old_run_and_nothing_else(tiny, metrics, tmp_path):
-    run = tmp_path / "run"
-    train(tiny(*SHORT, output_dir=run))
+def test_overwriting_removes_the_old_run_and_nothing_else(tiny, metrics, run):
     (run / "notes.txt").write_text("mine")
     train(tiny("training.max_steps=3", "training.overwrite_output_dir=true", output_dir=run))
     assert metrics(run, "step") == [1, 2, 3]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from safetensors.torch import load_file
+from sweeps import few_quick
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.training.loop import train
@@ -28,13 +29,14 @@ RUNS = {
     "one layer stays": ("offload.resident_layers=1",),
     "lion, stock loss": ("optimizer.name=lion", "loss.chunk_tokens=null"),
 }
+QUICK = ("clipped", "compact, not clipped", "one layer stays", "lion, stock loss")
 
 
 def weights_of(result):
     return load_file(result.model_folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("run", RUNS)
+@pytest.mark.parametrize("run", few_quick(RUNS, QUICK))
 def test_a_streamed_run_is_the_resident_run(run, tiny, metrics, tmp_path):
     plain, streamed = tmp_path / "plain", tmp_path / "streamed"
     resident = [setting for setting in RUNS[run] if "resident_layers" not in setting]

@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+from sweeps import few_quick
 
 from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
@@ -55,7 +56,10 @@ HAND_MADE = {
     "gguf": ["model=any.gguf"],
 }
 
-each_recipe = pytest.mark.parametrize("recipe", [*RECIPES, *HAND_MADE])
+QUICK = ("8b-8gb", "7b-qlora-t4", "8b-fsdp2", *HAND_MADE)
+"""Of the shipped recipes, those with the most techniques, without bfloat16 and for several GPUs."""
+
+each_recipe = pytest.mark.parametrize("recipe", few_quick([*RECIPES, *HAND_MADE], QUICK))
 
 
 def loaded(name: str, *overrides: str) -> Recipe:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from sweeps import few_quick
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -240,6 +241,13 @@ NEIGHBOURS = {
 
 
 TIED = ("alone", "updates in backward", "streamed", "model's own loss")
+RUNS = [*(("llama", name) for name in NEIGHBOURS), *(("gemma2", name) for name in TIED)]
+QUICK = [
+    *(("llama", name) for name in ("alone", "vertical", "updates in backward at once", "tiles")),
+    *(("llama", name) for name in ("exact master", "bitsandbytes", "autocast")),
+    *(("gemma2", name) for name in ("streamed", "model's own loss")),
+]
+"""The next test runs the others that recompute or offload activations."""
 
 
 @pytest.fixture(scope="module")
@@ -266,10 +274,7 @@ def run(tmp_path_factory):
     return run
 
 
-@pytest.mark.parametrize(
-    "family,neighbours",
-    [*(("llama", name) for name in NEIGHBOURS), *(("gemma2", name) for name in TIED)],
-)
+@pytest.mark.parametrize("family,neighbours", few_quick(RUNS, QUICK))
 def test_a_run_is_the_same_but_for_the_rounding_of_shares(run, family, neighbours):
     settings = NEIGHBOURS[neighbours]
     plain, ours = run(family, *settings), run(family, *settings, "accumulation.fusion=true")

@@ -16,7 +16,7 @@ TECHNIQUES = {
 }
 
 KEPT = """
-import gc, json, sys, torch, torch.distributed as dist
+import gc, json, os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
 from lowmem_ft.host.pinned_memory import HostMemory
@@ -35,13 +35,12 @@ from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 
-folder, sharded, techniques = sys.argv[1], sys.argv[2] == "sharded", json.loads(sys.argv[3])
-if sharded:
-    dist.init_process_group("gloo")
-shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=4,
+folder, techniques = sys.argv[1], json.loads(sys.argv[2])
+world = int(os.environ["WORLD_SIZE"])
+shape = LlamaConfig(hidden_size=64, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
                     num_key_value_heads=2, vocab_size=128, use_cache=False, attn_implementation="sdpa")
 
-def measured(checkpointing="none", vertical=False, offload=False, tiles=1):
+def measured(sharded, checkpointing="none", vertical=False, offload=False, tiles=1):
     torch.manual_seed(0)
     model = LlamaForCausalLM(shape).train()
     enable_tiled_mlp(model, TilingConfig(mlp=tiles))
@@ -52,7 +51,7 @@ def measured(checkpointing="none", vertical=False, offload=False, tiles=1):
         enable_vertical_accumulation(model, 1, keeps_inputs_alone=True)
     enable_chunked_loss(model, LossConfig(chunk_tokens=64))
     if sharded:
-        enable_fsdp2(model, DistributedConfig(), init_device_mesh("cpu", (dist.get_world_size(),)))
+        enable_fsdp2(model, DistributedConfig(), init_device_mesh("cpu", (world,)))
     optimizer = create_optimizer(model, OptimizerConfig(), learning_rate=1e-3)
     ids = torch.randint(128, (8, 32))
     tracker = StorageTracker()
@@ -78,28 +77,34 @@ def measured(checkpointing="none", vertical=False, offload=False, tiles=1):
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())  # as if it were whole
     return {"kept": kept, "weights": weights, "state": state, "layer": layer}
 
-results = {name: measured(**options_) for name, options_ in techniques.items()}
-if not sharded or dist.get_rank() == 0:
-    json.dump(results, open(f"{folder}/{dist.get_world_size() if sharded else 0}.json", "w"))
+def write(name, sharded):
+    results = {technique: measured(sharded, **options) for technique, options in techniques.items()}
+    if os.environ["RANK"] == "0":
+        json.dump(results, open(f"{folder}/{name}.json", "w"))
+
+if world == 1:
+    write("alone", False)
+dist.init_process_group("gloo")
+write(world, True)
 """
 
 
 @pytest.fixture(scope="module")
 def measured(forks, tmp_path_factory):
-    """By number of processes that share the model, 0 for one that has it alone: bytes of the first."""
+    """By the number of processes that share the model, or "alone": bytes of the first."""
     folder = tmp_path_factory.mktemp("kept")
     techniques = json.dumps(TECHNIQUES)
-    for world, how in ((1, "alone"), (1, "sharded"), (3, "sharded")):
-        for done in forks.run_several(world, KEPT, str(folder), how, techniques):
+    for world in (1, 3):
+        for done in forks.run_several(world, KEPT, str(folder), techniques):
             assert done.returncode == 0, done.stderr
-    return {world: json.loads((folder / f"{world}.json").read_text()) for world in (0, 1, 3)}
+    return {world: json.loads((folder / f"{world}.json").read_text()) for world in ("alone", 1, 3)}
 
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_forward_keeps_for_backward_what_it_keeps_without(measured, name):
     """But for gathered weights beside the layers, which stay until backward: here one norm of 64 numbers."""
     for world in (1, 3):
-        beyond = measured[world][name]["kept"] - measured[0][name]["kept"]
+        beyond = measured[world][name]["kept"] - measured["alone"][name]["kept"]
         assert 0 <= beyond <= 1024
 
 
@@ -112,7 +117,7 @@ def test_checkpointing_still_frees_most_of_what_layers_keep(measured):
 
 def test_each_process_holds_its_share_of_weights_and_state(measured):
     """Three processes of 64 rows: the first has 22, so that it holds 1/3 and a little."""
-    alone, shared = measured[0]["full"], measured[3]["full"]
+    alone, shared = measured["alone"]["full"], measured[3]["full"]
     for part in ("weights", "state"):
         assert shared[part] <= alone[part] / 3 * 66 / 64 + 1
     assert shared["kept"] <= alone["kept"] + alone["layer"]

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from liger_kernel.ops import geglu, rms_norm, rope, swiglu
 
-WIDTH, BLOCK = 4096, 4096
+WIDTH, BLOCK = 1024, 1024
 ROWS = {"n_cols": "i32", "n_rows": "i32", "eps": "fp32", "offset": "fp32", "rows_per_program": "i32"}
 NORM = {"casting_mode": 0, "elementwise_affine": True, "BLOCK_SIZE": BLOCK, "COMPUTE_DW": True}
 HEAD = {**NORM, "BLOCK_SIZE": 128, "BLOCK_ROW": 16}
@@ -29,9 +29,7 @@ GATE = {"n_cols": WIDTH, "BLOCK_SIZE": BLOCK}
 HEADS = {"bs": 1, "cos_bs": 1, "n_qh": 32, "n_kh": 8, "hd": 128, "pad_n_qh": 32, "pad_n_kh": 8, "pad_hd": 128}
 HEADS |= {"pad_rd": 128, "rd": 128, "BLOCK_SIZE": 32}
 JOBS = [
-    (rms_norm._rms_norm_forward_kernel, NORM), (rms_norm._rms_norm_backward_kernel, NORM),
-    (rms_norm._rms_norm_forward_kernel, {**NORM, "casting_mode": 1}),
-    (rms_norm._rms_norm_backward_kernel, {**NORM, "casting_mode": 1}),
+    (rms_norm._rms_norm_forward_kernel, NORM), (rms_norm._rms_norm_backward_kernel, {**NORM, "casting_mode": 1}),
     (rms_norm._block_rms_norm_forward_kernel, HEAD), (rms_norm._block_rms_norm_backward_kernel, HEAD),
     (swiglu._swiglu_forward_kernel, GATE), (swiglu._swiglu_backward_kernel, GATE),
     (geglu._geglu_tanh_forward_kernel, GATE), (geglu._geglu_tanh_backward_kernel, GATE),

@@ -1,7 +1,10 @@
 """The chunked cross-entropy equals the plain one, in value and gradients, and keeps no logits."""
 
+import itertools
+
 import pytest
 import torch
+from sweeps import few_quick
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
@@ -35,19 +38,24 @@ def gradients(loss, *inputs):
     return torch.autograd.grad(loss, [tensor for tensor in inputs if tensor is not None])
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 5, N - 1, N, 1000])
-@pytest.mark.parametrize("tiles", [1, 2, 7, V])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"logit_softcap": 2.0},
-        {"logit_scale": 0.25},
-        {"label_smoothing": 0.1},
-        {"logit_softcap": 3.0, "logit_scale": 4.0, "label_smoothing": 0.3},
-    ],
+CHUNKS, TILES = (1, 5, N - 1, N, 1000), (1, 2, 7, V)
+OPTIONS = (
+    {},
+    {"logit_softcap": 2.0},
+    {"logit_scale": 0.25},
+    {"label_smoothing": 0.1},
+    {"logit_softcap": 3.0, "logit_scale": 4.0, "label_smoothing": 0.3},
 )
-@pytest.mark.parametrize("bias", [False, True])
+CASES = list(itertools.product(CHUNKS, TILES, OPTIONS, (False, True)))
+MEETING = [
+    (chunk_tokens, tiles, OPTIONS[(row + column) % len(OPTIONS)], bias)
+    for (row, chunk_tokens), (column, tiles) in itertools.product(enumerate(CHUNKS), enumerate(TILES))
+    for bias in (False, True)
+]
+"""Those of the cases in which any two values meet."""
+
+
+@pytest.mark.parametrize("chunk_tokens, tiles, options, bias", few_quick(CASES, MEETING))
 def test_equals_plain_cross_entropy_in_double(chunk_tokens, tiles, options, bias):
     hidden, weight, bias_v, labels = problem(torch.float64, bias=bias)
     ours = linear_cross_entropy_sum(
