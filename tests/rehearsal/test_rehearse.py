@@ -96,7 +96,7 @@ def test_it_is_the_run_that_train_makes(rehearse, recipe, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_keeps_its_best_is_rehearsed_to_its_last_step(recipe):
+def test_a_run_that_keeps_its_best_is_rehearsed_to_its_last_step(rehearse, recipe):
     """With a checkpoint at each evaluation, as if each were better than the one before."""
     best = ("training.load_best_model_at_end=true", "training.early_stopping_patience=1")
     every = ("training.eval_steps=4", "training.save_steps=null", "training.save_total_limit=1")

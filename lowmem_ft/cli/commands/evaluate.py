@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.system.signals import if_stopped
+
+if TYPE_CHECKING:
+    from lowmem_ft.recipe import Recipe
 
 _EXAMPLES = """\
 examples:
@@ -71,7 +75,7 @@ def _evaluate(arguments: list[str]) -> int:
         Pairs(
             [
                 ("model", str(source)),
-                ("data", f"{recipe.data.path}{', held-out rows' if recipe.data.has_held_out else ''}"),
+                ("data", f"{_named(recipe)}{', held-out rows' if recipe.data.has_held_out else ''}"),
                 ("loss", f"{result.loss:.4f} nats per token"),
                 *((f"loss of {name}", f"{loss:.4f}") for name, loss in result.by_source.items()),
                 ("perplexity", f"{result.perplexity:.2f}"),
@@ -86,7 +90,7 @@ def _evaluate(arguments: list[str]) -> int:
             "schema": 1,
             "model": source.model.name_or_path,
             "adapter": None if source.adapter is None else str(source.adapter),
-            "data": recipe.data.path,
+            "data": _named(recipe),
             "is_held_out": recipe.data.has_held_out,
             "loss": result.loss,
             "loss_by_source": dict(result.by_source),
@@ -97,6 +101,13 @@ def _evaluate(arguments: list[str]) -> int:
         }
     )
     return 0
+
+
+def _named(recipe: Recipe) -> str:
+    """Return the paths of a recipe's data, with commas between them."""
+    from lowmem_ft.data.sources.listed import listed_sources
+
+    return ",".join(one.path for one in listed_sources(recipe.data))
 
 
 def _parser() -> Parser:
