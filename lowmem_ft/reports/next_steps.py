@@ -38,6 +38,21 @@ def _what_loads_it(run: RunRecord) -> str:
     return f"The adapter is in {_model(run)}; peft.AutoPeftModelForCausalLM loads it with its base model."
 
 
+def _talk(run: RunRecord) -> Step | None:
+    if _lacks_its_base(run):
+        return None
+    return "Talk to it", ("lowmem-ft", "chat", str(run.path))
+
+
+def _export(run: RunRecord) -> Step | None:
+    if _lacks_its_base(run):
+        return None
+    return (
+        "Write it for llama.cpp and Ollama (--merged and --quantized nf4: for transformers)",
+        ("lowmem-ft", "export", str(run.path), str(run.path / "gguf"), "--gguf", "q8_0"),
+    )
+
+
 def _merge(run: RunRecord) -> Step | None:
     if run.recipe.adapter.name == "none" or _lacks_its_base(run):
         return None
@@ -55,5 +70,5 @@ def _upload(run: RunRecord) -> Step | None:
     return "Upload it to the hub", ("hf", "upload", training.hub_model_id or run.path.name, _model(run))
 
 
-_STEPS: tuple[Callable[[RunRecord], Step | None], ...] = (_merge, _compare, _upload)
+_STEPS: tuple[Callable[[RunRecord], Step | None], ...] = (_talk, _merge, _export, _compare, _upload)
 """In the order in which they are shown."""

@@ -134,9 +134,12 @@ def typed(document):
 @pytest.mark.parametrize(
     "settings,typed_next",
     [
-        ((), ["lowmem-ft report", "hf upload it"]),
-        (("training.push_to_hub=true",), ["lowmem-ft report"]),
-        (("adapter.name=lora",), ["lowmem-ft merge", "lowmem-ft report", "hf upload it"]),
+        ((), ["lowmem-ft chat", "lowmem-ft export", "lowmem-ft report", "hf upload it"]),
+        (("training.push_to_hub=true",), ["lowmem-ft chat", "lowmem-ft export", "lowmem-ft report"]),
+        (
+            ("adapter.name=lora",),
+            ["lowmem-ft chat", "lowmem-ft merge", "lowmem-ft export", "lowmem-ft report", "hf upload it"],
+        ),
         (("adapter.name=lora", "model.weights=random"), ["lowmem-ft report"]),
     ],
 )
@@ -146,7 +149,7 @@ def test_commands_are_those_that_the_model_can_be_given_to(tmp_path, settings, t
     document = next_steps(record)
     assert document is not None
     words = typed(document)
-    commands = ("lowmem-ft merge", "lowmem-ft report", "hf upload it")
+    commands = ("lowmem-ft chat", "lowmem-ft merge", "lowmem-ft export", "lowmem-ft report", "hf upload it")
     assert [command for command in commands if command in words] == typed_next
     subcommands = re.findall(r"lowmem-ft (\w+)", words)
     assert set(subcommands) <= set(COMMANDS)
