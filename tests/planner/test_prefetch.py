@@ -100,7 +100,7 @@ def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):
         return num_processes_ahead()
 
     monkeypatch.delenv(PROCESSES_VARIABLE, raising=False)
-    monkeypatch.setattr("lowmem_ft.estimator.estimating_processes._cores", lambda: 16)
+    monkeypatch.setattr("lowmem_ft.estimator.estimating_processes.usable_cores", lambda: 16)
     assert [with_room(GIB), with_room(5 * GIB), with_room(500 * GIB)] == [0, 2, 3]
     monkeypatch.setenv(PROCESSES_VARIABLE, "2")
     assert num_processes_ahead() == 1

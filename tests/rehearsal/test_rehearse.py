@@ -174,9 +174,9 @@ def test_flash_attn_is_counted_on_though_it_is_not_installed_here(rehearse, reci
 
 def test_fields_of_the_data_that_are_not_used_are_told(rehearse, recipe, tmp_path):
     file = tmp_path / "alpaca.jsonl"
-    file.write_text('{"instruction": "Hi", "output": "Hello", "history": [["Ho", "Yes?"]]}\n' * 8)
+    file.write_text('{"instruction": "Hi", "output": "Hello", "tools": [{"name": "look_up"}]}\n' * 8)
     found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "l4", steps=1)
-    assert any("8 of 8 (100.0%) have `history`" in warning for warning in found.warnings)
+    assert any("8 of 8 (100.0%) have `tools`" in warning for warning in found.warnings)
 
 
 def test_warnings_of_the_run_are_told_once(rehearse, recipe, chats):

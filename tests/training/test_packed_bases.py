@@ -96,7 +96,7 @@ def test_peft_loads_the_adapter_and_it_is_merged_into_unpacked_weights(family, r
     assert settings["base_model_name_or_path"] == str(bases(family))
     caplog.set_level("INFO")
     merge_into_base(result.model_folder, tmp_path / "whole")
-    assert "the merged model has them unpacked, in bfloat16" in caplog.text
+    assert "the new model has them unpacked, in bfloat16" in caplog.text
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "whole", dtype=torch.float32)
     assert not hasattr(merged.config, "quantization_config")
     config = ModelConfig(name_or_path=str(bases(family)), quantization="dequantize")

@@ -15,7 +15,8 @@ from lowmem_ft.system.signals import if_stopped
 
 ROWS_SHOWN = 2
 
-_USAGE = "lowmem-ft data recipe=NAME|PATH [key=value ...] [--show N] [--json FILE|-] [--overwrite]"
+_USAGE = """lowmem-ft data recipe=NAME|PATH [key=value ...] [--show N]
+                      [--json FILE|-] [--overwrite]"""
 _EXAMPLES = """\
 examples:
   lowmem-ft data recipe=tiny

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
-from lowmem_ft.data.text.visible import visible
 from lowmem_ft.foundation.errors import (
     Interrupted,
     OtherProcessError,
@@ -20,6 +19,7 @@ from lowmem_ft.foundation.errors import (
     machine_problem,
     panic_problem,
 )
+from lowmem_ft.foundation.visible import visible
 from lowmem_ft.reports.text.wrapping import filled
 from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.system.signals import (

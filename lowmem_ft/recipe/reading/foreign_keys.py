@@ -19,49 +19,50 @@ KEYS_OF = {
         dataloader_num_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc
         dataset_prepared_path dataset_processes datasets ddp_bucket_cap_mb ddp_find_unused_parameters
         ddp_timeout deepspeed device device_map dp_shard_size eager_attention embedding_lr eos_token
-        eot_tokens eval_batch_size eval_sample_packing eval_strategy evals_per_epoch evaluation_strategy
-        flash_attention flex_attention fp16 fp8 fsdp fsdp_config fsdp_version gpu_memory_utilization
-        gradient_checkpointing gradient_checkpointing_kwargs hub_strategy
-        liger_fused_linear_cross_entropy liger_glu_activation liger_layer_norm liger_rms_norm
-        liger_rms_norm_gated liger_rope load_in_4bit load_in_8bit local_rank loftq_config
-        lora_fan_in_fan_out lora_mlp_kernel lora_model_dir lora_o_kernel lora_qkv_kernel lora_r
-        lora_target_linear lora_target_modules lora_target_parameters loraplus_lr_embedding
-        loraplus_lr_ratio loss_type loss_watchdog_patience loss_watchdog_threshold lr lr_scheduler
-        max_packed_sequence_len micro_batch_size model_type neftune_noise_alpha num_epochs optimizer
-        pad_to_multiple_of pad_to_sequence_len pad_token peft_use_dora peft_use_rslora processor_type
-        push_dataset_to_hub qat quantize_moe_experts remove_unused_columns revision_of_model rl
-        roles_to_train rope_scaling sample_packing save_only_model save_strategy saves_per_epoch
-        sdp_attention sequence_len sequence_parallel_degree skip_prepare_dataset special_tokens
-        test_datasets tf32 tokenizer_config tokenizer_type torch_compile torch_compile_backend
-        torch_compile_mode torch_dtype trackio_project_name trackio_run_name trackio_space_id
-        train_on_eos train_on_inputs type_of_model unfrozen_parameters use_kernels val_set_size
-        wandb_entity wandb_log_model wandb_mode wandb_name wandb_project wandb_run_id wandb_watch
-        warmup_ratio xformers_attention
+        eot_tokens eval_batch_size eval_max_new_tokens eval_sample_packing eval_strategy eval_table_size
+        evals_per_epoch evaluation_strategy flash_attention flex_attention fp16 fp8 fsdp fsdp_config
+        fsdp_version gpu_memory_utilization gradient_checkpointing gradient_checkpointing_kwargs
+        hub_strategy liger_fused_linear_cross_entropy liger_glu_activation liger_layer_norm
+        liger_rms_norm liger_rms_norm_gated liger_rope load_in_4bit load_in_8bit local_rank loftq_config
+        lora_fan_in_fan_out lora_mlp_kernel lora_model_dir lora_modules_to_save lora_o_kernel
+        lora_qkv_kernel lora_r lora_target_linear lora_target_modules lora_target_parameters
+        loraplus_lr_embedding loraplus_lr_ratio loss_type loss_watchdog_patience loss_watchdog_threshold
+        lr lr_scheduler max_packed_sequence_len micro_batch_size model_type neftune_noise_alpha
+        num_epochs optimizer pad_to_multiple_of pad_to_sequence_len pad_token peft_use_dora
+        peft_use_rslora processor_type push_dataset_to_hub qat quantize_moe_experts
+        remove_unused_columns revision_of_model rl roles_to_train rope_scaling sample_packing
+        save_only_model save_strategy saves_per_epoch sdp_attention sequence_len
+        sequence_parallel_degree skip_prepare_dataset special_tokens test_datasets tf32 tokenizer_config
+        tokenizer_type tokens torch_compile torch_compile_backend torch_compile_mode torch_dtype
+        trackio_project_name trackio_run_name trackio_space_id train_on_eos train_on_inputs
+        type_of_model unfrozen_parameters use_kernels val_set_size wandb_entity wandb_log_model
+        wandb_mode wandb_name wandb_project wandb_run_id wandb_watch warmup_ratio xformers_attention
     """,
     "LLaMA-Factory": """
-        adam_beta1 adam_beta2 adapter_name_or_path batch_size bf16 context_parallel_size cp_size
-        cutoff_len dataloader_num_workers dataset dataset_dir ddp_timeout deepspeed device_map
-        disable_gradient_checkpointing dist_config do_train double_quantization enable_liger_kernel
-        eval_dataset export_device export_dir export_legacy_format export_size finetuning_type
-        flash_attn fp8 freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules
-        freeze_vision_tower fsdp fsdp_config fsdp_version gradient_checkpointing
-        gradient_checkpointing_kwargs image_max_pixels infer_backend lora_rank lora_target
-        loraplus_lr_embedding loraplus_lr_ratio mask_history micro_batch_size model_class
-        model_name_or_path model_revision neat_packing optim overwrite_cache peft_config
-        pipeline_model_parallel_size plot_loss preprocessing_num_workers pure_bf16 quantization_bit
-        quantization_method resize_vocab rope_scaling sample_backend save_only_model stage template
-        tensor_model_parallel_size train_dataset train_on_prompt upcast_layernorm use_adam_mini
-        use_apollo use_badam use_galore val_size video_fps video_max_pixels video_maxlen warmup_ratio
+        adam_beta1 adam_beta2 adapter_name_or_path additional_target batch_size bf16
+        context_parallel_size cp_size cutoff_len dataloader_num_workers dataset dataset_dir ddp_timeout
+        deepspeed device_map disable_gradient_checkpointing dist_config do_train double_quantization
+        enable_liger_kernel eval_dataset export_device export_dir export_legacy_format export_size
+        finetuning_type flash_attn fp8 freeze_multi_modal_projector freeze_trainable_layers
+        freeze_trainable_modules freeze_vision_tower fsdp fsdp_config fsdp_version
+        gradient_checkpointing gradient_checkpointing_kwargs image_max_pixels infer_backend
+        interleave_probs lora_rank lora_target loraplus_lr_embedding loraplus_lr_ratio mask_history
+        micro_batch_size mix_strategy model_class model_name_or_path model_revision neat_packing
+        new_special_tokens optim overwrite_cache peft_config pipeline_model_parallel_size plot_loss
+        preprocessing_num_workers pure_bf16 quantization_bit quantization_method resize_vocab
+        rope_scaling sample_backend save_only_model stage template tensor_model_parallel_size
+        train_dataset train_on_prompt upcast_layernorm use_adam_mini use_apollo use_badam use_galore
+        val_size video_fps video_max_pixels video_maxlen warmup_ratio
     """,
     "torchtune": """
-        _component_ ac_mode apply_lora_to_mlp apply_lora_to_output batch_size batch_size_val
-        checkpoint_dir checkpointer clip_grad_norm collate_fn compile custom_sharded_layers dataset
-        dataset_val datasets device enable_activation_checkpointing enable_activation_offloading
-        enable_kv_cache epochs fsdp fsdp_cpu_offload log_every_n_steps log_level log_peak_memory_stats
-        lora_attn_modules lora_rank loss lr lr_scheduler max_seq_len max_seq_length max_steps_per_epoch
-        metric_logger model_type num_warmup_steps optimizer optimizer_in_bwd packed quantize_base
-        quantizer run_val_every_n_steps save_adapter_weights_only save_every_n_epochs
-        tensor_parallel_dim tensor_parallel_plan tokenizer use_flex
+        ac_mode apply_lora_to_mlp apply_lora_to_output batch_size batch_size_val checkpoint_dir
+        checkpointer clip_grad_norm collate_fn compile custom_sharded_layers dataset dataset_val
+        datasets device enable_activation_checkpointing enable_activation_offloading enable_kv_cache
+        epochs fsdp fsdp_cpu_offload log_every_n_steps log_level log_peak_memory_stats lora_attn_modules
+        lora_rank loss lr lr_scheduler max_seq_len max_seq_length max_steps_per_epoch metric_logger
+        model_type num_warmup_steps optimizer optimizer_in_bwd packed profiler quantize_base quantizer
+        run_val_every_n_steps save_adapter_weights_only save_every_n_epochs tensor_parallel_dim
+        tensor_parallel_plan tokenizer use_flex
     """,
     "transformers": """
         activation_checkpointing activation_checkpointing_kwargs adam_beta1 adam_beta2 adam_epsilon
@@ -80,10 +81,10 @@ KEYS_OF = {
         activation_offloading assistant_only_loss bnb_4bit_quant_type chat_template_path
         completion_only_loss dataset_config dataset_kwargs dataset_name dataset_num_proc
         dataset_streaming dataset_test_split dataset_text_field dataset_train_split datasets eos_token
-        eval_packing load_in_4bit load_in_8bit lora_r lora_target_modules lora_target_parameters
-        lora_task_type loss_type max_seq_length model_name_or_path model_revision packing_strategy
-        pad_to_multiple_of pad_token padding_free router_aux_loss_coef seq_length shuffle_dataset
-        truncation_mode use_bnb_nested_quant use_peft
+        eval_packing load_in_4bit load_in_8bit lora_modules_to_save lora_r lora_target_modules
+        lora_target_parameters lora_task_type loss_type max_seq_length model_name_or_path model_revision
+        packing_strategy pad_to_multiple_of pad_token padding_free router_aux_loss_coef seq_length
+        shuffle_dataset truncation_mode use_bnb_nested_quant use_peft
     """,
     "Unsloth": """
         device_map embedding_learning_rate fast_inference finetune_last_n_layers finetune_vision_layers
@@ -283,10 +284,6 @@ _ENTRIES = (
         instead="The classes are those that the model's config names. Leave it out.",
     ),
     *_absent(
-        "_component_",
-        instead="Recipes name no Python classes: model=HUB_ID, data=FILE, optimizer.name=adamw.",
-    ),
-    *_absent(
         "rope_scaling",
         instead="Positions are those of the model's config: set rope_parameters in a copy's config.json.",
     ),
@@ -361,6 +358,10 @@ _ENTRIES = (
         "image_max_pixels video_max_pixels video_fps video_maxlen skip_prepare_dataset",
         instead="Rows are text: an image or video is refused, and a model's tower stays as it is.",
     ),
+    *_same("adapter.modules_to_save", "lora_modules_to_save"),
+    *_translated("adapter.modules_to_save", "additional_target", note="It is a list."),
+    *_same("model.add_tokens", "tokens"),
+    *_translated("model.add_special_tokens", "new_special_tokens", note="It is a list."),
     *_absent("save_adapter_weights_only",
              instead="With adapter.name=lora the adapter alone is saved. Leave it out."),
     *_absent("special_tokens eos_token pad_token eot_tokens resize_vocab",
@@ -425,6 +426,10 @@ _ENTRIES = (
                  group_by_length="data.group_by_length=true", random=LEAVE_OUT,
                  sequential="data.shuffle=false"),
     *_absent("collate_fn", instead="Rows are collated by data.packing and padding alone. Leave it out."),
+    *_translated(
+        "data.sources", "mix_strategy interleave_probs",
+        note="Each source has its weight or repeats; data.stopping_strategy says when an epoch ends.",
+    ),
     # training
     *_absent("stage do_train do_eval rl",
              instead="A recipe trains on examples; for preferences and rewards take TRL's trainer with "
@@ -474,7 +479,7 @@ _ENTRIES = (
     *_translated("optimizer.betas", "adam_beta1 adam_beta2", note="It is a list of two."),
     *_same("optimizer.eps", "adam_epsilon"),
     *_absent("optim_args optim_target_modules use_galore use_apollo use_badam use_adam_mini",
-             instead="optimizer.state=8bit, optimizer.master=split24 and offload.optimizer=host save the "
+             instead="optimizer.state=8bit and optimizer.master=split24 save most of the "
              "optimizer's memory, with AdamW's own mathematics or close to it."),
     *_absent("neftune_noise_alpha", instead="Noise on embeddings is in a Trainer only: take "
              "`lowmem_ft.hf.attach` with it."),
@@ -485,6 +490,9 @@ _ENTRIES = (
     *_same("training.seed", "random_state data_seed"),
     *_translated("training.use_cpu", "device", cuda=LEAVE_OUT, cpu="training.use_cpu=true"),
     # evaluation, checkpoints, logs
+    *_same("training.eval_generations", "eval_table_size"),
+    *_same("training.max_new_tokens", "eval_max_new_tokens"),
+    *_translated("training.profile_steps", "profiler", note="It is the first and the last step."),
     *_translated("training.eval_steps", "evals_per_epoch", note="It counts steps between evaluations."),
     *_same("training.eval_steps", "run_val_every_n_steps"),
     *_translated("training.eval_steps", "eval_strategy evaluation_strategy", no=LEAVE_OUT,
@@ -512,7 +520,7 @@ _ENTRIES = (
     *_absent("hub_token hub_strategy hub_always_push token",
              instead="`hf auth login` or HF_TOKEN gives access; training.push_to_hub=true uploads the finished model."),
     *_absent("export_dir export_size export_device export_legacy_format",
-             instead="`lowmem-ft merge ADAPTER_DIR OUT_DIR` writes the merged model."),
+             instead="`lowmem-ft export RUN OUT_DIR --merged` writes the merged model."),
     *_absent("loss_watchdog_threshold loss_watchdog_patience",
              instead="Steps whose loss or gradients are not finite are skipped, training.max_skipped_steps in a row."),
     *_absent("average_tokens_across_devices",

@@ -28,7 +28,7 @@ from lowmem_ft.training.checkpoints.atomic_io import (
     whole_folder,
 )
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
-from lowmem_ft.training.export.answers import Answer, Comparison, greedy_answer
+from lowmem_ft.training.export.compared_answers import Answer, Comparison, greedy_answer
 from lowmem_ft.training.export.disk_room import gguf_bytes, nf4_bytes, plain_bytes, require_room
 from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged

@@ -61,7 +61,8 @@ def find_model(name: str, *, base: str | None = None) -> ModelSource:
     folder = expand_user(name)
     recipe = None
     if holds_a_run(folder):
-        recipe, run, folder = load_recipe(str(folder / RECIPE_FILE)), folder, _trained_by(folder)
+        run, folder = folder, _trained_by(folder)
+        recipe = load_recipe(str(run / RECIPE_FILE))
         logger.info("%s holds a run: its %s is used.", run, folder.name)
     elif folder.is_dir() and ((folder / CONFIG_FILE).is_file() or (folder / "config.json").is_file()):
         recipe = recipe_beside(folder)

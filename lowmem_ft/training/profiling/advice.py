@@ -74,10 +74,10 @@ def _slow_modules(profile: StepProfile, model: nn.Module) -> Iterator[Finding]:
     for one in profile.slow:
         hooks = _own_hooks(model.get_submodule(one.module))
         with_hooks = f", and has hooks: {', '.join(hooks)}" if hooks else ""
-        times = "" if not one.others_seconds else f" {one.seconds / one.others_seconds:.3g} times as long as"
+        more = "" if not one.others_seconds else f" {one.seconds / one.others_seconds:.3g} times as long as"
         yield Finding(
             one.seconds,
-            f"{profile.label(one.module)} takes {_milliseconds(one.seconds)} a step,{times or ' more than'} those like "
+            f"{profile.label(one.module)} takes {_milliseconds(one.seconds)} a step,{more or ' more than'} those like "
             f"it{with_hooks}.",
         )
 

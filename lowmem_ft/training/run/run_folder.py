@@ -289,6 +289,8 @@ def _can_go_on(recipe: Recipe, checkpoint: Path) -> bool:
 
 def _is_before(record: dict[str, Any], progress: Progress) -> bool:
     """Return whether a line precedes the checkpoint; the evaluation of the same step may have come after it."""
+    if record["step"] == progress.step and "best_step" in record:
+        return False  # the end of the run, which comes again
     if record["step"] == progress.step and "eval_loss" in record:
         return progress.evaluated_step == progress.step
     return record["step"] <= progress.step

@@ -89,7 +89,7 @@ def test_a_run_stands_for_its_model_and_merges_as_the_other_command_does(folders
     (run / "metrics.jsonl").write_text("")
     assert main(["export", str(run), str(tmp_path / "one"), "--merged"]) == 0
     assert main(["merge", str(adapter), str(tmp_path / "other")]) == 0
-    assert f"The model of the run is {run / 'model'}" in caplog.text
+    assert f"{run} holds a run: its model is used" in caplog.text
     one, other = (tmp_path / name / "model.safetensors" for name in ("one", "other"))
     assert one.read_bytes() == other.read_bytes()
 
@@ -98,7 +98,7 @@ def test_an_unfinished_run_stands_for_its_newest_checkpoint(tmp_path, caplog):
     run = KEPT_RUNS / "d010f8e" / "lora"
     out = tmp_path / "out"
     assert main(["export", str(run), str(out), "--merged", "--base", str(KEPT_RUNS / "model")]) == 0
-    assert f"The model of the run is {run / 'checkpoint-2'}" in caplog.text
+    assert f"{run} holds a run: its checkpoint-2 is used" in caplog.text
     base, merged = (AutoModelForCausalLM.from_pretrained(path) for path in (KEPT_RUNS / "model", out))
     assert not torch.equal(base(torch.arange(8)[None]).logits, merged(torch.arange(8)[None]).logits)
 
@@ -107,11 +107,11 @@ def test_an_unfinished_run_stands_for_its_newest_checkpoint(tmp_path, caplog):
     "source, options, says",
     [
         ("base", ["--merged"], "is a plain model already"),
-        ("run", ["--merged"], "has neither model/ nor a complete checkpoint"),
+        ("run", ["--merged"], "has neither a finished model (model/) nor a complete checkpoint"),
         ("base", ["--gguf", "q8_0"], "found by --llama-cpp DIR, got none"),
         ("base", ["--gguf", "q8_0", "--llama-cpp", "base"], "base has no such file"),
         ("base", ["--quantized", "nf4", "--llama-cpp", "base"], "--llama-cpp is for --gguf"),
-        ("base", ["--quantized", "nf4", "--base", "base"], "--base names the base of an adapter"),
+        ("base", ["--quantized", "nf4", "--base", "base"], "--base=base is the base of an adapter"),
         ("adapter", [], "One of the arguments --merged --quantized --gguf is required"),
     ],
 )

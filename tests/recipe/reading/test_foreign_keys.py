@@ -56,7 +56,6 @@ def test_a_config_of_another_toolkit_is_answered_key_by_key(tmp_path):
         ("training.finetuning_type=lora", "`adapter.name=lora`"),
         ("--neftune_noise_alpha 5", "hf.attach"),
         ("--lora_r 8", "Write adapter.r=8."),
-        ("optimizer._component_=torch.optim.AdamW", "no Python classes"),
         ("use_gradient_checkpointing=unsloth", "checkpointing.mode=full offload.activations=inputs"),
     ],
 )
