@@ -254,8 +254,8 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
 
 LOADED_BY_HELP = """
 cli cli.console cli.console.exit_codes cli.console.help_formatter cli.console.parser foundation foundation.errors
-foundation.lazy_exports foundation.visible reports reports.text reports.text.wrapping system system.launch_variables
-system.signals
+foundation.lazy_exports reports reports.text reports.text.wrapping system system.launch_variables
+system.signals system.visible
 """
 ROOMS_OF_A_WRONG_KEY = """
 budget catalog cli data foundation memory models optimizers recipe reports system techniques training

@@ -136,11 +136,16 @@ def test_several_processes_are_planned_for_beforehand(tiny, monkeypatch, searche
 
 def test_a_model_data_and_a_budget_need_no_recipe(monkeypatch, tmp_path):
     seen = []
-    monkeypatch.setattr(lowmem_ft.preflight.train, "train", lambda recipe, folder: seen.append(recipe))
+
+    def train(recipe, folder):
+        seen.append(recipe)
+        raise UserError("The recipe is all that is looked at.")
+
+    monkeypatch.setattr(lowmem_ft.preflight.train, "train", train)
     data = tmp_path / "data.jsonl"
     data.write_text('{"text": "a"}\n')
     model = load_recipe("tiny").model.name_or_path
-    assert main(["train", f"model={model}", f"data={data}", "budget=24GiB", "model.weights=random"]) == 0
+    assert main(["train", f"model={model}", f"data={data}", "budget=24GiB", "model.weights=random"]) == 2
     (recipe,) = seen
     assert (recipe.plan.mode, recipe.budget.device) == ("auto", "24GiB")
     assert recipe.training.gradient_accumulation_steps == 16

@@ -19,7 +19,6 @@ from lowmem_ft.foundation.errors import (
     machine_problem,
     panic_problem,
 )
-from lowmem_ft.foundation.visible import visible
 from lowmem_ft.reports.text.wrapping import filled
 from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.system.signals import (
@@ -31,6 +30,7 @@ from lowmem_ft.system.signals import (
     was_terminated,
     words_of,
 )
+from lowmem_ft.system.visible import visible
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""

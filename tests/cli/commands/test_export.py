@@ -22,7 +22,7 @@ pytest.importorskip("peft")
 from lowmem_ft.cli import main
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.training.export import answers, exporting
+from lowmem_ft.training.export import compared_answers, exporting
 
 KEPT_RUNS = Path(__file__).parents[2] / "data" / "kept_runs"
 SOURCE_PACKAGE = "https://pypi.org/simple/llama-cpp-python/"
@@ -73,9 +73,11 @@ def test_a_quantized_adapter_is_a_folder_that_from_pretrained_loads_in_four_bits
     assert not torch.equal(loaded(ids).logits, adapted(ids).logits)
     said = capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    source = answers.greedy_answer(merged, AutoTokenizer.from_pretrained(TINY))
-    exported = answers.greedy_answer(loaded, AutoTokenizer.from_pretrained(tmp_path / "out"))
-    assert f"the first {answers.Comparison(source, exported).num_agreeing} of {len(source.ids)}" in said
+    source = compared_answers.greedy_answer(merged, AutoTokenizer.from_pretrained(TINY))
+    exported = compared_answers.greedy_answer(loaded, AutoTokenizer.from_pretrained(tmp_path / "out"))
+    assert (
+        f"the first {compared_answers.Comparison(source, exported).num_agreeing} of {len(source.ids)}" in said
+    )
     assert "nf4 for 81,920 of" in caplog.text
     assert "Linear layers are in 4 bits" in (tmp_path / "out" / "README.md").read_text()
     assert _left(tmp_path) == ["adapter", "base", "merged", "out"]
@@ -204,7 +206,7 @@ def test_an_export_that_answers_like_another_model_is_refused(folders, monkeypat
         return (
             answer
             if prompt_ids is None
-            else answers.Answer(answer.prompt_ids, answer.ids, answer.text, -answer.logits_V)
+            else compared_answers.Answer(answer.prompt_ids, answer.ids, answer.text, -answer.logits_V)
         )
 
     monkeypatch.setattr(exporting, "greedy_answer", other)
@@ -273,8 +275,12 @@ def test_llama_cpp_itself_computes_the_logits_of_the_exported_file(tmp_path, lla
             assert "export says  the same" in said
             assert "differ by at most 0," in said
         assert (target / "Modelfile").read_text() == f"FROM ./{gguf_type}-{gguf_type}.gguf\n"
-        ids, logits_V = llama_cpp_logits(libraries, target / f"{gguf_type}-{gguf_type}.gguf", answers.PROMPT)
-        assert [id for id in ids if id != tokenizer.bos_token_id] == tokenizer(answers.PROMPT)["input_ids"]
+        ids, logits_V = llama_cpp_logits(
+            libraries, target / f"{gguf_type}-{gguf_type}.gguf", compared_answers.PROMPT
+        )
+        assert [id for id in ids if id != tokenizer.bos_token_id] == tokenizer(compared_answers.PROMPT)[
+            "input_ids"
+        ]
         with torch.no_grad():
             wanted_V = model.eval()(torch.tensor([ids])).logits[0, -1]
         assert (logits_V - wanted_V).square().mean().sqrt() < most * wanted_V.std()
