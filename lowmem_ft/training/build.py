@@ -172,6 +172,19 @@ def _log_float32(recipe: Recipe, device: torch.device) -> None:
     )
 
 
+def load_planned_model(recipe: Recipe, runtime: Runtime, plan: Plan) -> tuple[PreTrainedModel, HostMemory]:
+    """Load a recipe's model where its weights are to be; return it with the host memory that techniques share."""
+    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
+    model = runtime.load_model(
+        recipe.model,
+        plan.hf_config,
+        attn_implementation=plan.attention.implementation,
+        seed=recipe.training.seed,
+        host=host_memory if key_with(recipe, "weights on host") else None,
+    )
+    return model, host_memory
+
+
 def build_session(
     recipe: Recipe, runtime: Runtime, plan: Plan, *, num_training_steps: int, in_pieces: bool = False
 ) -> Session:
@@ -187,14 +200,7 @@ def build_session(
     Returns:
         A session ready to train; the optimizer's state is fresh (see ``checkpoint.load_checkpoint``).
     """
-    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
-    model = runtime.load_model(
-        recipe.model,
-        plan.hf_config,
-        attn_implementation=plan.attention.implementation,
-        seed=recipe.training.seed,
-        host=host_memory if key_with(recipe, "weights on host") else None,
-    )
+    model, host_memory = load_planned_model(recipe, runtime, plan)
     model.train()
     on = switch_on(
         model,

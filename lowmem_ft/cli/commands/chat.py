@@ -179,9 +179,7 @@ def _parser() -> Parser:
         description="Talk to a model, an adapter or a run, by its chat template.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
-    )
+    parser.add_model()
     parser.add_once(
         {
             "--system TEXT": "system message",

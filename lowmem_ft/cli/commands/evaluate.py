@@ -118,9 +118,7 @@ def _parser() -> Parser:
         description="Measure loss and perplexity of a model, an adapter or a run, in bounded memory.",
         epilog=_EXAMPLES,
     )
-    parser.add_argument(
-        "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
-    )
+    parser.add_model()
     parser.add_once(
         {
             "--base NAME": "base model of an adapter, if it has moved",

@@ -40,6 +40,12 @@ class Parser(argparse.ArgumentParser):
             name, placeholder = option.split()
             self.add_argument(name, metavar=placeholder, action=_Once, help=help_text, **settings)
 
+    def add_model(self) -> None:
+        """Add the argument that names a model, as ``find_model`` reads it."""
+        self.add_argument(
+            "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
+        )
+
     def add_overwrite(self) -> None:
         """Add the option that allows the others to replace files."""
         self.add_argument("--overwrite", action="store_true", help="replace existing files")

@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import add_saved_adapter
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.build import Plan, techniques_in_forward
+from lowmem_ft.training.build import Plan, load_planned_model, techniques_in_forward
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import ForwardSession
@@ -46,14 +45,7 @@ def build_forward_session(
     Returns:
         The session, its model in eval mode.
     """
-    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
-    model = runtime.load_model(
-        recipe.model,
-        plan.hf_config,
-        attn_implementation=plan.attention.implementation,
-        seed=recipe.training.seed,
-        host=host_memory if key_with(recipe, "weights on host") else None,
-    )
+    model, host_memory = load_planned_model(recipe, runtime, plan)
     model.requires_grad_(False)
     if add_adapter is not None:
         add_adapter(model)
