@@ -38,12 +38,19 @@ def pytest_configure(config):
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
-def pytest_collection_finish(session):
-    """Set what holds for the whole process."""
-    # Half a million objects that imports have made stay anyway, and each gc.collect() would walk over all of them: a
-    # Trainer makes several. What asks the collector who holds what unfreezes them (``whole_heap``).
+@pytest.fixture(scope="module", autouse=True)
+def _what_is_there_is_frozen():
+    """Half a million objects of imports stay anyway, and what earlier modules have left in caches: none is walked over.
+
+    Else each ``gc.collect()`` would visit all of them, and a Trainer makes several. What asks the collector who holds
+    what unfreezes them (``whole_heap``).
+    """
     gc.collect()
     gc.freeze()
+
+
+def pytest_collection_finish(session):
+    """Set what holds for the whole process."""
     # torch asks once what cuBLAS was told, at its first product: tests of deterministic kernels are not the first.
     if torch.cuda.is_available() and any(item.get_closest_marker("gpu") for item in session.items):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -18,7 +18,7 @@ def rows(tmp_path_factory):
         vocab_size=1000,
         hidden_size=2048,
         intermediate_size=4096,
-        num_hidden_layers=4,
+        num_hidden_layers=3,
         num_attention_heads=16,
         num_key_value_heads=4,
     ).save_pretrained(folder)

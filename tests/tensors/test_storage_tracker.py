@@ -128,3 +128,16 @@ def test_fake_tensors_count_as_real_ones_do():
     with FakeTensorMode(), torch.autograd.set_multithreading_enabled(False):
         fake = step()
     assert fake == real
+
+
+def test_each_tensor_of_a_call_is_looked_at_wherever_it_is():
+    """Several results, lists of them, and what is written into by name."""
+    before = [torch.ones(4), torch.ones(8)]
+    with StorageTracker() as tracker:
+        several = torch.topk(before[1], 3)
+        assert tracker.live_bytes == 3 * 4 + 3 * 8
+        of_a_list = torch._foreach_add(before, 1)
+        assert tracker.live_bytes == 3 * 4 + 3 * 8 + 4 * 4 + 8 * 4
+        del several, of_a_list
+        torch.add(before[0], before[0], out=before[1][:4])
+        assert tracker.live_bytes == 0
