@@ -284,7 +284,7 @@ def _slower(seconds: float, best_seconds: float) -> str:
         return f"fits too, with more changes: {seconds:.4g} s against {best_seconds:.4g}"
     if seconds == best_seconds:
         return "fits too, and is no faster"
-    return f"fits too, and is slower: {seconds:.3g} s against {best_seconds:.3g}"
+    return f"fits too, and is slower: {seconds:.4g} s against {best_seconds:.4g}"
 
 
 def nearest(needs: Sequence[tuple[int, Need]], limits: Limits) -> int | None:

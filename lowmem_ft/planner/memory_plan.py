@@ -118,6 +118,7 @@ class MemoryPlan:
         rejected: estimated combinations that do not fit or cannot be built, the nearest first.
         knobs: for each knob that was moved, the reason against the next cheaper value.
         purchases: what more device or host memory would buy.
+        fused_kernels: the plan with Liger's kernels, where they are known to make a step faster; else None.
         binds: what keeps a step from being faster.
         counts: combinations by what became of them.
         left_seconds: least seconds of a step of the combinations left; 0 if none is left.
@@ -140,6 +141,7 @@ class MemoryPlan:
     rejected: tuple[Rejected, ...] = ()
     knobs: tuple[KnobChoice, ...] = ()
     purchases: tuple[Purchase, ...] = ()
+    fused_kernels: Choice | None = None
     binds: tuple[Binding, ...] = ()
     counts: Counts = field(
         default_factory=lambda: Counts(estimated=0, refused=0, beyond_bytes=0, beyond_seconds=0, left=0)
@@ -179,6 +181,7 @@ class MemoryPlan:
             "rejected": [asdict(rejected) for rejected in self.rejected],
             "knobs": [asdict(knob) for knob in self.knobs],
             "purchases": [asdict(purchase) for purchase in self.purchases],
+            "fused_kernels": None if self.fused_kernels is None else asdict(self.fused_kernels),
             "binds": list(self.binds),
             "given_up": list(self.given_up),
             "searched": self.searched,

@@ -20,6 +20,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of
 from lowmem_ft.planner.explain import Findings, Neighbours, nearest
+from lowmem_ft.planner.fused_kernels import with_fused_kernels
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
@@ -133,13 +134,16 @@ def plan(
     check_recipe(recipe)
     places = _places(recipe, gpu, numbers_up_to(max_gpus, recipe))
     tiers: list[MemoryPlan] = []
-    is_interrupted, smallest_gpu = False, None
+    is_interrupted, smallest_gpu, fused = False, None, None
     try:
         for tier in _tiers(recipe, places, on_progress):
             tiers.append(tier)
         result = min(tiers, key=_missing)
-        if not result.fits and not tiers[-1].interrupted:
-            smallest_gpu = smallest_fitting_gpu(result, places[result.num_gpus])
+        target = places[result.num_gpus]
+        if result.fits and not tiers[-1].interrupted:
+            fused = with_fused_kernels(result, target)
+        elif not tiers[-1].interrupted:
+            smallest_gpu = smallest_fitting_gpu(result, target)
     except KeyboardInterrupt:
         if not tiers:
             raise
@@ -152,6 +156,7 @@ def plan(
         left_seconds=min((tier.left_seconds for tier in tiers if tier.counts.left), default=0.0),
         interrupted=is_interrupted or tiers[-1].interrupted,
         smallest_gpu=smallest_gpu,
+        fused_kernels=fused,
         seconds=time.perf_counter() - start,
     )
 

@@ -40,6 +40,7 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> Document:
     if plan.fits:
         sections["Simpler settings that were rejected, everything else as chosen"] = _knobs(plan)
         sections["Gains from more memory"] = _purchases(plan, recipe)
+        sections["Gains from fused kernels, which round otherwise"] = _fused_kernels(plan, recipe)
         sections["Others that fit"] = _alternatives(plan, recipe)
     sections["Nearest plans that do not fit"] = _rejected(plan, recipe)
     return Document(
@@ -237,6 +238,14 @@ def _purchases(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
         yield (
             f"{format_bytes(purchase.extra_bytes)} more {purchase.of} memory",
             f"{purchase.step_seconds:.3g} s a step: {_difference(purchase.overrides, plan, recipe)}",
+        )
+
+
+def _fused_kernels(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    if (choice := plan.fused_kernels) is not None:
+        yield (
+            _difference(choice.overrides, plan, recipe),
+            f"{choice.step_seconds:.3g} s a step, {format_bytes(choice.device_bytes)}; needs the package liger-kernel",
         )
 
 

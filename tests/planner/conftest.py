@@ -59,6 +59,7 @@ def at_once(monkeypatch):
     def pretend(device_gib, host_gib=lambda recipe: 4.0, seconds=lambda recipe: 10.0) -> list[Recipe]:
         def estimate_memory(recipe: Recipe, gpu, *, budget, kept) -> MemoryEstimate:
             asked.append(recipe)
+            recipe.model.require_packages()
             device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
             allowed = limits(gpu, budget, recipe.distributed.per_machine)
             limit, host_limit = allowed.device_bytes, allowed.host_bytes

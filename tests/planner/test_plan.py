@@ -13,6 +13,7 @@ import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing
+from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
@@ -303,7 +304,8 @@ def test_the_same_plan_twice(make_recipe, at_once):
 def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
-    assert len(asked) == result.counts.estimated <= 45
+    once_more = sum(recipe.model.kernels == "liger" for recipe in asked)  # the plan with fused kernels
+    assert len(asked) - once_more == result.counts.estimated <= 45
     assert result.searched > 200
     assert result.counts.left == 0 or not result.is_proven
     everything = result.counts.considered + result.counts.left
@@ -353,6 +355,41 @@ def test_a_signal_in_a_finalizer_is_not_lost(number, make_recipe, at_once):
     assert result.interrupted
     assert len(asked) == 4
     assert signal.getsignal(number) is before
+
+
+GROUPS = "model.dtype,model.quantization,training,optimizer,offload,tiling,loss,accumulation,checkpointing"
+KEEP_ALL_BUT_KERNELS = f"plan.keep=[{GROUPS}]"
+
+
+@pytest.mark.parametrize("share, is_told", [(0.8, True), (0.995, False), (1.2, False)])
+def test_what_fused_kernels_would_gain_is_told_and_not_taken(make_recipe, at_once, share, is_told):
+    at_once(made_up_bytes, seconds=lambda recipe: 10.0 * (share if recipe.model.kernels == "liger" else 1.0))
+    result = plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(20), "l4")
+    assert result.recipe.model.kernels == "none"
+    assert (result.fused_kernels is not None) == is_told
+    if result.fused_kernels is not None:
+        assert result.fused_kernels.overrides == {**result.overrides, "model.kernels": "liger"}
+        assert result.fused_kernels.step_seconds == 8.0
+
+
+@pytest.mark.parametrize("kept", ["model", "model.kernels"])
+def test_nothing_is_told_of_kernels_that_are_kept(make_recipe, at_once, kept):
+    at_once(made_up_bytes, seconds=lambda recipe: 10.0 * (0.5 if recipe.model.kernels == "liger" else 1.0))
+    result = plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(20), "l4", keep=[kept])
+    assert result.fused_kernels is None
+
+
+def test_nothing_is_told_of_kernels_without_their_package_or_where_they_do_not_fit(
+    make_recipe, at_once, monkeypatch
+):
+    at_once(
+        lambda recipe: 19.5 if recipe.model.kernels == "liger" else 4.0,
+        seconds=lambda recipe: 10.0 * (0.5 if recipe.model.kernels == "liger" else 1.0),
+    )
+    assert plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(8), "l4").fused_kernels is None
+    assert plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(22), "l4").fused_kernels is not None
+    monkeypatch.setattr(packages, "is_installed", lambda package: package != "liger-kernel")
+    assert plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(22), "l4").fused_kernels is None
 
 
 def test_json_has_the_published_names(make_recipe, at_once):
