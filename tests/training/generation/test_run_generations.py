@@ -133,7 +133,7 @@ def test_prompts_of_a_file_need_no_held_out_rows(tiny, tmp_path):
 )
 def test_bad_prompts_are_told_before_weights_are_read(rows, problem, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "lowmem_ft.training.loop.build_session", lambda *_, **__: pytest.fail("weights were read")
+        "lowmem_ft.training.run.run_parts.build_session", lambda *_, **__: pytest.fail("weights were read")
     )
     (tmp_path / "bad.jsonl").write_text(rows)
     with pytest.raises(DataError, match=problem):
