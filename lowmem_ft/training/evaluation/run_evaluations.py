@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Evaluated(NamedTuple):
-    """What one evaluation has found.
+    """One evaluation, before it is compared and written.
 
     Attributes:
         result: the loss on held-out data; None: prompts alone were answered.
