@@ -353,7 +353,7 @@ class TrainingRun(RunParts):
                 evaluation=evaluation,
                 best_step=self.best.step,
                 memory=self.memory.rows(),
-                generations=self.generations.before_and_after() if self.runtime.is_main else (),
+                generations=self.generations.before_and_after(self.best.step) if self.runtime.is_main else (),
             )
             save_finished_model(
                 self.session,
