@@ -168,7 +168,7 @@ def steps_of(run, flags):
         fetched, fetch = iter(range(steps)), run.runtime.fetch
         run.runtime.fetch = lambda *of: (*fetch(*of)[:-1], float("nan")) if next(fetched) == 2 else fetch(*of)
     taken = [run.step() for _ in range(steps)]
-    held_out = run._evaluate().loss
+    held_out = run.evaluations.evaluate().result.loss
     return {"loss": [step["loss"] for step in taken] + [held_out], "norm": [step["grad_norm"] for step in taken]}
 
 results = {name: run(words.split()) for name, words in cases.items()}

@@ -13,7 +13,12 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.comparison import Peaks, compared, peaks_in
 from lowmem_ft.monitoring.profiling.step_profile import StepProfile
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.generation.generations_file import BeforeAndAfter, before_and_after, read_generations
+from lowmem_ft.training.generation.generations_file import (
+    BeforeAndAfter,
+    Generation,
+    before_and_after,
+    read_generations,
+)
 from lowmem_ft.training.run.replaced_run import METRICS_FILE, PROFILE_FILE, RECIPE_FILE, REHEARSAL_FILE
 from lowmem_ft.training.run.run_folder import RunFolder
 
@@ -29,7 +34,7 @@ class RunRecord:
         is_finished: whether it holds the run's model.
         rehearsal: ``peaks``, ``run`` and ``recipe`` of its rehearsal; None: it was not rehearsed.
         profile: where the time of its steps went; None: none was profiled (``training.profile_steps``).
-        generations: the first and last answers to its prompts.
+        answers: the answers to its prompts, of every step.
     """
 
     path: Path
@@ -38,7 +43,7 @@ class RunRecord:
     is_finished: bool
     rehearsal: Mapping[str, Any] | None = None
     profile: StepProfile | None = None
-    generations: Sequence[BeforeAndAfter] = ()
+    answers: Sequence[Generation] = ()
 
     @property
     def steps(self) -> list[Mapping[str, Any]]:
@@ -51,6 +56,11 @@ class RunRecord:
         lines = [record for record in self.metrics if "eval_loss" in record]
         of_model = [line for line in lines if line["step"] == self.last("best_step")]
         return lines + of_model[-1:]
+
+    @property
+    def generations(self) -> list[BeforeAndAfter]:
+        """The first answers to the prompts, and those of the finished model, whichever step that is from."""
+        return before_and_after(self.answers, best_step=self.last("best_step"))
 
     def last(self, key: str) -> Any:
         """Return the newest value of a key; None: there is no value."""
@@ -133,7 +143,7 @@ def read_run(path: Path) -> RunRecord:
         is_finished=folder.model_folder.is_dir(),
         rehearsal=_rehearsal_in(path),
         profile=_profile_in(path),
-        generations=before_and_after(read_generations(path)),
+        answers=read_generations(path),
     )
     run.check()
     return run

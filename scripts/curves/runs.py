@@ -21,7 +21,7 @@ from torch import Tensor
 from lowmem_ft import load_recipe
 from lowmem_ft.data.batches.stream import eval_batches
 from lowmem_ft.optimizers import ChunkedOptimizer
-from lowmem_ft.training.evaluation import evaluate
+from lowmem_ft.training.evaluation.held_out_loss import evaluate
 from lowmem_ft.training.loop import TrainingRun
 
 ROOT = Path(__file__).resolve().parents[2]

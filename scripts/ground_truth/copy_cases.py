@@ -190,7 +190,7 @@ def step(session: Session, number: int) -> float:
 
 
 def evaluate(session: Session) -> float:
-    """Return the loss on other rows, as ``training.evaluation`` computes it."""
+    """Return the loss on other rows, as ``training.evaluation.held_out_loss`` computes it."""
     session.techniques.flush()
     session.model.eval()
     loss_sum, _ = evaluation_loss(session, [batch(100)])

@@ -95,7 +95,7 @@ SLOWER: dict[str, tuple[float, float]] = {
 """Factors on the rates of a GPU and of its host link: the tensors are tiny, but the copies and kernels bind."""
 
 
-def compare(
+def assert_rounds_equal_the_full_trace(
     folder: Path, family: str, technique: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Trace, Trace]:
     """The trace in rounds and the full one, equal in memory and work."""
@@ -175,7 +175,7 @@ def totals(trace: Trace) -> dict[str, int]:
 def test_rounds_equal_the_full_trace_for_every_technique(
     technique: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_rounds, full = compare(tmp_path, "llama", technique, "gpu", monkeypatch)
+    in_rounds, full = assert_rounds_equal_the_full_trace(tmp_path, "llama", technique, "gpu", monkeypatch)
     for slower in SLOWER.values():
         mine, real = step_seconds(in_rounds, *slower), step_seconds(full, *slower)
         assert mine == pytest.approx(real, rel=1e-9), slower
@@ -185,11 +185,11 @@ def test_rounds_equal_the_full_trace_for_every_technique(
 def test_rounds_equal_the_full_trace_for_every_family(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(tmp_path, family, "streamed", "gpu", monkeypatch)
+    assert_rounds_equal_the_full_trace(tmp_path, family, "streamed", "gpu", monkeypatch)
 
 
 @pytest.mark.parametrize("technique", few_quick(["vertical", "inputs", "streamed"], ["inputs"]))
 def test_rounds_equal_the_full_trace_on_a_cpu(
     technique: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compare(tmp_path, "llama", technique, "cpu", monkeypatch)
+    assert_rounds_equal_the_full_trace(tmp_path, "llama", technique, "cpu", monkeypatch)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import answers, estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
 
@@ -34,6 +34,20 @@ def test_the_cache_of_the_longest_answer_is_counted(recipe):
     }
     assert most[72] - most[8] >= 64 * 256
     assert "evaluation" not in estimate_memory(load(), "rtx-4090").by_phase
+
+
+def test_the_longest_answer_that_a_row_can_begin_is_traced(recipe, monkeypatch):
+    """Its last two tokens apart, it is the prompt: a row of 128 tokens, and six of the eight new ones."""
+    load, prompts = recipe
+    lengths, generate = [], answers.generate_greedily
+
+    def noted(session, prompt_BT, *args, **kwargs):
+        lengths.append(prompt_BT.shape[1])
+        return generate(session, prompt_BT, *args, **kwargs)
+
+    monkeypatch.setattr(answers, "generate_greedily", noted)
+    estimate_memory(load(prompts, "data.max_length=128", "training.max_new_tokens=8"), "rtx-4090")
+    assert set(lengths) == {128 + 8 - 2}
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ from lowmem_ft.recipe.reading import keys, loading
 from lowmem_ft.recipe.space.search_space import planned_keys
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.training import build
+from lowmem_ft.training import enabled_techniques
 
 ALLOWED_ERROR = 0.005
 """As of runs without it: tests/estimator/test_against_real_steps.py."""
@@ -91,7 +91,7 @@ def on(monkeypatch):
     """The technique is registered; what comes is the list of those that were enabled since."""
     for module in (keys, loading):
         monkeypatch.setattr(module, "Recipe", RecipeWithHalves)
-    enabled, shipped = [], build.techniques_in_forward
+    enabled, shipped = [], enabled_techniques.techniques_in_forward
 
     def with_one_more(model, recipe, *args):
         yield from shipped(model, recipe, *args)
@@ -99,7 +99,7 @@ def on(monkeypatch):
             enabled.append(enable_halved_activations(model))
             yield enabled[-1]
 
-    monkeypatch.setattr(build, "techniques_in_forward", with_one_more)
+    monkeypatch.setattr(enabled_techniques, "techniques_in_forward", with_one_more)
     caches = (keys.recipe_groups, keys.recipe_keys)
     for cache in caches:
         cache.cache_clear()

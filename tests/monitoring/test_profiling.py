@@ -15,7 +15,8 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.monitoring import StepProfiler
 from lowmem_ft.monitoring.profiling.event_rows import EventRows, busy_seconds
 from lowmem_ft.monitoring.profiling.module_ranges import MODULE, PART, STEP
-from lowmem_ft.monitoring.profiling.step_profile import OUTSIDE, PYTHON, StepProfile
+from lowmem_ft.monitoring.profiling.modules_alike import ModulesAlike
+from lowmem_ft.monitoring.profiling.step_profile import OUTSIDE, PYTHON, ProfileRow, StepProfile
 
 
 class Useless(nn.Module):
@@ -134,6 +135,31 @@ def test_a_module_with_a_slow_hook_is_told_apart_from_those_like_it():
     assert profile.slow[0].seconds > 2 * profile.slow[0].others_seconds
     assert next(row for row in profile.sections()).title == "By part of the step, in ms a step"
     assert list(profile.sections())[2].rows[0][0] == "layers.2.0 Linear"
+
+
+@pytest.mark.parametrize(
+    "seconds, slow",
+    [
+        ([(1.0, 1.0, 1.0), (1.0, 9.0, 1.0)], []),
+        ([(9.0, 1.0, 1.0), (1.0, 1.0, 9.0)], []),
+        ([(1.0, 1.0, 3.0), (1.0, 9.0, 4.0)], ["layers.2.0"]),
+        ([(1.0, 1.0, 3.0)], ["layers.2.0"]),
+    ],
+    ids=["one step interrupted", "each step interrupted elsewhere", "slow in both", "one step alone"],
+)
+def test_a_module_that_was_interrupted_in_one_of_several_steps_is_not_slow(seconds, slow):
+    """Seconds of three layers alike, by step."""
+    steps = [
+        [
+            ProfileRow(part="forward", module=f"layers.{index}.0", operator="mm", calls=1.0, host_seconds=one)
+            for index, one in enumerate(of_step)
+        ]
+        for of_step in seconds
+    ]
+    alike = ModulesAlike(Stack(), steps, of_device=False, step_seconds=max(map(sum, seconds)))
+    assert [one.module for one in alike.slow] == slow
+    assert sum(row.host_seconds for row in alike.rows()) == pytest.approx(sum(map(sum, seconds)) / len(steps))
+    assert {row.module for row in alike.rows()} == {"layers.*.0", *slow}
 
 
 def test_a_profile_changes_no_number_and_leaves_no_hook():

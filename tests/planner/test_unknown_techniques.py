@@ -21,7 +21,7 @@ from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading import keys
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.training import build
+from lowmem_ft.training import enabled_techniques
 
 GPU = "l4"
 
@@ -71,14 +71,14 @@ def join(monkeypatch):
         monkeypatch.setitem(Recipe.__annotations__, "optimizer", config_with(leaves))
         forget()
 
-    shipped = build.techniques_in_forward
+    shipped = enabled_techniques.techniques_in_forward
 
     def with_one_more(model, recipe, *others):
         yield from shipped(model, recipe, *others)
         if recipe.optimizer.sheds_gradients:
             yield enable_shed_gradients(model)
 
-    monkeypatch.setattr(build, "techniques_in_forward", with_one_more)
+    monkeypatch.setattr(enabled_techniques, "techniques_in_forward", with_one_more)
     yield joined
     monkeypatch.undo()
     forget()

@@ -107,5 +107,13 @@ def test_the_c_library_is_told_to_keep_nothing(monkeypatch):
 
 
 def test_one_that_cannot_is_left_alone(monkeypatch):
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    asked = []
+
+    class Musl:
+        def __getattr__(self, name):
+            asked.append(name)
+            raise AttributeError(name)
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Musl())
     return_free_memory()
+    assert asked == ["malloc_trim"]

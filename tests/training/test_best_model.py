@@ -16,15 +16,15 @@ from transformers import EarlyStoppingCallback
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training import loop
 from lowmem_ft.training.checkpoints.checkpoint_folders import (
     Progress,
     delete_old_checkpoints,
     read_progress,
 )
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation import run_evaluations
+from lowmem_ft.training.evaluation.best_model import BestModel
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.run_folder import RunFolder
 
 BEST = "training.load_best_model_at_end=true"
@@ -45,7 +45,9 @@ def held_out(monkeypatch):
 
     def script(*losses):
         left = iter(losses)
-        monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: EvaluationResult(next(left), 10))
+        monkeypatch.setattr(
+            run_evaluations, "evaluate", lambda *args, **kwargs: EvaluationResult(next(left), 10)
+        )
 
     return script
 
@@ -264,12 +266,13 @@ def test_a_run_that_goes_on_elsewhere_finds_its_best(tiny, held_out, tmp_path):
 TRAIN = """
 import sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import loop
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation import run_evaluations
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
+from lowmem_ft.training.loop import train
 
 losses = iter((3.0, 1.0, 2.0))
-loop.evaluate = lambda *args, **kwargs: EvaluationResult(next(losses), 10)
-loop.train(load_recipe("tiny", sys.argv[1:]))
+run_evaluations.evaluate = lambda *args, **kwargs: EvaluationResult(next(losses), 10)
+train(load_recipe("tiny", sys.argv[1:]))
 """
 
 

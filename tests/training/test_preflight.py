@@ -177,7 +177,7 @@ def test_rows_count_as_long_as_they_are(tiny):
 
 
 def test_packed_rows_are_full_so_that_nobody_waits_for_the_data(tiny, monkeypatch):
-    monkeypatch.setattr("lowmem_ft.training.loop.read_data", lambda *_: pytest.fail("data was read"))
+    monkeypatch.setattr("lowmem_ft.training.run.run_parts.read_data", lambda *_: pytest.fail("data was read"))
     preflight = Estimates(an_estimate(process=20, fits=False))
     with pytest.raises(DoesNotFitError):
         train(tiny("data.packing=true"), preflight=preflight)

@@ -13,8 +13,9 @@ from torch import nn
 
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
-from lowmem_ft.monitoring.profiling.step_profile import StepProfile
+from lowmem_ft.monitoring.profiling.step_profile import SlowModule, StepProfile
 from lowmem_ft.training.loop import TrainingRun, train
+from lowmem_ft.training.profiling.advice import advice_of
 from lowmem_ft.training.run.replaced_run import PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE
 
 SHORT = (
@@ -175,3 +176,23 @@ def test_a_file_that_is_no_profile_is_told(tiny, tmp_path, capsys):
     (folder / PROFILE_FILE).write_text("{}")
     assert main(["report", str(folder)]) == 2
     assert "is not the profile of a run" in " ".join(capsys.readouterr().err.split())
+
+
+def test_advice_is_a_few_sentences_the_largest_first(tiny):
+    """On a machine that others load, many modules may be slow at once."""
+    model = torch.nn.ModuleList(torch.nn.GELU() for _ in range(9))
+    slow = tuple(
+        SlowModule(module=str(index), seconds=float(index), others_seconds=0.5) for index in range(1, 9)
+    )
+    profile = StepProfile(
+        steps=(1, 2),
+        num_steps=2,
+        step_seconds=40.0,
+        device="cpu",
+        busy_seconds=0.0,
+        rows=(),
+        classes={str(index): "GELU" for index in range(9)},
+        slow=slow,
+    )
+    advice = advice_of(profile, tiny(), model)
+    assert [sentence.partition(" ")[0] for sentence in advice] == ["8", "7", "6", "5", "4"]

@@ -139,15 +139,15 @@ def test_ctrl_c_saves_and_exits_130(tiny, monkeypatch, tmp_path):
 
 
 def test_a_signal_during_evaluation_stops_it_and_saves(tiny, monkeypatch, tmp_path):
-    from lowmem_ft.training import evaluation
+    from lowmem_ft.training.evaluation import held_out_loss
 
-    forward = evaluation.evaluation_loss
+    forward = held_out_loss.evaluation_loss
 
     def interrupted(session, batches):
         os.kill(os.getpid(), signal.SIGTERM)
         return forward(session, batches)
 
-    monkeypatch.setattr(evaluation, "evaluation_loss", interrupted)
+    monkeypatch.setattr(held_out_loss, "evaluation_loss", interrupted)
     with pytest.raises(Interrupted) as stop:
         train(tiny("training.eval_steps=3", output_dir=tmp_path / "run"))
     assert stop.value.exit_code == 143

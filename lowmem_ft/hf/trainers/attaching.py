@@ -34,7 +34,7 @@ from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.build import SwitchedOn, switch_on
+from lowmem_ft.training.enabled_techniques import SwitchedOn, switch_on
 from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 
 logger = logging.getLogger(__name__)

@@ -6,8 +6,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
+from lowmem_ft.training.evaluation.best_model import BestModel
 from lowmem_ft.training.export.hub_upload import upload_model
-from lowmem_ft.training.run.best_model import BestModel
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session

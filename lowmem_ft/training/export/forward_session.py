@@ -14,7 +14,8 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import add_saved_adapter
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.build import Plan, load_planned_model, techniques_in_forward
+from lowmem_ft.training.build import Plan, load_planned_model
+from lowmem_ft.training.enabled_techniques import techniques_in_forward
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import ForwardSession

@@ -26,7 +26,7 @@ from lowmem_ft.models.files.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.references import escape_references
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.generation.generations_file import BeforeAndAfter
 
 _OF_THIS_MACHINE = {

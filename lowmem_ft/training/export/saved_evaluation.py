@@ -11,7 +11,12 @@ from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.models.loading import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import plan_session
-from lowmem_ft.training.evaluation import EvaluationInPieces, EvaluationResult, evaluate, together
+from lowmem_ft.training.evaluation.held_out_loss import (
+    EvaluationInPieces,
+    EvaluationResult,
+    evaluate,
+    together,
+)
 from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
 from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -35,12 +35,12 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class BeforeAndAfter:
-    """The first and the last answer to a prompt.
+    """The first answer to a prompt, and that of the finished model.
 
     Args:
         prompt: the prompt.
         before: the answer at the first step that has one.
-        after: that at the last step; equal to ``before`` if there is one step alone.
+        after: that of the finished model, or so far; equal to ``before`` if there is one step alone.
         steps: these two steps.
         reference: the answer in the data, if it has one.
     """
@@ -52,11 +52,20 @@ class BeforeAndAfter:
     reference: str | None
 
 
-def before_and_after(generations: Sequence[Generation]) -> list[BeforeAndAfter]:
-    """Return the first and the last answer to each prompt of the last step, in the order of the prompts."""
+def before_and_after(
+    generations: Iterable[Generation], *, best_step: int | None = None
+) -> list[BeforeAndAfter]:
+    """Return the first and the last answer to each prompt, in the order of the prompts.
+
+    Args:
+        generations: the answers of a run, in its order.
+        best_step: the step whose weights are the finished model, where that is not the last: later answers are another
+            model's, and left out.
+    """
     by_index: dict[int, list[Generation]] = {}
     for one in generations:
-        by_index.setdefault(one.index, []).append(one)
+        if best_step is None or one.step <= best_step:
+            by_index.setdefault(one.index, []).append(one)
     return [
         BeforeAndAfter(
             prompt=of_prompt[-1].prompt,

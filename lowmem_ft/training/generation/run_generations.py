@@ -129,9 +129,9 @@ class RunGenerations:
         for one in answers[:MOST_IN_LOG]:
             logger.info("Step %d: %r is answered by %s.", one.step, _end_of(one.prompt), _shown(one.answer))
 
-    def before_and_after(self) -> list[BeforeAndAfter]:
-        """Return the first and the last answer to each prompt; empty in a rehearsal, and where nothing is generated."""
-        return before_and_after(read_generations(self._folder)) if self else []
+    def before_and_after(self, best_step: int | None) -> list[BeforeAndAfter]:
+        """Return the first answer to each prompt, and that of the best step, or else the last; empty in a rehearsal."""
+        return before_and_after(read_generations(self._folder), best_step=best_step) if self else []
 
     def _answer(
         self, session: Session, prompt: Prompt, end_ids: Sequence[int], *, in_all: bool

@@ -22,6 +22,8 @@ from lowmem_ft.recipe import Recipe
 LARGE_DATA, LARGE_RECOMPUTATION, LARGE_UPDATE, LARGE_WAIT = 0.05, 0.1, 0.25, 0.03
 LARGE_UNFUSED, LARGE_MODULE = 0.05, 0.05
 """Shares of a step from which a part is worth a word."""
+MOST_SENTENCES = 5
+"""Sentences of advice: the tables have the rest."""
 BUSY_DEVICE = 0.8
 """Share of a step for which a device computes if the host is fast enough."""
 TIMES_THE_CLOCK, SHARE_OF_OPERATOR = 2.0, 0.05
@@ -55,7 +57,7 @@ def advice_of(profile: StepProfile, recipe: Recipe, model: nn.Module) -> tuple[s
         model: the model that was profiled.
 
     Returns:
-        A sentence each; one that says so if nothing is large.
+        A sentence each, at most ``MOST_SENTENCES``; one that says so if nothing is large.
     """
     found = [
         *_slow_modules(profile, model),
@@ -65,7 +67,7 @@ def advice_of(profile: StepProfile, recipe: Recipe, model: nn.Module) -> tuple[s
         *_beyond_the_clock(profile),
     ]
     ordered = sorted(found, key=lambda one: one.seconds, reverse=True)
-    return tuple(one.sentence for one in ordered) or (
+    return tuple(one.sentence for one in ordered[:MOST_SENTENCES]) or (
         "Nothing is out of proportion: matrix products decide.",
     )
 

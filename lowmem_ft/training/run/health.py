@@ -16,7 +16,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session

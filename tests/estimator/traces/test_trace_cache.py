@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 import transformers
 
+import lowmem_ft
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
@@ -322,16 +324,60 @@ def test_every_other_key_is_part_of_it(model: Path) -> None:
         assert (other.family == own.family) == (path in trace_key.BATCH_SHAPE), path
 
 
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A small folder as the package whose files are part of the key, and nothing that is remembered of others."""
+    (tmp_path / "room").mkdir()
+    for name in ("__init__.py", "room/one.py"):
+        (tmp_path / name).write_text("a = 1\n")
+    monkeypatch.setattr(lowmem_ft, "__file__", str(tmp_path / "__init__.py"))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    trace_key._versions.cache_clear()
+    trace_key._digest_of_source.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "change, is_other",
+    [
+        (lambda package: (package / "room" / "one.py").write_text("a = 2\n"), True),
+        (lambda package: (package / "room" / "one.py").rename(package / "room" / "two.py"), True),
+        (lambda package: (package / "room" / "two.py").write_text(""), True),
+        (lambda package: (package / "room" / "notes.txt").write_text("a = 2\n"), False),
+    ],
+    ids=["edited", "renamed", "new", "no code"],
+)
+def test_the_source_is_part_of_it(
+    change: Callable[[Path], object], is_other: bool, package: Path, model: Path
+) -> None:
+    before = key_of(recipe_of(model))
+    change(package)
+    forget()
+    assert (key_of(recipe_of(model)) != before) == is_other
+
+
+@pytest.mark.parametrize("library", ["torch", "transformers", "bitsandbytes"])
+def test_versions_of_libraries_are_part_of_it(
+    library: str, package: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, version = key_of(recipe_of(model)), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == library else version(name))
+    forget()
+    assert key_of(recipe_of(model)) != before
+
+
 @pytest.mark.parametrize(
     "change",
     [
-        lambda patch: patch.setattr(trace_key, "_versions", lambda: {"torch": "3.0"}),
-        lambda patch: patch.setattr(trace_key, "_digest_of_source", lambda: "other"),
         lambda patch: patch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8"),
         lambda patch: patch.setattr(torch.backends.cuda, "flash_sdp_enabled", lambda: False),
         lambda patch: patch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True),
     ],
-    ids=["versions", "source", "environment", "attention", "determinism"],
+    ids=["environment", "attention", "determinism"],
 )
 def test_what_else_a_trace_depends_on_is_part_of_it(
     change: Callable[[pytest.MonkeyPatch], None], model: Path, monkeypatch: pytest.MonkeyPatch

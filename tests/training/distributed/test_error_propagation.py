@@ -18,7 +18,7 @@ import os, signal, sys, time
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
-from lowmem_ft.training import evaluation
+from lowmem_ft.training.evaluation import held_out_loss
 from lowmem_ft.training.distributed import error_propagation
 
 what, where = sys.argv.pop(1).split()
@@ -51,7 +51,7 @@ def at(time, owner, name, victim=1):
 if where == "step":
     at(5, DataStream, "next_window")
 elif where == "evaluation":
-    at(2, evaluation, "evaluation_loss")
+    at(2, held_out_loss, "evaluation_loss")
 elif where == "save":
     at(4, ShardWriter, "_write")  # the optimizer's state, of the second checkpoint
 elif where == "main":

@@ -6,7 +6,7 @@ import pytest
 from huggingface_hub import ModelCard
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.export.model_card import model_card
 
 

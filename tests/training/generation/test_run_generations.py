@@ -9,10 +9,14 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import DataError, RecipeError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
-from lowmem_ft.training.generation.generations_file import before_and_after, read_generations
+from lowmem_ft.reports.run_record import read_run
+from lowmem_ft.training.evaluation import run_evaluations
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
+from lowmem_ft.training.generation.generations_file import Generation, before_and_after, read_generations
 from lowmem_ft.training.generation.run_generations import RunGenerations
 from lowmem_ft.training.loop import train
 
@@ -88,6 +92,52 @@ def test_a_resumed_run_gives_the_same_answers_once(tiny, tmp_path):
     assert everything(tmp_path / "again") == everything(tmp_path / "whole")
 
 
+def test_answers_of_the_last_step_are_dropped_by_a_run_that_takes_more(tiny, tmp_path):
+    """They came after the step's checkpoint: to the run that goes on from it the step was never evaluated."""
+    settings = (*ANSWERING, "training.save_steps=2", "training.eval_steps=3", "budget.preflight=false")
+    folder = tmp_path / "run"
+    train(tiny(*settings, "training.max_steps=2", output_dir=folder))
+    assert {one.step for one in read_generations(folder)} == {0, 2}
+    more = ("training.max_steps=3", "training.resume_from_checkpoint=auto")
+    train(tiny(*settings, *more, output_dir=folder))
+    assert [(one.step, one.index) for one in read_generations(folder)] == [
+        (s, i) for s in (0, 3) for i in (0, 1)
+    ]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [record["step"] for record in records if "eval_loss" in record] == [3]
+
+
+def test_the_answers_shown_are_the_finished_models_where_an_earlier_step_is_the_best(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    losses = iter((3.0, 1.0, 2.0))
+    monkeypatch.setattr(run_evaluations, "evaluate", lambda *_, **__: EvaluationResult(next(losses), 10))
+    best = ("training.load_best_model_at_end=true", "training.save_total_limit=1", *ANSWERING)
+    result = train(tiny(*SHORT, "training.max_steps=3", *best, output_dir=tmp_path / "run"))
+    answers = read_generations(tmp_path / "run")
+    assert (result.best_step, answers[-1].step) == (2, 3)
+    shown = read_run(tmp_path / "run")
+    assert [one.steps for one in shown.generations] == [(0, 2)] * 2
+    assert [one.after for one in shown.generations] == [one.answer for one in answers if one.step == 2]
+    assert main(["report", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert "at step 2" in said
+    assert "at step 3" not in said
+    card = (tmp_path / "run" / "model" / "README.md").read_text()
+    assert "| prompt | at step 0 | at step 2 |" in card
+
+
+def test_later_answers_than_the_best_steps_are_left_out():
+    answers = [
+        Generation(step=step, index=index, prompt="?", answer=f"{step}, {index}")
+        for step in (0, 2, 4)
+        for index in (0, 1)
+    ]
+    assert [one.after for one in before_and_after(answers)] == ["4, 0", "4, 1"]
+    assert [one.after for one in before_and_after(answers, best_step=2)] == ["2, 0", "2, 1"]
+    assert before_and_after(answers[4:], best_step=2) == []  # of a run that went on elsewhere
+
+
 def test_prompts_of_a_file_need_no_held_out_rows(tiny, tmp_path):
     """A line is what a user says; messages end before the answer; a prompt that is a string is read as it is."""
     rows = [
@@ -133,7 +183,7 @@ def test_prompts_of_a_file_need_no_held_out_rows(tiny, tmp_path):
 )
 def test_bad_prompts_are_told_before_weights_are_read(rows, problem, tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
-        "lowmem_ft.training.loop.build_session", lambda *_, **__: pytest.fail("weights were read")
+        "lowmem_ft.training.run.run_parts.build_session", lambda *_, **__: pytest.fail("weights were read")
     )
     (tmp_path / "bad.jsonl").write_text(rows)
     with pytest.raises(DataError, match=problem):

@@ -17,10 +17,11 @@ from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.tensors.live_tensors import live_tensors
-from lowmem_ft.training import evaluation, loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
+from lowmem_ft.training.evaluation import held_out_loss
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.out_of_memory import diagnosis
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
@@ -235,7 +236,7 @@ def test_a_checkpoint_from_before_there_were_cuts_has_none(tiny, tmp_path):
 def test_an_evaluation_cuts_its_own_batches(tiny, tmp_path, monkeypatch, caplog):
     settings = ("training.max_steps=2", "data.eval_size=8", "training.per_device_eval_batch_size=4")
     whole = train(tiny(*settings, output_dir=tmp_path / "whole"))
-    forward, num_rows = evaluation.evaluation_loss, []
+    forward, num_rows = held_out_loss.evaluation_loss, []
 
     def full(session, batches):
         for batch in batches:
@@ -244,7 +245,7 @@ def test_an_evaluation_cuts_its_own_batches(tiny, tmp_path, monkeypatch, caplog)
                 raise torch.OutOfMemoryError("CUDA out of memory.")
         return forward(session, batches)
 
-    monkeypatch.setattr(evaluation, "evaluation_loss", full)
+    monkeypatch.setattr(held_out_loss, "evaluation_loss", full)
     cut = train(tiny(*settings, output_dir=tmp_path / "cut"))
     assert num_rows.count(4) == 1
     assert cut.evaluation.num_label_tokens == whole.evaluation.num_label_tokens
@@ -260,7 +261,7 @@ def test_an_error_in_an_evaluation_of_single_rows_ends_the_run(tiny, tmp_path, m
             raise torch.OutOfMemoryError("CUDA out of memory.")
         return torch.zeros(()), torch.zeros((), dtype=torch.int64)
 
-    monkeypatch.setattr(evaluation, "evaluation_loss", full)
+    monkeypatch.setattr(held_out_loss, "evaluation_loss", full)
     settings = ("training.max_steps=2", "data.eval_size=2", "training.per_device_eval_batch_size=1")
     with pytest.raises(
         DoesNotFitError, match="in an evaluation, whose batch cannot be cut: it is a single row"
@@ -299,7 +300,7 @@ def test_an_error_while_saving_is_told_apart(tiny, tmp_path, monkeypatch):
     def full(*_, **__):
         raise RuntimeError("CUDA error: out of memory")
 
-    monkeypatch.setattr(loop, "save_checkpoint", full)
+    monkeypatch.setattr(run_checkpoints, "save_checkpoint", full)
     with pytest.raises(DoesNotFitError, match="while the checkpoint of step 2 was saved") as raised:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
     assert "Resume the run from" not in str(raised.value)

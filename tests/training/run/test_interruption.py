@@ -16,6 +16,8 @@ from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.callbacks.callbacks import FAIL
+from lowmem_ft.training.checkpoints import run_checkpoints
+from lowmem_ft.training.evaluation import run_evaluations
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.run import health, start
 
@@ -141,7 +143,7 @@ def test_a_signal_says_what_to_go_on_from_even_if_no_step_was_taken(tiny, tmp_pa
     settings = ("training.max_steps=6", "training.eval_steps=null", "training.save_steps=4")
     train(tiny(*settings, output_dir=tmp_path / "run"))
     from_start = ("training.max_steps=6", "training.eval_on_start=true", "training.eval_steps=4")
-    monkeypatch.setattr(loop, "evaluate", lambda *args, **kwargs: send(signal.SIGTERM))
+    monkeypatch.setattr(run_evaluations, "evaluate", lambda *args, **kwargs: send(signal.SIGTERM))
     with pytest.raises(Interrupted) as anew:
         train(tiny(*from_start, output_dir=tmp_path / "anew"))
     assert (anew.value.checkpoint, anew.value.model_folder) == (None, None)
@@ -160,7 +162,7 @@ def test_a_loop_over_runs_that_goes_on_after_an_error_does_not_go_on_after_ctrl_
 
 def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
     """Replacing the only checkpoint by itself would leave none for a moment."""
-    saved, save = [], loop.save_checkpoint
+    saved, save = [], run_checkpoints.save_checkpoint
 
     def counted(*args):
         if not saved:
@@ -168,14 +170,14 @@ def test_a_step_is_not_saved_twice(tiny, tmp_path, monkeypatch):
         saved.append(save(*args))
         return saved[-1]
 
-    monkeypatch.setattr(loop, "save_checkpoint", counted)
+    monkeypatch.setattr(run_checkpoints, "save_checkpoint", counted)
     with pytest.raises(Interrupted):
         train(tiny("training.save_steps=2", output_dir=tmp_path / "run"))
     assert [folder.name for folder in saved] == ["checkpoint-2"]
 
 
 def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp_path, monkeypatch):
-    from lowmem_ft.training import evaluation
+    from lowmem_ft.training.evaluation import held_out_loss
 
     def records(folder):
         lines = (folder / "metrics.jsonl").read_text().splitlines()
@@ -184,14 +186,14 @@ def test_an_evaluation_that_was_cut_short_is_made_when_the_run_goes_on(tiny, tmp
         return [{key: record.get(key) for key in keys} for record in records if "measured" not in record]
 
     train(tiny(*SHORT, output_dir=tmp_path / "whole"))
-    forward = evaluation.evaluation_loss
+    forward = held_out_loss.evaluation_loss
 
     def interrupted(session, batches):
         send(signal.SIGTERM)
         return forward(session, batches)
 
     with monkeypatch.context() as patch:
-        patch.setattr(evaluation, "evaluation_loss", interrupted)
+        patch.setattr(held_out_loss, "evaluation_loss", interrupted)
         with pytest.raises(Interrupted) as stop:
             train(tiny(*SHORT, output_dir=tmp_path / "stopped"))
     assert stop.value.checkpoint == tmp_path / "stopped" / "checkpoint-3"  # which save_steps had not made

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training.checkpoints.checkpoint_folders import BestEvaluation, Progress, checkpoint_of_step
-from lowmem_ft.training.evaluation import EvaluationResult
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.run.run_folder import RunFolder
 
 
