@@ -66,7 +66,7 @@ def test_documents_are_apart_under_techniques_in_models_that_do_not_say_where_th
 
 
 def test_every_causal_lm_has_been_tried():
-    assert set(KEPT) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    assert set(KEPT) >= set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     for model_type, row in KEPT.items():
         assert list(row) == techniques_for(model_type), model_type
 
