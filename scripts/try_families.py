@@ -52,7 +52,7 @@ TRIED_SHARDED = (
 """Types that differ in structure, which alone it is tried on."""
 
 _NOT_CAUSAL = "refused: model.name_or_path needs a causal language model, whose"
-_NAMES_AND_NUMBERS = re.compile(r"\w*[a-z][A-Z]\w*|[0-9.]+|\b[a-z]+_[a-z_]+|'\w+'")
+_NAMES_AND_NUMBERS = re.compile(r"\w+(\.\w+)+ \(\w+\)|\w*[a-z][A-Z]\w*|[0-9.]+|\b[a-z]+_[a-z_]+|'\w+'")
 """Words that differ between two families that are refused for one reason."""
 
 Results = dict[str, dict[str, str]]
@@ -101,11 +101,13 @@ def techniques_for(model_type: str) -> list[str]:
 
 
 def write(results: Results, path: Path) -> None:
-    """Write the results in the order of transformers' types and of the table's columns."""
+    """Write the results by model type, and in the order of the table's columns.
+
+    Types that the installed transformers does not have, as another version does, keep their results.
+    """
     ordered = {
-        name: {technique: results[name][technique] for technique in TECHNIQUES if technique in results[name]}
-        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if name in results
+        name: {technique: row[technique] for technique in TECHNIQUES if technique in row}
+        for name, row in sorted(results.items())
     }
     path.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -93,7 +93,28 @@ def refuse_odd_routing(name: str, hf_config: PretrainedConfig) -> None:
     Raises:
         ModelError: names the fields.
     """
-    raise_problems(_routing_problems(name, hf_config.get_text_config()), ModelError)
+    # An encoder-decoder, which is refused later by its name, may have a text config for each of its two parts.
+    raise_problems(_routing_problems(name, hf_config.get_text_config(decoder=True)), ModelError)
+
+
+def refuse_draft_model(name: str, hf_config: PretrainedConfig) -> None:
+    """Reject a model whose layers all read the keys and values of another model, for which it drafts tokens.
+
+    Args:
+        name: the folder or hub id that it was read from.
+        hf_config: the config of all its parts.
+
+    Raises:
+        ModelError: names the field.
+    """
+    text = hf_config.get_text_config(decoder=True)
+    shared, layers = getattr(text, "num_kv_shared_layers", None) or 0, getattr(text, "num_hidden_layers", 0)
+    if 0 < layers <= shared:
+        raise ModelError(
+            f"model.name_or_path needs a model that computes its own keys and values, but {name} is of type "
+            f"{hf_config.model_type!r}, a draft model: all of its {layers} layers read those of the model that it "
+            f"drafts for (num_kv_shared_layers={shared} in its config.json). Train that model."
+        )
 
 
 def _routing_problems(name: str, text: PretrainedConfig) -> Iterator[str]:

@@ -28,7 +28,12 @@ from lowmem_ft.foundation.errors import MissingPackageError, ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import expand_user
-from lowmem_ft.models.architecture import catalogue_config, refuse_incomplete, refuse_odd_routing
+from lowmem_ft.models.architecture import (
+    catalogue_config,
+    refuse_draft_model,
+    refuse_incomplete,
+    refuse_odd_routing,
+)
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
@@ -142,6 +147,7 @@ def _whole_config(config: ModelConfig, *, says: bool = False) -> PretrainedConfi
     if written:
         refuse_incomplete(path, written, hf_config)
     refuse_odd_routing(config.name_or_path or "", language_config(hf_config))
+    refuse_draft_model(config.name_or_path or "", hf_config)
     return hf_config
 
 

@@ -19,6 +19,7 @@ import torch
 
 from lowmem_ft.data.batches.batch import Batch, LabelledRows, merged
 from lowmem_ft.data.batches.splitting import pieces
+from lowmem_ft.techniques.attention.document_masks import masks_keep_documents_apart
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
 from lowmem_ft.training.mixed_precision import one_type_needed
@@ -168,6 +169,7 @@ def _forward(
         one_type_needed(type(session.unwrapped_model).__name__, session.runtime.mixed_precision),
         session.runtime.autocast(),
         borders_arrive(further_inputs),
+        masks_keep_documents_apart(session.unwrapped_model, batch.position_ids_BT),
         padding_left_out(session.unwrapped_model, lengths, batch.input_ids_BT.shape),
     ):
         outputs = session.model(**inputs, **further_inputs)

@@ -126,9 +126,30 @@ def _beside_plain(*settings: str, beside: Sequence[str] = ()) -> Callable[[Path]
 
 def _packed(folder: Path) -> float:
     """Compare packed documents with the same ones in rows of their own."""
-    together = _losses(folder, _SEVERAL, _CHUNKED)
-    alone = _losses(folder, _ONE_DOCUMENT, _CHUNKED, apart=True)
+    return _packed_under(folder, (_CHUNKED,), (_CHUNKED,))
+
+
+def _packed_under(folder: Path, settings: Sequence[str], beside: Sequence[str]) -> float:
+    together = _losses(folder, _SEVERAL, *settings)
+    alone = _losses(folder, _ONE_DOCUMENT, *beside, apart=True)
     return _difference(together, alone)
+
+
+def packed_difference(model_type: str, technique: str) -> float:
+    """Return the relative difference of losses between packed rows under a technique and plain rows of one document.
+
+    Args:
+        model_type: a type of transformers' causal LMs.
+        technique: ``lowest rung``, ``LoRA`` or ``QLoRA``; the plain rows have the same adapters, and nothing else.
+    """
+    settings, beside = {
+        "lowest rung": (_LOWEST, (_CHUNKED,)),
+        "LoRA": ((*_LORA, *_FROZEN), (*_LORA, _CHUNKED)),
+        "QLoRA": ((*_QLORA, *_FROZEN), (*_QLORA, _CHUNKED)),
+    }[technique]
+    with tempfile.TemporaryDirectory() as folder:
+        tiny_config(model_type).save_pretrained(folder)
+        return _packed_under(Path(folder), settings, beside)
 
 
 def _in_two_processes(folder: Path) -> float:

@@ -209,10 +209,17 @@ _OWN: dict[str, dict[str, Any]] = {
         ),
         _ONE_KEY_HEAD_PER_HEAD,
     ),
-    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), _LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "sarvam_mla", "youtu"), _LATENT),
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
         "ffn_config": {"hidden_size": _WIDTH, "ffn_hidden_size": 48},
+    },
+    "dory": {  # its dictionary counts attention and MLP of a layer as two
+        "layer_types": ["sliding_attention", "mlp", "full_attention", "mlp"] * 2,
+        "num_hidden_layers": 8,
+        "n_input_layers": 2,
+        "n_recurrent_layers": 4,
+        "n_output_layers": 2,
     },
     "dots3_note": {
         "text_config": _DOTS3,
@@ -234,6 +241,7 @@ _OWN: dict[str, dict[str, Any]] = {
         "sliding_window": 16,
         "layer_types": ["sliding_attention", "full_attention"],
     },
+    "gemma3n": {"text_config": _GEMMA3N},
     "gemma3n_text": _GEMMA3N,
     "gemma4_assistant": {
         "text_config": {

@@ -178,3 +178,23 @@ def test_every_problem_of_a_routing_is_told_and_plain_layers_are_none(tmp_path):
         == 4
     )
     assert read(tmp_path, {**TINY, "model_type": "jamba", "num_experts": 1}).num_experts_per_tok == 2
+
+
+def test_a_draft_model_is_refused_by_its_name(tmp_path):
+    """Its layers read the keys of another model; its text config alone looks like a model to train."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 100}
+    layers = {"num_hidden_layers": 2, "num_kv_shared_layers": 2}
+    layers["layer_types"] = ["sliding_attention", "full_attention"]
+    no_inputs = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
+    text = {"model_type": "gemma4_text", **sizes, **layers, **no_inputs}
+    with pytest.raises(
+        ModelError, match=r"'gemma4_assistant', a draft model: all of its 2 layers.*=2 in its"
+    ):
+        read(tmp_path, {"model_type": "gemma4_assistant", "text_config": text})
+
+
+def test_a_model_with_two_text_configs_is_refused_as_an_encoder_decoder(tmp_path):
+    fields = {"text_encoder": {"model_type": "t5"}, "audio_encoder": {"model_type": "encodec"}}
+    decoder = {"model_type": "musicgen_decoder"}
+    with pytest.raises(ModelError, match=r"is of type 'musicgen', an encoder-decoder"):
+        read(tmp_path, {"model_type": "musicgen", **fields, "decoder": decoder})

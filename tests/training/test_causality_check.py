@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, LlamaConfig, MambaConfig, OPTConfig
+from transformers import AutoModelForCausalLM, BertConfig, Lfm2Config, LlamaConfig, MambaConfig, OPTConfig
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
@@ -67,14 +67,39 @@ def test_own_code_that_does_not_look_ahead_trains(tiny, own_model):
     AutoModelForCausalLM.from_pretrained(finished, trust_remote_code=True)
 
 
-def test_a_model_whose_documents_see_one_another_is_not_packed(tiny, tmp_path, recipes_folder):
-    """The state of a recurrent model passes over the borders of documents."""
-    folder = tmp_path / "mamba"
-    MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=8).save_pretrained(folder)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "config, part",
+    [
+        (
+            MambaConfig(vocab_size=512, hidden_size=32, num_hidden_layers=1, state_size=8),
+            r"mixer\.x_proj \(Linear\)",
+        ),
+        (  # its convolution reaches back two tokens, which change the loss by less than rounding
+            Lfm2Config(
+                vocab_size=512,
+                hidden_size=32,
+                intermediate_size=48,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                layer_types=["conv", "full_attention"],
+                num_hidden_layers=2,
+            ),
+            r"conv\.out_proj \(Linear\)",
+        ),
+    ],
+    ids=["recurrent state", "short convolution"],
+)
+def test_a_model_whose_documents_see_one_another_is_not_packed(
+    tiny, tmp_path, recipes_folder, config, part, dtype
+):
+    folder = tmp_path / "model"
+    config.save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(recipes_folder / "tiny" / name, folder)
-    settings = (f"model={folder}", "training.max_steps=1", "training.save_steps=null")
-    with pytest.raises(ModelError, match=r"change the loss of its second.*data\.packing=false"):
+    settings = (f"model={folder}", "training.max_steps=1", "training.save_steps=null", f"model.dtype={dtype}")
+    message = rf"change the loss of its second.*, first in .*{part}\. Set data\.packing=false"
+    with pytest.raises(ModelError, match=message):
         train(tiny(*settings, "data.packing=true"))
 
 
