@@ -103,7 +103,7 @@ class Replays:
     @cached_property
     def settled(self) -> Timeline:
         """The timeline with as many steps as the allocator needs until it requests no more memory."""
-        return with_repeated_step(self.trace)
+        return with_repeated_step(self.trace.timeline, self.trace.between_steps)
 
     @cached_property
     def clock(self) -> Clock:
