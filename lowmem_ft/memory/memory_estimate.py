@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.playback import Playback
 from lowmem_ft.memory.race import Race
-from lowmem_ft.memory.step_clock import StepClock
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 
@@ -179,7 +179,7 @@ class MemoryEstimate:
         versions: versions of the libraries that the trace ran with.
         trace_seconds: seconds that the estimate took.
         timeline: every allocation of the trace; not in the JSON.
-        step_clock: when the GPU reaches the allocations of a step; None without a clock; not in the JSON.
+        playback: the timeline as the GPU plays it; None on a CPU; not in the JSON.
         races: races found by a virtual GPU with ``check_streams``; not in the JSON.
     """
 
@@ -208,7 +208,7 @@ class MemoryEstimate:
     versions: Mapping[str, str] = field(default_factory=dict)
     trace_seconds: float = 0.0
     timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
-    step_clock: StepClock | None = field(default=None, repr=False, compare=False)
+    playback: Playback | None = field(default=None, repr=False, compare=False)
     races: tuple[Race, ...] = ()
 
     @property
@@ -287,7 +287,7 @@ class MemoryEstimate:
 
     def without_timeline(self) -> MemoryEstimate:
         """Return the estimate without its single allocations, which are a lot of data to keep or to hand over."""
-        return replace(self, timeline=Timeline(), step_clock=None)
+        return replace(self, timeline=Timeline(), playback=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON types, by the names of the published schema."""

@@ -2,41 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 NUM_REPETITIONS = 2
 """Repetitions of the last traced step. In the recipes tried, reserved memory is constant from the third step on."""
 
 
-def with_repeated_step(timeline: Timeline, between_steps: Sequence[int]) -> Timeline:
-    """Return a timeline with its last step repeated, if that step leaves behind what it found.
+def with_repeated_step(trace: Trace) -> Timeline:
+    """Return the trace's timeline with its last step repeated, if that step leaves behind what it found.
 
     Args:
-        timeline: the timeline of a trace.
-        between_steps: for each point between two of its steps, the number of events by then.
+        trace: a trace with marks between its steps.
 
     Returns:
-        The longer timeline; the same one if it has no such step.
+        The longer timeline; the trace's own if it has no such step.
     """
-    if len(between_steps) < 2:
-        return timeline
-    first, last = between_steps[-2:]
-    events = timeline.events
+    quiet = trace.between_steps
+    if len(quiet) < 2:
+        return trace.timeline
+    first, last = quiet[-2:]
+    events = trace.timeline.events
     born_in_step = {index for kind, index in events[first:last] if kind == "malloc"}
     freed_in_step = [index for kind, index in events[first:last] if kind == "free"]
     found = [index for index in freed_in_step if index not in born_in_step]
     left = sorted(born_in_step.difference(freed_in_step))
-    allocations = timeline.allocations
+    allocations = trace.timeline.allocations
     if [allocations[index].size_bytes for index in found] != [
         allocations[index].size_bytes for index in left
     ]:
-        return timeline
+        return trace.timeline
     longer = Timeline([*allocations], events[:last])
     successor = dict(zip(found, left, strict=True))
     for _ in range(NUM_REPETITIONS):
-        successor = _repeat(longer, timeline, first, last, successor)
+        successor = _repeat(longer, trace.timeline, first, last, successor)
     final = {original: successor[found_one] for found_one, original in zip(found, left, strict=True)}
     longer.events += [
         event._replace(allocation=final.get(event.allocation, event.allocation)) for event in events[last:]

@@ -18,7 +18,7 @@ from lowmem_ft.memory.memory_estimate import (
     ProcessRange,
     StepTime,
 )
-from lowmem_ft.memory.step_clock import StepClock
+from lowmem_ft.memory.playback import Playback, StepClock
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import (
     HEAP_SHARE,
@@ -174,7 +174,11 @@ def estimate_on_gpu(
         fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
         host_by_part=host,
         step=step,
-        step_clock=clock,
+        playback=Playback(
+            block_bytes=replays.unlimited.block_bytes,
+            reserved_bytes=replays.reserved_in_the_long_run,
+            step=clock,
+        ),
         processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
         choices=tuple(choices),
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),

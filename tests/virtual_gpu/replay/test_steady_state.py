@@ -30,10 +30,6 @@ class Program:
         )
 
 
-def repeated(program: Program) -> Timeline:
-    return with_repeated_step(program.timeline, program.trace().between_steps)
-
-
 def sizes(timeline: Timeline) -> list[tuple[str, int]]:
     return [(kind, timeline.allocations[index].size_bytes) for kind, index in timeline.events]
 
@@ -47,7 +43,7 @@ def test_a_step_that_leaves_nothing_behind_is_repeated() -> None:
         program.timeline.free(temporary)
         program.step_is_over()
     program.take(50)
-    longer = repeated(program)
+    longer = with_repeated_step(program.trace())
     step = [("malloc", 2), ("free", 2)]
     assert sizes(longer) == [
         ("malloc", 100),
@@ -68,7 +64,7 @@ def test_what_a_step_replaces_is_replaced_in_every_repetition() -> None:
         kept = new
         program.step_is_over()
     program.timeline.free(kept)
-    longer = repeated(program)
+    longer = with_repeated_step(program.trace())
     assert list(longer.live_bytes())[-1] == 0
     assert max(longer.live_bytes()) == 14
     freed = [index for kind, index in longer.events if kind == "free"]
@@ -81,7 +77,8 @@ def test_a_step_that_leaves_something_behind_is_left_alone() -> None:
     for _ in range(2):
         program.take(7)
         program.step_is_over()
-    assert repeated(program) is program.timeline
+    trace = program.trace()
+    assert with_repeated_step(trace) is trace.timeline
 
 
 def test_reserved_bytes_of_many_steps_are_found_from_two() -> None:
@@ -100,4 +97,4 @@ def test_reserved_bytes_of_many_steps_are_found_from_two() -> None:
         return program
 
     many = replay(run(8).timeline, CachingAllocator()).peak_reserved_bytes
-    assert replay(repeated(run(2)), CachingAllocator()).peak_reserved_bytes == many
+    assert replay(with_repeated_step(run(2).trace()), CachingAllocator()).peak_reserved_bytes == many

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowmem_ft.memory.step_clock import StepClock
+from lowmem_ft.memory.playback import StepClock
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
 
@@ -31,7 +31,6 @@ def step_clock(
     seconds = reached[lasts]
     seconds[0], seconds[-1] = 0.0, step_seconds
     return StepClock(
-        between_steps=tuple(trace.between_steps),
         positions=positions,
         seconds=seconds,
         step_seconds=step_seconds,
