@@ -151,11 +151,11 @@ class LineFigure:
     Attributes:
         title: what they show.
         axis_words: label of the horizontal axis.
-        unit: what ordinates count; bytes are written as sizes.
+        unit: what ordinates count; bytes are written as sizes, from 0 on.
         lines: at least one, with at least one point.
         limits: ordinates that are drawn as lines across; only for bytes.
         shade: ordinates of a band across the figure; None: no band.
-        starts_at_zero: whether the vertical axis begins at 0, and not near the lowest point.
+        starts_at_zero: whether other numbers begin at 0, too, and not near the lowest point.
     """
 
     title: str

@@ -8,12 +8,12 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.reports.plots.figure import Band, MemoryFigure
 from lowmem_ft.reports.plots.svg import (
-    COLOURS,
     FONT,
     PHASE_SHADES,
     document,
     line,
     number,
+    paint,
     rectangle,
     size_ticks,
     size_words,
@@ -117,7 +117,10 @@ class _Drawing:
             y = self._y(tick)
             yield line(LEFT, y, self._right, y, "grid")
             yield text(LEFT - 6, y + 4, size_words(tick) if tick else "0", "end soft number")
+        yield f'<g class="plot" data-left="{number(LEFT)}" data-right="{number(self._right)}">'
         yield from self._layers()
+        yield line(LEFT, self._plot_top, LEFT, self._plot_bottom, "pointer")
+        yield "</g>"
         if figure.peak is not None:
             x = self._x(figure.moments[figure.peak])
             tensors = sum(
@@ -134,8 +137,7 @@ class _Drawing:
         """Yield areas from the highest to the lowest: each covers the lower part of the one before."""
         heights = self._figure.totals_bytes
         for layer in reversed(self._figure.layers):
-            paint = f'fill="{COLOURS[layer.use]}" data-use="{layer.use}"'
-            yield f'<path d="{self._path(heights)}" {paint}/>'
+            yield f'<path d="{self._path(heights)}" fill="{paint(layer.use)}"/>'
             heights = [height - size for height, size in zip(heights, layer.sizes_bytes, strict=True)]
 
     def _path(self, heights: Sequence[float]) -> str:
@@ -200,7 +202,7 @@ class _Drawing:
         rows = list(zip(figure.layers, figure.at_peak_bytes, strict=True))
         for layer, size in reversed(rows):
             y += ROW
-            elements.append(rectangle(left, y - 14, 12, 12, f'rx="2" fill="{COLOURS[layer.use]}"'))
+            elements.append(rectangle(left, y - 14, 12, 12, f'rx="2" fill="{paint(layer.use)}"'))
             elements.append(text(left + 20, y - 4, layer.words))
             elements.append(text(right, y - 4, format_bytes(size), "end number"))
         y += ROW
@@ -226,15 +228,20 @@ class _Drawing:
             elements.append(text(left, y - 4, "The rest of the run, at its highest", "head"))
         labels = max((width_of(part.words) for part in figure.parts), default=0) + 12
         scale = (right - left - labels - 70) / self._top_bytes
+        top = y + 1
         for part in figure.parts:
             y += ROW
             elements.append(text(left, y - 4, part.words))
             x = left + labels
             for layer, size in zip(figure.layers, part.sizes_bytes, strict=True):
                 if size * scale >= 0.05:
-                    elements.append(rectangle(x, y - 15, size * scale, 13, f'fill="{COLOURS[layer.use]}"'))
+                    elements.append(rectangle(x, y - 15, size * scale, 13, f'fill="{paint(layer.use)}"'))
                     x += size * scale
             elements.append(text(right, y - 4, format_bytes(part.total_bytes), "end number"))
+        for limit in figure.limits if figure.parts else ():
+            if limit.size_bytes < self._top_bytes:
+                x = left + labels + limit.size_bytes * scale
+                elements.append(line(x, top, x, y, "limit"))
         return y, elements
 
     def _seconds_by_phase(self) -> dict[Phase, float]:

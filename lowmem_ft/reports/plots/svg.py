@@ -15,7 +15,7 @@ from lowmem_ft.memory.category import Phase
 from lowmem_ft.reports.plots.figure import Use
 
 COLOURS: dict[Use, str] = {
-    "context": "var(--context)",
+    "context": "#7d8590",
     "parameter": "#0072b2",
     "optimizer_state": "#009e73",
     "gradient": "#d55e00",
@@ -25,9 +25,12 @@ COLOURS: dict[Use, str] = {
     "activation": "#e69f00",
     "logits_and_loss": "#cc79a7",
     "temporary": "#56b4e9",
-    "cached": "var(--cached)",
+    "cached": "#d0d5db",
 }
 """Colours of Okabe and Ito (2008), which colour-blind people can tell apart, with purple, brown and two greys."""
+
+_GREYS: dict[str, str] = {"context": "var(--context)", "cached": "var(--cached)"}
+"""Colours that differ on a dark page."""
 
 LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7a5aa6", "#8c6d46")
 """Colours of lines, in their order."""
@@ -48,6 +51,8 @@ FONT = 12
 LETTER = 0.56 * FONT
 """Width of a letter, on the average."""
 
+_NAMESPACE = "http://www.w3.org/2000/svg"
+
 STYLE = f"""
 .lmf {{ --ink: #1f2328; --soft: #59636e; --grid: #d1d9e0; --paper: #ffffff; --warn: #c1121f;
   --context: #7d8590; --cached: #d0d5db;
@@ -66,6 +71,7 @@ STYLE = f"""
 .lmf .edge {{ stroke: var(--ink); fill: none; stroke-width: 1.5; }}
 .lmf .limit {{ stroke: var(--warn); stroke-dasharray: 6 4; stroke-width: 1.5; }}
 .lmf .peak {{ stroke: var(--ink); stroke-dasharray: 2 3; }}
+.lmf .pointer {{ stroke: var(--ink); visibility: hidden; }}
 .lmf .dot {{ fill: var(--ink); stroke: var(--paper); }}
 .lmf .end {{ text-anchor: end; }}
 .lmf .middle {{ text-anchor: middle; }}
@@ -86,11 +92,21 @@ def document(width: float, height: float, label: str, elements: Iterable[str]) -
     """
     body = "\n".join(elements)
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="lmf" viewBox="0 0 {number(width)} {number(height)}" '
+        f'<svg xmlns="{_NAMESPACE}" class="lmf" viewBox="0 0 {number(width)} {number(height)}" '
         f'width="{number(width)}" height="{number(height)}" role="img" aria-label="{escape(label)}">\n'
         f"<style>{STYLE}</style>\n"
         f'<rect class="paper" width="100%" height="100%" rx="6"/>\n{body}\n</svg>\n'
     )
+
+
+def within_page(document: str) -> str:
+    """Return a document for an HTML page, which knows SVG without being told its namespace."""
+    return document.replace(f' xmlns="{_NAMESPACE}"', "", 1)
+
+
+def paint(use: Use) -> str:
+    """Return the colour of a layer, as an attribute says it."""
+    return _GREYS.get(use, COLOURS[use])
 
 
 def number(value: float) -> str:
