@@ -33,7 +33,7 @@ WIDE = 720
 
 ROW = FONT + 6
 LEGEND = 270
-LEFT, RIGHT = 52, 10
+LEFT, RIGHT = 62, 10
 STRIP = FONT + 5
 """Height of the strip of phases, and of that of micro-batches."""
 
@@ -211,18 +211,17 @@ class _Drawing:
         return y, elements
 
     def _rest(self, left: float, right: float, y: float) -> tuple[float, list[str]]:
-        """Return seconds by phase, and the other parts of the run."""
+        """Return the key of the phases, with their seconds, and the other parts of the run."""
         figure, elements = self._figure, []
-        if figure.axis == "seconds":
-            x, y = left, y + ROW
-            for phase, seconds in self._seconds_by_phase().items():
-                words = f"{PHASE_WORDS[phase]} {seconds:.3g} s"
-                needed = 18 + width_of(words)
-                if x + needed > right and x > left:
-                    x, y = left, y + ROW
-                shade = f'class="band" opacity="{PHASE_SHADES[phase]}"'
-                elements += [rectangle(x, y - 14, 12, 12, shade), text(x + 18, y - 4, words)]
-                x += needed + 12
+        x, y = left, y + ROW
+        for phase, length in self._length_by_phase().items():
+            words = PHASE_WORDS[phase] + (f" {length:.3g} s" if figure.axis == "seconds" else "")
+            needed = 18 + width_of(words)
+            if x + needed > right and x > left:
+                x, y = left, y + ROW
+            shade = f'class="band" opacity="{PHASE_SHADES[phase]}"'
+            elements += [rectangle(x, y - 14, 12, 12, shade), text(x + 18, y - 4, words)]
+            x += needed + 12
         if figure.parts:
             y += ROW + 4
             elements.append(text(left, y - 4, "The rest of the run, at its highest", "head"))
@@ -244,9 +243,10 @@ class _Drawing:
                 elements.append(line(x, top, x, y, "limit"))
         return y, elements
 
-    def _seconds_by_phase(self) -> dict[Phase, float]:
-        seconds: dict[Phase, float] = {}
+    def _length_by_phase(self) -> dict[Phase, float]:
+        """Return the part of the axis that each phase takes."""
+        lengths: dict[Phase, float] = {}
         for band in self._figure.phases:
             if band.phase is not None:
-                seconds[band.phase] = seconds.get(band.phase, 0.0) + band.end - band.start
-        return seconds
+                lengths[band.phase] = lengths.get(band.phase, 0.0) + band.end - band.start
+        return lengths

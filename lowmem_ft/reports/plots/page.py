@@ -23,6 +23,7 @@ table { border-collapse: collapse; overflow-wrap: normal; }
 th, td { padding: .2rem 1rem .2rem 0; text-align: left; vertical-align: top; font-weight: normal;
   border-bottom: 1px solid var(--grid); }
 thead th { color: var(--soft); }
+td.words { white-space: pre-wrap; min-width: 6rem; }
 .number { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
 pre { padding: .7rem; border: 1px solid var(--grid); border-radius: 6px; white-space: pre-wrap;
   font: 13px/1.45 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
@@ -65,7 +66,7 @@ def table(headings: Sequence[str], rows: Iterable[Sequence[str]], words: Sequenc
         rows: the cells, one for each column.
         words: headings of the columns that hold words; the others hold numbers.
     """
-    styles = ["" if heading in words else ' class="number"' for heading in headings]
+    styles = [' class="words"' if heading in words else ' class="number"' for heading in headings]
     head = "".join(f"<th{style}>{escape(one)}</th>" for one, style in zip(headings, styles, strict=True))
     body = "\n".join(
         "<tr>"
