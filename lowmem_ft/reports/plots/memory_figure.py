@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import chain, groupby, pairwise, takewhile
+from itertools import chain, groupby, takewhile
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.category import Phase
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.playback import StepClock
 from lowmem_ft.reports.plots.figure import Band, Layer, Limit, MemoryFigure, Part, Use
@@ -217,12 +216,10 @@ def _by_part(moments: Sequence[Moment], clock: StepClock) -> dict[str, list[Mome
 
 
 def _phases(step: Sequence[Moment], end: float) -> Iterator[Band]:
-    runs: list[tuple[Phase, float]] = [
-        (phase, next(run).at) for phase, run in groupby(step, key=lambda moment: moment.phase)
-    ]
-    for (phase, start), (_, stop) in pairwise((*runs, (runs[-1][0], end))):
-        if stop > start:
-            yield Band(words=PHASE_WORDS[phase], start=start, end=stop, phase=phase)
+    firsts = [next(run) for _, run in groupby(step, key=lambda moment: moment.phase)]
+    for first, stop in zip(firsts, [*(one.at for one in firsts[1:]), end], strict=True):
+        if stop > first.at:
+            yield Band(words=PHASE_WORDS[first.phase], start=first.at, end=stop, phase=first.phase)
 
 
 def _limits(estimate: MemoryEstimate) -> Iterator[Limit]:

@@ -49,7 +49,7 @@ def page(title: str, heading: str, body: str) -> str:
     Returns:
         The text of an HTML file.
     """
-    script = files(__package__).joinpath("readout.js").read_text(encoding="utf-8")
+    script = files("lowmem_ft.reports.plots").joinpath("readout.js").read_text(encoding="utf-8")
     return (
         '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
