@@ -126,7 +126,7 @@ class MemoryFigure:
     @property
     def highest_bytes(self) -> int:
         """The most bytes that are drawn, in the step or in another part."""
-        return max(*self.totals_bytes, *(part.total_bytes for part in self.parts))
+        return max((*self.totals_bytes, *(part.total_bytes for part in self.parts)))
 
 
 @dataclass(frozen=True, kw_only=True)

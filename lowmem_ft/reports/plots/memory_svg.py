@@ -61,6 +61,7 @@ class _Drawing:
         self._right = width - RIGHT - (LEGEND if self._is_wide else 0)
         self._title = wrapped(figure.title, width - 2 * RIGHT, FONT + 2)
         self._summary = wrapped(figure.summary, width - 2 * RIGHT)
+        self._axis_words = wrapped(figure.axis_words, self._right - RIGHT)
         strips = 2 if figure.micro_batches else 1
         self._strips_top = 12 + ROW * (len(self._title) + len(self._summary)) + 4
         self._plot_top = self._strips_top + strips * STRIP
@@ -177,11 +178,12 @@ class _Drawing:
             values = ticks(figure.end, 8 if self._is_wide else 5)
             for value, words in zip(values, tick_words(values), strict=True):
                 yield text(self._x(value), y + FONT + 4, words, "middle soft number")
-        yield text(self._right, y + 2 * FONT + 7, figure.axis_words, "end soft")
+        for row, words in enumerate(self._axis_words, start=1):
+            yield text(self._right, y + 4 + FONT + row * (FONT + 3), words, "end soft")
 
     def _below(self) -> tuple[float, list[str]]:
         """Return the lowest line, and what is below the plot or next to it."""
-        under_axis = self._plot_bottom + 2 * ROW + 6
+        under_axis = self._plot_bottom + FONT + 10 + len(self._axis_words) * (FONT + 3)
         left, y = (self._right + 24, self._strips_top) if self._is_wide else (RIGHT, under_axis)
         y, elements = self._legend(left, self._width - RIGHT, y)
         if self._is_wide:

@@ -165,13 +165,12 @@ def size_ticks(top_bytes: float, most: int) -> list[int]:
     return list(range(0, int(top_bytes) + 1, step))
 
 
-def tick_words(values: Sequence[float], unit: str = "") -> list[str]:
-    """Return numbers with as many digits as their distance asks for; the last one with the unit."""
+def tick_words(values: Sequence[float]) -> list[str]:
+    """Return numbers with as many digits as their distance asks for."""
     if len(values) < 2:
         return [f"{value:g}" for value in values]
     digits = next((digits for digits in range(10) if round(values[1] - values[0], digits) > 0), 0)
-    words = [f"{value:,.{digits}f}" for value in values]
-    return [*words[:-1], f"{words[-1]} {unit}".strip()]
+    return [f"{value:,.{digits}f}" if digits < 6 else f"{value:.2g}" for value in values]
 
 
 def size_words(size_bytes: float) -> str:
