@@ -39,7 +39,7 @@ class StepClock:
 
 @dataclass(frozen=True, kw_only=True)
 class Playback:
-    """What a GPU's caching allocator makes of a timeline, and its clock of the last step.
+    """The bytes that a GPU's caching allocator holds over a timeline, and its clock of the last step.
 
     Args:
         block_bytes: size of the block that serves each allocation, by its index; 0 if it is stored elsewhere.

@@ -26,7 +26,7 @@ def run_page(run: RunRecord, estimate: MemoryEstimate | str) -> str:
 
     Args:
         run: the run.
-        estimate: an estimate of its recipe on its device, with its timeline; or why there is none.
+        estimate: an estimate of its recipe on its device, with its timeline; or the reason why it is missing.
 
     Returns:
         The text of an HTML file.

@@ -96,7 +96,7 @@ def _write_page(run: RunRecord, file: str) -> int:
 
 
 def _estimate(run: RunRecord) -> MemoryEstimate | str:
-    """Return an estimate of a run's recipe on the run's device, or why there is none."""
+    """Return an estimate of a run's recipe on the run's device, or the reason why it is missing."""
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.gpu_count import on_gpus

@@ -11,7 +11,7 @@ from lowmem_ft.memory.category import Category, Phase
 __all__ = ["Band", "Layer", "Limit", "Line", "LineFigure", "MemoryFigure", "Part"]
 
 Use = Category | Literal["context", "cached"]
-"""What a layer of the stack is used for: tensors by category, what surrounds them, and what the allocator caches."""
+"""The use of a layer of the stack: tensors by category, what surrounds them, and what the allocator caches."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,7 +48,7 @@ def check_plot_path(path: Path) -> None:
         path: the file to write the plot to.
 
     Raises:
-        UserError: if its suffix is none of ``SUFFIXES``.
+        UserError: if its suffix is not in ``SUFFIXES``.
         MissingPackageError: for a PNG without matplotlib.
     """
     if path.suffix not in SUFFIXES:
