@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.text import Text
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.catalog.gpu_spec import Price
+from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.comparison import Peaks, Row, compared
 from lowmem_ft.recipe import recipe_to_yaml
@@ -32,16 +32,16 @@ def run_report(runs: Sequence[RunRecord]) -> Document:
     """
     profiles = (profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
     ending = next_steps(runs[0]) if len(runs) == 1 else None
-    return Document(_side_by_side(runs), *map(_answers, runs), *_notes(runs), *profiles, ending)
+    return Document(_side_by_side(runs), *map(_answers, runs), *notes(runs), *profiles, ending)
 
 
 def _side_by_side(runs: Sequence[RunRecord]) -> Table:
     sections = {
-        "": list(map(_facts, runs)),
+        "": list(map(facts, runs)),
         "estimated / measured": [
             {row.name: _cell(row) for row in compared(run.estimated, run.measured)} for run in runs
         ],
-        "rehearsed / measured": [dict(_rehearsed(run)) for run in runs],
+        "rehearsed / measured": [dict(rehearsed(run)) for run in runs],
     }
     rows: list[Sequence[str | Text]] = []
     for title, by_run in sections.items():
@@ -77,7 +77,7 @@ def _cell(row: Row) -> str:
     return f"{row.text(row.estimated)} / {row.text(row.measured)}{error}"
 
 
-def _rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
+def rehearsed(run: RunRecord) -> Iterator[tuple[str, str]]:
     """Yield rehearsed and actual values of a run; nothing for a run that was not rehearsed."""
     if run.rehearsal is None:
         return
@@ -102,45 +102,50 @@ def _is_of_cpu(measured: Peaks) -> bool:
     return measured.reserved_bytes is None
 
 
-def _facts(run: RunRecord) -> dict[str, str]:
+def facts(run: RunRecord) -> dict[str, str]:
     """Return what is known of a run, for people; unknown facts are left out."""
     steps, loss, evaluations = run.steps, run.last("loss"), run.evaluations
     typical = [step for step in steps[1:] if not step.get("profiled")]  # the profiler makes steps slower
     rates = [record["tokens_per_second"] for record in typical or steps]
-    facts = {
+    found = {
         "recipe": run.recipe.name,
         "model": Path(run.recipe.model.name_or_path or "-").name,
         "status": "finished" if run.is_finished else "unfinished",
         "steps": f"{steps[-1]['step']:,}" if steps else "0",
     }
     if steps:
-        facts["tokens"] = f"{steps[-1]['tokens']:,}"
-        facts["tokens/s"] = f"{statistics.median(rates):,.0f}"
+        found["tokens"] = f"{steps[-1]['tokens']:,}"
+        found["tokens/s"] = f"{statistics.median(rates):,.0f}"
     if loss is not None:
-        facts["loss"] = f"{loss:.4f}"
+        found["loss"] = f"{loss:.4f}"
     if len(evaluations) > 1:
-        facts[f"held-out loss at step {evaluations[0]['step']:,}"] = f"{evaluations[0]['eval_loss']:.4f}"
+        found[f"held-out loss at step {evaluations[0]['step']:,}"] = f"{evaluations[0]['eval_loss']:.4f}"
     if evaluations:
-        facts["held-out loss"] = f"{evaluations[-1]['eval_loss']:.4f}"
+        found["held-out loss"] = f"{evaluations[-1]['eval_loss']:.4f}"
     if (best_step := run.last("best_step")) is not None:
-        facts["best step, that of the model"] = f"{best_step:,}"
+        found["best step, that of the model"] = f"{best_step:,}"
     if steps and steps[-1].get("skipped_steps"):
-        facts["steps skipped"] = f"{steps[-1]['skipped_steps']:,}"
+        found["steps skipped"] = f"{steps[-1]['skipped_steps']:,}"
     if (seconds := run.last("seconds")) is not None:
-        facts["time of the run"] = duration(seconds)
+        found["time of the run"] = duration(seconds)
         if (price := _price(run)) is not None:
-            facts["cost"] = format_dollars(price.usd_per_hour * run.last("num_processes") * seconds / 3600)
-    return facts
+            found["cost"] = format_dollars(price.usd_per_hour * run.last("num_processes") * seconds / 3600)
+    return found
+
+
+def gpu_of(run: RunRecord) -> Gpu | None:
+    """Return the catalogue's GPU that a run was on; None for a CPU, or one that the catalogue does not have."""
+    device = run.last("device")
+    return next((gpu for gpu in load_gpus().values() if gpu.full_name == device), None)
 
 
 def _price(run: RunRecord) -> Price | None:
     """Return the price of one of a run's GPUs; None without a GPU, or one whose price the catalogue does not know."""
-    device = run.last("device")
-    gpu = next((gpu for gpu in load_gpus().values() if gpu.full_name == device), None)
+    gpu = gpu_of(run)
     return None if gpu is None else gpu.cheapest_price
 
 
-def _notes(runs: Sequence[RunRecord]) -> Iterator[str]:
+def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
     """Yield what has no estimate, or is not compared with its rehearsal, and why."""
     rehearsed = [run for run in runs if run.rehearsal is not None]
     changed = [

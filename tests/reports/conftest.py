@@ -3,6 +3,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
@@ -10,6 +11,7 @@ from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.memory.playback import Playback, StepClock
 from lowmem_ft.memory.timeline import Allocation, Timeline
 
 
@@ -94,4 +96,30 @@ def too_big(estimate: MemoryEstimate) -> MemoryEstimate:
         gpu=DeviceLimit(name="tiny-gpu", memory_bytes=GIB),
         budget=BudgetVerdict(device_bytes=GIB, host_bytes=None),
         fits=False,
+    )
+
+
+@pytest.fixture
+def played(estimate: MemoryEstimate) -> MemoryEstimate:
+    """The estimate of two layers as a GPU plays it: the second step takes three seconds, the same for each event."""
+    timeline = estimate.timeline
+    counted = replay(timeline, CachingAllocator())
+    first = max(
+        position
+        for position, (kind, index) in enumerate(timeline.events)
+        if kind == "malloc" and timeline.allocations[index].category == "activation"
+    ) - 1  # fmt: skip
+    last = len(timeline.events) - 2  # then come the empty cache and the file
+    positions = np.arange(first, last + 1)
+    clock = StepClock(
+        positions=positions,
+        seconds=np.linspace(0.0, 3.0, len(positions)),
+        step_seconds=3.0,
+        micro_batches=((first, last),),
+    )
+    return dataclasses.replace(
+        estimate,
+        reserved_peak_bytes=counted.peak_reserved_bytes,
+        process_peak_bytes=counted.peak_reserved_bytes + 300 * MIB,
+        playback=Playback(block_bytes=counted.block_bytes, reserved_bytes=counted.reserved_bytes, step=clock),
     )

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 
 import pytest
+from drawings import Page
 from rich.console import Console
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
@@ -241,3 +242,59 @@ def test_a_file_that_is_of_no_rehearsal_is_refused(finished, capfd):
     (Path(finished) / "rehearsal.json").write_text("[]")
     assert main(["report", finished]) == 2
     assert "rehearsal.json is not the result of a rehearsal" in capfd.readouterr().err
+
+
+MEASURED = {"step": 2, "measured": PEAKS, "seconds": 9.0, "num_processes": 1}
+
+
+@pytest.fixture
+def page_of(run, tmp_path, monkeypatch, capsys):
+    """Write a run of the tiny recipe as a page; return that."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(*records):
+        folder = Path(run("a-run", {"step": 1, **STEP}, *records))
+        (folder / "recipe.yaml").write_text("base: tiny\n")
+        assert main(["report", str(folder), "--html"]) == 0
+        assert " ".join(capsys.readouterr().out.split()) == f"The report of {folder} is in a-run.html."
+        page = Page((tmp_path / "a-run.html").read_text("utf-8"))
+        page.check_loads_nothing()
+        return page
+
+    return write
+
+
+def test_a_page_has_the_timeline_of_the_runs_gpu(page_of):
+    page = page_of({**MEASURED, "device": "NVIDIA H100 80GB HBM3"})
+    assert "h100-80gb has 79.2 GiB" in page.text
+    assert "seconds of a step, by the clock of h100-80gb" in page.text
+    assert "gradient_accumulation_steps: 2" in page.text
+
+
+@pytest.mark.parametrize(
+    "records,words",
+    [
+        ([], "has not measured its memory yet"),
+        ([{**MEASURED, "device": "Unheard-of 9000"}], "does not have Unheard-of 9000"),
+    ],
+)
+def test_a_page_says_why_it_has_no_timeline(page_of, records, words):
+    assert words in page_of(*records).text
+
+
+def test_a_page_of_a_recipe_that_cannot_be_estimated_says_why(run, tmp_path, monkeypatch, capsys):
+    folder = run("hub", {"step": 1, **STEP}, {**MEASURED, "device": "cpu"})
+    assert main(["report", folder, "--html", str(tmp_path / "hub.html")]) == 0
+    page = Page((tmp_path / "hub.html").read_text("utf-8"))
+    assert "No step is estimated: " in page.text
+    assert "some/model" in page.text
+
+
+def test_a_page_replaces_no_file_unasked(finished, tmp_path, capsys):
+    file = tmp_path / "kept.html"
+    file.write_text("mine")
+    assert main(["report", finished, "--html", str(file)]) == 2
+    assert "which exists already. Name another, or add --overwrite" in capsys.readouterr().err
+    assert file.read_text() == "mine"
+    assert main(["report", finished, "--html", str(file), "--overwrite"]) == 0
+    assert file.read_text().startswith("<!doctype html>")
