@@ -332,7 +332,8 @@ class _Loader:
             for part, num_rows, num_tokens in zip(parts, rows, lengths, strict=True)
         )
         for one, first_id, read in zip(of_each, first_ids, num_read, strict=True):
-            logger.info(
+            logger.log(
+                logging.INFO if one.examples else logging.WARNING,  # a source that is never drawn
                 "An epoch takes %s of %s, %s tokens, %.1f %% of all (%s); examples %d to %d are its rows.",
                 *(counted(one.examples, "example"), one.source, f"{one.tokens:,}", 100 * one.share, one.name),
                 *(first_id, first_id + read - 1),

@@ -53,8 +53,37 @@ def _mixed(
     if probabilities is None:
         repeated = [table for table, one in zip(tables, listed, strict=True) for _ in range(one.repeats)]
         return concatenated(repeated, listed)
+    _refuse_endless_epoch(tables, listed, probabilities, **options)
     with _explaining_columns(listed):
         return datasets.interleave_datasets(list(tables), probabilities=probabilities, **options)
+
+
+MOST_TIMES = 1000
+"""The most times that an epoch is as long as all its sources: a longer one is a mistake, and takes hours to draw."""
+
+
+def _refuse_endless_epoch(
+    tables: Sequence[datasets.Dataset],
+    listed: Sequence[ListedSource],
+    probabilities: Sequence[float],
+    *,
+    stopping_strategy: str,
+    **_: Any,
+) -> None:
+    """Refuse weights with which the last source is exhausted only after a multiple of all examples.
+
+    Raises:
+        DataError: if they are such.
+    """
+    draws = [len(table) / probability for table, probability in zip(tables, probabilities, strict=True)]
+    there_are = sum(map(len, tables))
+    if stopping_strategy == "all_exhausted" and max(draws) > MOST_TIMES * there_are:
+        one = listed[draws.index(max(draws))]
+        raise DataError(
+            f"data.stopping_strategy=all_exhausted ends an epoch once each source has been read: with {one.setting}="
+            f"{one.path} and its weight of {one.weight:g} after about {max(draws):,.0f} examples, and there are "
+            f"{there_are:,}. Raise that weight, or set data.stopping_strategy=first_exhausted."
+        )
 
 
 def concatenated(tables: Sequence[datasets.Dataset], listed: Sequence[ListedSource]) -> datasets.Dataset:

@@ -28,6 +28,8 @@ OF_A_SOURCE = (
 SHARES = ("weight", "repeats")
 """Keys that say how much of an epoch a source is."""
 
+MOST_REPEATS, MOST_WEIGHT = 10_000, 1e9
+
 EXAMPLE = "[{path: a.jsonl}, {path: b.jsonl, repeats: 2}]"
 
 _NAMED = re.compile(rf"\bdata\.({'|'.join(OF_A_SOURCE)})\b")
@@ -72,10 +74,15 @@ def _problems_of_one(source: Mapping[str, Any], key: str, *, streaming: bool) ->
     weight, repeats = source.get("weight"), source.get("repeats")
     if not source.get("path"):
         yield f"{key}.path names the source, got {source.get('path')!r}. Write it as {EXAMPLE}."
-    if weight is not None and weight <= 0:
-        yield f"{key}.weight is above 0, got {weight:g}. Leave out a source that should not be read."
-    if repeats is not None and repeats < 1:
-        yield f"{key}.repeats is at least 1, got {repeats}. Leave out a source that should not be read."
+    if weight is not None and not 0 < weight <= MOST_WEIGHT:
+        yield (
+            f"{key}.weight is above 0 and at most {MOST_WEIGHT:g}, got {weight:g}. Weights count in relation to one "
+            "another; leave out a source that should not be read."
+        )
+    if repeats is not None and not 1 <= repeats <= MOST_REPEATS:
+        yield (
+            f"{key}.repeats is from 1 to {MOST_REPEATS:,}, got {repeats}. Leave out a source that should not be read."
+        )
     if weight is not None and repeats is not None:
         yield f"{key} has both weight={weight:g} and repeats={repeats}, which contradict each other. Remove one."
     if repeats is not None and streaming:

@@ -173,6 +173,15 @@ class TrainingConfig:
         """True if the model answers prompts at evaluations."""
         return self.eval_generations is not None or self.generation_prompts is not None
 
+    def profiled_after(self, num_steps: int) -> Iterator[str]:
+        """Yield what is wrong with steps to profile if the run has only ``num_steps``."""
+        first, last = self.profile_steps or (0, 0)
+        if num_steps < last:
+            yield (
+                f"training.profile_steps=[{first}, {last}] must be steps of the run, which ends with step {num_steps}. "
+                f"Set training.profile_steps to earlier steps, or training.max_steps={last} or more."
+            )
+
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""
         yield from _not_positive(self)

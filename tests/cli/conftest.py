@@ -51,7 +51,7 @@ def _write_rows(folder: Path) -> None:
         "function_call": [{"messages": [CHAT[0], {"role": "assistant", "content": None, "function_call": CALL}]}],
         "function_call_turn": [
             {
-                "tools": "[{}]",
+                "tools": '[{"name": "weather"}]',
                 "conversations": [
                     {"from": "human", "value": "Hi"},
                     {"from": "function_call", "value": json.dumps(CALL)},
@@ -60,6 +60,11 @@ def _write_rows(folder: Path) -> None:
                 ],
             }
         ],
+        "role_misspelt": [{"messages": [{"role": "asistant", "content": "Hi"}]}],
+        "role_is_list": [{"messages": [{"role": ["user"], "content": "Hi"}]}],
+        "weight_is_text": [{"messages": [CHAT[0], CHAT[1] | {"weight": "no"}]}],
+        "train_is_text": [{"messages": [CHAT[0], CHAT[1] | {"train": "false"}]}],
+        "tool_without_name": [{"messages": CHAT, "tools": [{"description": "adds"}]}],
         "kto": [
             {"prompt": "Hi", "completion": "Hello", "label": True},
             {"prompt": "Hi", "completion": "Go away", "label": False},
@@ -114,6 +119,8 @@ def _write_text_files(folder: Path) -> None:
         "cut.json": '[{"text": "a b c"}, {"text": ',
         "trailing_comma.json": '[{"text": "a b c"},]',
         "mixed_types.jsonl": '{"text": "a"}\n{"text": {"inner": 1}}\n{"text": [1]}\n',
+        "key_twice.jsonl": '{"text": "a", "text": "b"}\n',
+        "half_character.jsonl": '{"text": "a b"}\n{"text": "a\\ud800b"}\n',
         "changing_columns.jsonl": '{"prompt": "a", "completion": "b"}\n{"question": "a", "answer": "b"}\n',
         "empty.csv": "",
         "header_only.csv": "prompt,completion\n",
@@ -126,7 +133,12 @@ def _write_text_files(folder: Path) -> None:
         "data.xlsx": "x",
         "data.docx": "x",
         "no_suffix": "x",
+        "words.txt": "root:x:0:0 and so on\nmore words\n",
         "template_broken.jinja": "{% for message in messages %}",
+        "template_divides.jinja": "{{ 1 / 0 }}",
+        "template_too_long.jinja": "{% for _ in range(10**9) %}x{% endfor %}",
+        "template_calls_itself.jinja": "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
+        "template_empty.jinja": "",
         "template_refuses.jinja": "{{ raise_exception('no chats here') }}",
         "good.py": "print('Hello')\n",
         "ends.py": "import torch\n\n1 / 0\n",
@@ -200,6 +212,7 @@ def _write_folders(folder: Path) -> None:
     (folder / "link_to_itself").symlink_to("link_to_itself")
     (folder / "link_to_itself.yaml").symlink_to("link_to_itself.yaml")
     os.mkfifo(folder / "pipe.jsonl")
+    os.mkfifo(folder / "pipe.jinja")
     (folder / "empty_folder").mkdir()
     (folder / "mixed_folder").mkdir()
     (folder / "mixed_folder" / "a.jsonl").write_text('{"text": "a b"}\n')
@@ -231,6 +244,10 @@ def _write_recipes(folder: Path) -> None:
         "list": "- model: x\n",
         "scalar": "just text\n",
         "number": "3\n",
+        "base_of_other_kind": "base: words.txt\n",
+        "nul_in_name": 'name: "a\\0b"\n' + model,
+        "nul_in_folder": f'{model}training: {{output_dir: "a\\0b"}}\n',
+        "escape_in_name": 'name: "\\e[2Jx"\n' + model,
         "empty": "",
         "two_documents": "name: a\n---\nname: b\n",
         "twice": "training: {seed: 1}\ntraining: {seed: 2}\n",
@@ -300,6 +317,13 @@ def _write_models(folder: Path) -> None:
     variant("endless_width", lambda model: _set_config(model, hidden_size=10**9))
     variant("odd_dtype", lambda model: _set_config(model, dtype="float7"))
     variant("odd_rope", lambda model: _set_config(model, rope_scaling={"type": "nosuch", "factor": 2}))
+    for name, settings in {
+        "odd_end": {"eos_token_id": 99_999},
+        "end_in_words": {"eos_token_id": "x"},
+        "cold": {"temperature": -1, "do_sample": True},
+    }.items():
+        text = json.dumps(settings)
+        variant(name, lambda model, text=text: (model / "generation_config.json").write_text(text))
     variant("tokenizer_is_list", lambda model: (model / "tokenizer_config.json").write_text("[]"))
     for name, method in {"quantized": "gptq", "quantized_4bit": "bitsandbytes"}.items():
         settings = {"quant_method": method, "bits": 4, "load_in_4bit": True}
@@ -353,6 +377,9 @@ def _write_adapters(folder: Path) -> None:
     for name, text in {
         "adapter": json.dumps(settings),
         "adapter_run/model": json.dumps(settings),
+        "adapter_with_rank_in_words": json.dumps({**settings, "r": "four"}),
+        "adapter_without_alpha": json.dumps({**settings, "lora_alpha": None}),
+        "adapter_of_number": json.dumps({**settings, "base_model_name_or_path": 5}),
         "adapter_damaged": json.dumps(settings),
         "adapter_not_json": "{",
         "adapter_is_list": "[]",

@@ -17,7 +17,7 @@ from rich.console import Console
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import COMMANDS, main
-from lowmem_ft.cli.console.logs import _TerminalHandler
+from lowmem_ft.cli.console.logs import _TerminalHandler, set_up_logging
 from lowmem_ft.data.sources.reading import Source
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 
@@ -134,6 +134,17 @@ def test_a_path_in_a_log_line_is_never_cut(told, length):
     assert sum(path in line for line in lines) == 1
     assert max(map(len, lines)) <= max(COLUMNS, length + len(":"))
     assert " ".join(written.getvalue().split()).endswith(told.format(path))
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_log_line_makes_no_terminal_obey(is_terminal, capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
+    set_up_logging()
+    logging.getLogger("lowmem_ft").info("New tokens: %s", "\x1b]0;x\x07 ⟦learnt⟧")
+    said = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().err)  # without the colours, which are ours
+    assert r"New tokens: \x1b]0;x\x07 ⟦learnt⟧" in said
+    assert "\x07" not in said
 
 
 def test_the_data_of_a_shipped_recipe_is_shown_without_the_folder_of_pythons_libraries(tmp_path):

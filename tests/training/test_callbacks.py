@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
+import re
 import traceback
 
 import pytest
@@ -116,14 +118,38 @@ def test_an_exception_at_the_last_evaluation_leaves_a_checkpoint(tiny, tmp_path)
     assert read_progress(tmp_path / "run" / "checkpoint-5").step == 5
 
 
-def test_an_answer_that_means_nothing_is_refused(tiny, tmp_path):
-    with pytest.raises(UserError, match=r"Asks.on_step must return None or lowmem_ft.Stop\(...\).*got True"):
-        train(tiny(*SHORT), callbacks=[Asks(True, step=1)])
+@pytest.mark.parametrize("answer", [True, Stop, Stop(None)], ids=str)  # type: ignore[arg-type]
+def test_an_answer_that_means_nothing_is_refused(tiny, tmp_path, answer):
+    with pytest.raises(UserError, match=re.escape(f"which ends the run; got {answer!r}")):
+        train(tiny(*SHORT), callbacks=[Asks(answer, step=1)])
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_method_that_has_to_be_awaited_is_refused(tiny, tmp_path):
+    class Waits:
+        async def on_step(self, event):
+            pass
+
+    with pytest.raises(UserError, match=r"Waits.on_step must return None.*got <coroutine"):
+        train(tiny(*SHORT), callbacks=[Waits()])
+    gc.collect()  # a coroutine that was never awaited warns then
+
+
+@pytest.mark.parametrize("callbacks", [Fails(), None, 5, iter([Fails()])], ids=lambda one: type(one).__name__)
+def test_callbacks_are_a_list(tiny, tmp_path, callbacks):
+    with pytest.raises(
+        UserError, match=f"callbacks is a list of objects, got .* {type(callbacks).__name__}. Write"
+    ):
+        train_after_preflight(tiny("model=nowhere"), callbacks=callbacks)
 
 
 @pytest.mark.parametrize(
     "callback,problem",
     [
+        (
+            type("Broken", (), {"on_step": 5})(),
+            "A callback's on_step must be a method, got another value in Broken",
+        ),
         (object(), "must have one of the methods on_step, on_evaluate, on_save; object has none"),
         (Listener, r"must be an object, got the class Listener. Pass Listener\(\)."),
         (TrainerCallback(), "TrainerCallback has on_epoch_begin, .*, which no run calls"),

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
+from lowmem_ft.system.signals import was_terminated
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -42,7 +46,7 @@ def main(arguments: list[str]) -> int:
         The exit code, 0.
     """
     options, settings = _parser().parse_options(arguments)
-    raise_problems(_problems(options))
+    raise_problems([*_problems(options), *_unused(settings)])
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
@@ -113,6 +117,10 @@ def _talk(conversation: Conversation) -> int:
         except (EOFError, KeyboardInterrupt):
             _say("")
             return 0
+        except UnicodeDecodeError as error:
+            raise UserError(
+                f"The input is UTF-8 text, got {error.object[error.start : error.end]!r}. Save it as UTF-8."
+            ) from error
         if line == "/exit":
             return 0
         if line == "/clear":
@@ -135,12 +143,15 @@ def _answer(conversation: Conversation, text: str) -> None:
     """
     from lowmem_ft.training.out_of_memory.error import is_out_of_memory
 
-    pieces = conversation.ask(text)
     try:
-        for piece in pieces:
-            print(piece, end="", flush=True)
+        # Closing waits for the token that is being computed, which a second Ctrl-C interrupts: a process that ends
+        # while a thread computes would abort.
+        with contextlib.closing(conversation.ask(text)) as pieces:
+            for piece in pieces:
+                print(piece, end="", flush=True)
     except KeyboardInterrupt:
-        pieces.close()  # waits for the token that is being computed; a second Ctrl-C interrupts that
+        if was_terminated():
+            raise
         _say("\n(stopped)")
         return
     except Exception as error:
@@ -163,11 +174,34 @@ def _problems(options: argparse.Namespace) -> list[str]:
         value = getattr(options, name)
         if value is not None and value < 1:
             found.append(f"--{name.replace('_', '-')} is at least 1, got {value}. Raise it.")
-    if options.temperature is not None and options.temperature <= 0:
+    for name, (words, is_right) in _RANGES.items():
+        if (value := getattr(options, name)) is not None and not is_right(value):
+            found.append(
+                f"--{name.replace('_', '-')} is {words}, got {value:g}. Leave it out, or correct it."
+            )
+    if options.temperature is not None and not 0 < options.temperature < math.inf:
         found.append(
             f"--temperature is above 0, got {options.temperature:g}. Use --no-sample for the most likely tokens."
         )
+    if options.once is not None and not options.once.strip():
+        found.append("--once takes a message with text, got an empty one. Leave it out to talk in turns.")
     return found
+
+
+_RANGES: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "top_p": ("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "min_p": ("from 0 to 1", lambda value: 0 <= value <= 1),
+    "top_k": ("at least 0, which is no limit", lambda value: value >= 0),
+    "repetition_penalty": ("a finite number above 0", lambda value: 0 < value < math.inf),
+}
+
+
+def _unused(settings: Iterable[str]) -> Iterator[str]:
+    """Yield what is wrong with keys of data: a conversation reads none."""
+    keys = [setting.partition("=")[0] for setting in settings]
+    for key in keys:
+        if key == "data" or (key.startswith("data.") and key != "data.chat_template"):
+            yield f"A conversation reads no data, got {key}. Leave it out; --system TEXT sets a system message."
 
 
 def _parser() -> Parser:

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.system.signals import if_stopped
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ def main(arguments: list[str]) -> int:
 
 def _evaluate(arguments: list[str]) -> int:
     options, settings = _parser().parse_options(arguments)
+    raise_problems(file_problems(options, "json"))
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
@@ -114,7 +117,7 @@ def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft evaluate",
         usage="lowmem-ft evaluate MODEL|ADAPTER_DIR|RUN_DIR [data=X] [key=value ...]\n"
-        "       [--base NAME] [--json FILE|-]",
+        "       [--base NAME] [--json FILE|-] [--overwrite]",
         description="Measure loss and perplexity of a model, an adapter or a run, in bounded memory.",
         epilog=_EXAMPLES,
     )
@@ -125,4 +128,5 @@ def _parser() -> Parser:
             "--json FILE": "write the result as JSON; -: to stdout",
         }
     )
+    parser.add_overwrite()
     return parser

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowmem_ft.reports.text.document import Pairs
 from lowmem_ft.system.launch_variables import is_main_process
+from lowmem_ft.system.visible import obeyed_by_none
 
 
 def set_up_logging() -> None:
@@ -23,13 +24,20 @@ def set_up_logging() -> None:
     handler: logging.Handler
     if console.is_terminal:
         handler = _TerminalHandler(console=console)
-        handler.setFormatter(logging.Formatter("%(message)s"))
+        handler.setFormatter(_Visible("%(message)s"))
     else:  # a file or a pipe: rich would wrap each line at 80 columns
         handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+        handler.setFormatter(_Visible("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
     speaks = is_main_process()
     logging.basicConfig(level=logging.WARNING if speaks else logging.ERROR, handlers=[handler], force=True)
     logging.getLogger("lowmem_ft").setLevel(logging.INFO if speaks else logging.ERROR)
+
+
+class _Visible(logging.Formatter):
+    """Formatter of lines that may hold other people's text, such as names and paths, which no terminal obeys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return obeyed_by_none(super().format(record))
 
 
 class _TerminalHandler(RichHandler):

@@ -6,9 +6,11 @@ Nothing here needs ``datasets`` or torch, so that a wrong path is reported befor
 from __future__ import annotations
 
 import csv
+import errno
 import glob
 import gzip
 import json
+import re
 import zlib
 from collections import Counter
 from collections.abc import Iterator
@@ -87,7 +89,8 @@ def is_saved_dataset(folder: Path) -> bool:
 def is_hub_name(path: str) -> bool:
     """Return whether the path can name a hub dataset, as nothing local has that name."""
     is_local = expand_user(path).exists() or any(sign in path for sign in "*?[")
-    return not (is_local or path.startswith((".", "/", "~")) or reader_of(path) or path.count("/") > 1)
+    is_local = is_local or "," in path or path.startswith((".", "/", "~"))
+    return not (is_local or reader_of(path) or path.count("/") > 1)
 
 
 def count_of_suffixes(files: list[str]) -> str:
@@ -170,25 +173,44 @@ def _keys_of_json_lines(file: str, setting: str) -> list[str] | None:
     return list(keys) or None
 
 
+_HALF_CHARACTER = re.compile("[\ud800-\udfff]")
+
+
+class _KeyTwiceError(Exception):
+    """A JSON object names a key twice, which Arrow refuses, and Python takes the last of."""
+
+
+def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if twice := [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]:
+        raise _KeyTwiceError(twice[0])
+    return dict(pairs)
+
+
 def malformed_json(file: str) -> str | None:
     """Return which line of a JSON or JSON-lines file is malformed, and its text; None if all lines are valid."""
     try:
         with _open_text(file) as lines:
             for number, line in _whole_or_lines(lines):
                 try:
-                    value = json.loads(line)
+                    value = json.loads(line, object_pairs_hook=_with_each_key_once)
                 except RecursionError:
                     seen, why = line, "is nested too deeply"
+                except _KeyTwiceError as error:
+                    seen, why = line, f"names {str(error)!r} twice in one object"
                 except json.JSONDecodeError as error:
                     number, column = number + error.lineno - 1, error.colno
                     seen = line.splitlines()[error.lineno - 1]
                     why = f"is not valid JSON ({error.msg}, column {column})"
                 else:
-                    if isinstance(value, dict):
+                    half = _HALF_CHARACTER.search(json.dumps(value, ensure_ascii=False))
+                    if isinstance(value, dict) and half is None:
                         continue
                     if isinstance(value, list):
                         return _odd_element(file, value)
-                    seen, why = line, "is not a JSON object"
+                    seen, why = (
+                        line,
+                        "is not a JSON object" if half is None else f"holds {half[0]!r}, half a character",
+                    )
                 return f"{file}, line {number} {why}: {_shortened(seen)} Fix or remove that line."
     except UnicodeDecodeError as error:
         return f"{file} is not UTF-8 text ({error.reason} at byte {error.start}). Save it as UTF-8."
@@ -207,6 +229,8 @@ def read_chat_template(path: str) -> str:
         raise DataError(f"data.chat_template is a file on this machine, got the address {path}. Download it.")
     file = expand_user(path)
     try:
+        if file.exists() and not file.is_file() and not file.is_dir():  # a pipe would be waited for
+            raise OSError(errno.EINVAL, "Not a regular file")
         return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

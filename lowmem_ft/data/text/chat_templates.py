@@ -133,7 +133,7 @@ class Renderer:
                 f"The chat template is not valid Jinja, line {error.lineno}: {error.message} Correct it, or set "
                 "data.chat_template to another one."
             ) from error
-        except (jinja2.TemplateError, TypeError, ValueError) as error:  # ValueError: no template at all
+        except Exception as error:  # a template is a program, and raises whatever its expressions raise
             roles = ", ".join(str(message.get("role")) for message in messages)
             raise DataError(
                 f"The chat template rejects a conversation with the roles {roles}: {error}. Change the data to fit the "

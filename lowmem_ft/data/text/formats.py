@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
@@ -484,12 +485,13 @@ def _message(raw: Row, column: str) -> Message:
     # Arrow fills a key that only other messages have with null; templates check whether it is defined.
     message = {key: value for key, value in raw.items() if value is not None}
     named = message.pop("role", None) or message.pop("from", None)
-    role = named.lower() if isinstance(named, str) else named
+    role = named.lower() if isinstance(named, str) else None
     if role not in _ROLES:
         raise DataError(
             f"{column}: the role of a message is one of {', '.join(_ROLES)}, got {_seen(named)}"
-            f"{'' if named is not None else f' in {_seen(raw)}'}. Rename it."
+            f"{'' if named is not None else f' in {_seen(raw)}'}.{did_you_mean(role or '', _ROLES)} Rename it."
         )
+    _check_marks(message, column)
     if raw.keys().isdisjoint(_SAYING):
         raise DataError(
             f"{column}: a message has its text under {', '.join(_SAYING[:-1])} or {_SAYING[-1]}, got one with the "
@@ -503,6 +505,21 @@ def _message(raw: Row, column: str) -> Message:
         calls, content = content, ""
     with_calls = {"tool_calls": read_calls(calls, column)} if calls else {}
     return {"role": _ROLES[role], "content": _content(content, column), **with_calls, **message}
+
+
+def _check_marks(message: Row, column: str) -> None:
+    """Refuse a mark that says whether a turn is learnt and is of another type, which would count as none."""
+    weight = message.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
+        raise DataError(
+            f"{column}: the weight of a message is 0, which is not learnt, or 1; got {_seen(weight)}. Write a number."
+        )
+    for name in ("train", "training", "loss"):
+        if not isinstance(mark := message.get(name, True), bool):
+            raise DataError(
+                f"{column}: {name} says whether a message is learnt, true or false, got {_seen(mark)}. Write it "
+                "without quotes."
+            )
 
 
 def _misspelt(raw: Row) -> str:

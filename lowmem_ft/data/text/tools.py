@@ -37,7 +37,13 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
             f"{column} is a list of tools, or JSON text of one, got {_shortened(tools)}. Write each as "
             "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}."
         )
-    return [_wrapped(_without_nulls(tool)) for tool in tools]
+    wrapped = [_wrapped(_without_nulls(tool)) for tool in tools]
+    for tool in wrapped:
+        if not isinstance(name := tool["function"].get("name"), str) or not name.strip():
+            raise DataError(
+                f"{column}: a tool has a name, got {_shortened(tool)}. Add it, or leave the tool out."
+            )
+    return wrapped
 
 
 def read_calls(value: Any, column: str) -> list[dict[str, Any]]:

@@ -24,6 +24,9 @@ from lowmem_ft.recipe.reading.keys import (
 
 logger = logging.getLogger(__name__)
 
+SHOWN_CHARACTERS = 200
+"""The most characters of a value that an error shows."""
+
 
 def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings as nested values, and one problem for each that is not ``key=value``.
@@ -49,7 +52,7 @@ def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]
             continue
         try:
             _set(settings, path.split("."), _parse(path, text))
-        except (yaml.YAMLError, OmegaConfBaseException):
+        except (yaml.YAMLError, OmegaConfBaseException, RecursionError):
             problems.append(_unreadable(path, text))
         if texts.setdefault(path, text) != text:
             logger.warning("%s is set twice, to %s and to %s; %s counts.", path, texts[path], text, text)
@@ -82,7 +85,8 @@ def _not_key_value(written: str) -> str:
 
 def _unreadable(path: str, text: str) -> str:
     key = recipe_keys().get(path)
-    return f"{path} must be {describe_type(key.type_hint)}; got {text}." if key else unknown_key(path, text)
+    shown = text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
+    return f"{path} must be {describe_type(key.type_hint)}; got {shown}." if key else unknown_key(path, shown)
 
 
 def _parse(path: str, text: str) -> Any:

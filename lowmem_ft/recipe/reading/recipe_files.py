@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,6 +155,12 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")
     settings = OmegaConf.to_container(config, resolve=False)
     assert isinstance(settings, dict)
+    first = str(next(iter(settings), ""))
+    if [*settings.values()] == [None] and re.search(r"\s", first):  # of a text OmegaConf makes a key
+        raise RecipeError(
+            f"{path} must hold `group: {{key: value}}` mappings, got text that begins with {first[:30]!r}. Name a "
+            "recipe."
+        )
     return {str(key): value for key, value in settings.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -88,8 +88,7 @@ def _typed(key: RecipeKey, value: Any) -> Any:
     if key.choices and isinstance(value, bool):
         # YAML 1.1 reads a bare `no` as false: `mixed_precision: no` means the choice of that name.
         value = {True: "yes", False: "no"}[value]
-    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
-        # `run_name: on` and `revision: 1e5` are text that YAML took for something else: the text is lost.
+    if _lost_text(key, value):
         raise OmegaConfBaseException(f"{key.path} is text")
     if key.takes_choices_by_name and isinstance(value, dict):
         if all(isinstance(name, str) and chosen in key.choices for name, chosen in value.items()):
@@ -99,6 +98,13 @@ def _typed(key: RecipeKey, value: Any) -> Any:
     assert isinstance(config, DictConfig)
     converted = config[key.name]
     return OmegaConf.to_object(converted) if OmegaConf.is_config(converted) else converted
+
+
+def _lost_text(key: RecipeKey, value: Any) -> bool:
+    """Return whether YAML took text for something else: `run_name: on`, `revision: 1e5`, `add_tokens: [yes]`."""
+    hint = without_none(key.type_hint)
+    entries = value if isinstance(value, (list, tuple)) and str in get_args(hint) else [value]
+    return (hint is str or entries is value) and any(isinstance(entry, (bool, float)) for entry in entries)
 
 
 _typed_scalar: Callable[[RecipeKey, Any], Any] = functools.lru_cache(maxsize=4096, typed=True)(_typed)
@@ -118,6 +124,6 @@ def _schema(key: RecipeKey) -> DictConfig:
 def _wrong_type(key: RecipeKey, value: Any) -> str:
     shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
     hint = did_you_mean(str(value), key.choices)
-    if without_none(key.type_hint) is str and isinstance(value, (bool, float)):
+    if _lost_text(key, value):
         hint = " Put it in quotes: YAML reads it as another type."
     return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"

@@ -45,7 +45,7 @@ def recipe_problems(recipe: Recipe, unreliable: Collection[str] = ()) -> list[st
         One sentence per problem; empty if the recipe can work.
     """
     extreme = _extreme_numbers(recipe)
-    problems = [*_empty_names(recipe), *extreme.values()]
+    problems = [*_empty_names(recipe), *_cut_texts(recipe), *extreme.values()]
     unreliable = {*unreliable, *extreme}
     for group in recipe_groups():
         own_rules: Callable[[], Iterable[str]] | None = getattr(getattr(recipe, group), "problems", None)
@@ -76,6 +76,15 @@ def _empty_names(recipe: Recipe) -> list[str]:
         f"{path} is empty. Give it a value{'' if path in _NEEDED else f', or set {path}=null'}."
         for path, key in recipe_keys().items()
         if accepts_none(key.type_hint) and key.value_in(recipe) == "" and path != "data.system_prompt"
+    ]
+
+
+def _cut_texts(recipe: Recipe) -> list[str]:
+    """Report text with the character NUL, at which the system ends each path."""
+    return [
+        f"{path} holds the character NUL, got {value!r}. Remove it."
+        for path, key in recipe_keys().items()
+        if isinstance(value := key.value_in(recipe), str) and "\0" in value
     ]
 
 

@@ -28,8 +28,8 @@ def model_is_named(recipe: Recipe) -> Iterator[str]:
 @reads("name", "training.output_dir")
 def name_is_that_of_a_folder(recipe: Recipe) -> Iterator[str]:
     """A run writes to ``runs/NAME`` unless ``training.output_dir`` is set: ``..`` would be the current folder."""
-    parts = recipe.name.split("/")
-    if recipe.training.output_dir is None and {"", ".", ".."} & set(parts):
+    is_folder = recipe.name.isprintable() and not {"", ".", ".."} & set(recipe.name.split("/"))
+    if recipe.training.output_dir is None and not is_folder:
         yield (
             f"name becomes the name of a folder in runs/, got {recipe.name!r}. Write a word, or set "
             "training.output_dir."
@@ -143,6 +143,13 @@ def metric_of_best_model_is_used(recipe: Recipe) -> Iterator[str]:
                 f"{key.setting(value)} needs training.load_best_model_at_end=true or training.early_stopping_patience, "
                 f"got false and null. Set one of them, or training.{name}=null."
             )
+
+
+@reads("training.profile_steps", "training.max_steps")
+def profiled_steps_are_within_the_run(recipe: Recipe) -> Iterator[str]:
+    """If the number of steps follows from the data, training compares it once it has read the data."""
+    if recipe.training.max_steps >= 1:
+        yield from recipe.training.profiled_after(recipe.training.max_steps)
 
 
 @reads("training.early_stopping_patience", "training.early_stopping_threshold")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.foundation.errors import UserError, did_you_mean
+from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
@@ -52,4 +53,16 @@ def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
             f"Merging takes LoRA adapters, got {settings.get('peft_type')} in {adapter / CONFIG_FILE}. "
             "Merge it with peft's own merge_and_unload."
         )
+    raise_problems(_wrong_settings(settings, adapter / CONFIG_FILE))
     return settings
+
+
+def _wrong_settings(settings: dict[str, Any], file: Path) -> Iterator[str]:
+    """Yield what is wrong with the settings from which PEFT computes."""
+    rank, alpha, base = (settings.get(name) for name in ("r", "lora_alpha", "base_model_name_or_path"))
+    if "r" in settings and (not isinstance(rank, int) or isinstance(rank, bool) or rank < 1):
+        yield f"r in {file} is a whole number from 1, got {rank!r}. Save the adapter again."
+    if "lora_alpha" in settings and (not isinstance(alpha, (int, float)) or isinstance(alpha, bool)):
+        yield f"lora_alpha in {file} is a number, got {alpha!r}. Save the adapter again."
+    if base is not None and not isinstance(base, str):
+        yield f"base_model_name_or_path in {file} is text, got {base!r}. Save the adapter again."

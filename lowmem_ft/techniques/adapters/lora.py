@@ -329,12 +329,28 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
         )
     try:
         with _without_pefts_warnings(), for_language_model(folder, whole) as read_from:
-            return PeftModel.from_pretrained(model, str(read_from), torch_device=str(model.device))
+            device = str(model.device)
+            peft_model = PeftModel.from_pretrained(model, str(read_from), torch_device=device)
+            # from_pretrained only warns of tensors that are missing, and ignores those that no layer takes.
+            loaded = peft_model.load_adapter(str(read_from), "default", torch_device=device)
     except (ValueError, RuntimeError, KeyError) as error:
-        raise UserError(
-            f"The adapter in {folder} does not fit {type(model).__name__}: {str(error).strip().splitlines()[0]} "
-            "Name the base model that it was trained on."
-        ) from error
+        lines = [line.strip() for line in str(error).strip().splitlines()]
+        why = (
+            lines[1] if lines[0].endswith(":") and lines[1:] else lines[0]
+        )  # "Error(s) in loading state_dict for X:"
+        raise _does_not_fit(folder, model, why) from error
+    for what, names in (("lacks", loaded.missing_keys), ("has no layer for", loaded.unexpected_keys)):
+        if names:
+            subject = WEIGHTS_FILE if what == "lacks" else "the model"
+            raise _does_not_fit(folder, model, f"{subject} {what} {some_of(names)}.")
+    return peft_model
+
+
+def _does_not_fit(folder: Path, model: PreTrainedModel, why: str) -> UserError:
+    return UserError(
+        f"The adapter in {folder} does not fit {type(model).__name__}: {why} Name the base model that "
+        "it was trained on, or save the adapter again."
+    )
 
 
 @contextlib.contextmanager
@@ -344,6 +360,8 @@ def _without_pefts_warnings() -> Iterator[None]:
         warnings.filterwarnings(
             "ignore", message="fan_in_fan_out is set to False"
         )  # PEFT then does what is right
+        # What is missing from a file is an error here, not a warning.
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")
         # PEFT asks a transformers 5 model by an old name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield

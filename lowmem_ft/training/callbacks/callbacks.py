@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
@@ -92,19 +93,29 @@ def _checked(answer: object, callback: object, name: str) -> Stop | None:
     Raises:
         UserError: if it is neither None nor a :class:`Stop`.
     """
-    if answer is None or isinstance(answer, Stop):
+    if answer is None:
+        return None
+    if isinstance(answer, Stop) and isinstance(answer.reason, str) and answer.reason.strip():
         return answer
+    if inspect.iscoroutine(answer):
+        answer.close()  # else Python warns, later and elsewhere, that it was never awaited
     raise UserError(
-        f"{type(callback).__name__}.{name} must return None or lowmem_ft.Stop(...), which ends the run; got {answer!r}."
+        f"{type(callback).__name__}.{name} must return None, or lowmem_ft.Stop(reason) with a sentence, which ends the "
+        f"run; got {answer!r}."
     )
 
 
-def check_callbacks(callbacks: Iterable[object]) -> None:
+def check_callbacks(callbacks: object) -> None:
     """Check, before anything is loaded, that each object has a method that will be called.
 
     Raises:
-        UserError: if one has none of them, or has another whose name begins with ``on_``, which nothing would call.
+        UserError: if they are in no list, one has none of the methods, or it has another whose name begins with
+            ``on_``, which nothing would call.
     """
+    if not isinstance(callbacks, (list, tuple)):  # of a generator nothing would be left after this check
+        raise UserError(
+            f"callbacks is a list of objects, got a value of type {type(callbacks).__name__}. Write callbacks=[...]."
+        )
     raise_problems(problem for callback in callbacks if (problem := _problem(callback)))
 
 
@@ -119,4 +130,6 @@ def _problem(callback: object) -> str:
             f"A callback has any of the methods {methods}; {name} has {', '.join(unknown[:3])}, which no run calls. "
             "Rename or remove that, or wrap a transformers callback in an object of your own."
         )
+    if broken := [name for name in found if not callable(getattr(callback, name))]:
+        return f"A callback's {broken[0]} must be a method, got another value in {name}. Correct it."
     return "" if found else f"A callback must have one of the methods {methods}; {name} has none of them."

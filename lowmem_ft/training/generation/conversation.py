@@ -6,6 +6,7 @@ transformers' ``generate`` and ``TextIteratorStreamer`` do the work; a thread ge
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 from collections.abc import Generator, Mapping
 from typing import Any
@@ -20,6 +21,7 @@ from transformers import (
 
 from lowmem_ft.data.text.chat_templates import Message, Renderer, require_chat_template
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.models.files.sources import first_line
 from lowmem_ft.models.loading import max_positions
 from lowmem_ft.training.generation.greedy import attention_that_takes_a_cache, end_tokens
 from lowmem_ft.training.session import ForwardSession
@@ -50,6 +52,7 @@ class Conversation:
         self._end_ids = end_tokens(session.unwrapped_model, tokenizer)
         self.messages: list[Message] = list(self._begin)
         self._stop = threading.Event()
+        self._limit = max_positions(session.unwrapped_model.config)
 
     def clear(self) -> None:
         """Forget all turns but the system message."""
@@ -63,8 +66,9 @@ class Conversation:
         """Yield the answer to a user's turn piece by piece; both turns join the conversation, an answer cut short too.
 
         Raises:
-            UserError: if the conversation has as many tokens as the model takes.
-            Exception: whatever ``generate`` raises.
+            UserError: if the conversation has as many tokens as the model takes, or none, if the text is not Unicode,
+                or if ``generate`` refuses its settings.
+            Exception: whatever else ``generate`` raises.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         input_ids_BT = self._tokens(asked)
@@ -89,8 +93,18 @@ class Conversation:
 
     def _tokens(self, messages: list[Message]) -> torch.Tensor:
         text = Renderer(self._tokenizer).text(messages, add_generation_prompt=True)
-        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_tensors="pt")
-        limit = max_positions(self._session.unwrapped_model.config)
+        if (half := re.search("[\ud800-\udfff]", text)) is not None:
+            raise UserError(
+                f"A conversation is Unicode text, got {half[0]!r}, which is half a character, or a byte that is not "
+                "UTF-8. Write it in UTF-8."
+            )
+        encoded: Any = self._tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)
+        if encoded["input_ids"].shape[1] == 0:
+            raise UserError(
+                "The chat template writes nothing for this conversation, so that there is nothing to answer. Set "
+                "data.chat_template to another template."
+            )
+        limit = self._limit
         if limit is not None and encoded["input_ids"].shape[1] >= limit:
             raise UserError(
                 f"The conversation has {encoded['input_ids'].shape[1]:,} tokens, and the model takes {limit:,}. Start "
@@ -100,6 +114,10 @@ class Conversation:
 
     def _generate(self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException]) -> None:
         model: Any = self._session.unwrapped_model
+        settings = dict(self._generation)
+        if self._limit is not None:  # beyond its positions a model writes nonsense, or fails
+            most = self._limit - input_ids_BT.shape[1]
+            settings["max_new_tokens"] = min(settings.get("max_new_tokens", most), most)
         try:
             with torch.no_grad(), self._session.runtime.autocast(), attention_that_takes_a_cache(model):
                 model.generate(
@@ -109,8 +127,16 @@ class Conversation:
                     stopping_criteria=StoppingCriteriaList([_Stopped(self._stop)]),
                     eos_token_id=self._end_ids,
                     pad_token_id=self._end_ids[0],
-                    **self._generation,
+                    **settings,
                 )
+        except ValueError as error:  # of a setting that is out of its range
+            errors.append(
+                UserError(
+                    f"The model's generate() refuses its settings: {first_line(error)} Correct the model's "
+                    "generation_config.json."
+                )
+            )
+            streamer.end()
         except BaseException as error:
             errors.append(error)
             with contextlib.suppress(Exception):

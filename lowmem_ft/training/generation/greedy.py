@@ -82,11 +82,17 @@ def end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> li
     """Return the tokens at which a model's answer ends: those of its generation config, and the tokenizer's EOS.
 
     Raises:
-        DataError: if neither of the two has one.
+        DataError: if neither of the two has one, or one is no token of the tokenizer.
     """
     ends: Any = model.generation_config.eos_token_id if model.generation_config is not None else None
     of_tokenizer: Any = tokenizer.eos_token_id
     found = {end for end in (*(ends if isinstance(ends, list) else [ends]), of_tokenizer) if end is not None}
+    names: Any = {end: isinstance(end, int) and tokenizer.convert_ids_to_tokens(end) for end in found}
+    if unknown := [end for end, name in names.items() if not name]:
+        raise DataError(
+            f"eos_token_id in generation_config.json names tokens of the tokenizer by number, got {unknown[0]!r}. "
+            "Correct it, or copy the file from the model again."
+        )
     if not found:
         raise DataError(
             "An answer ends with an EOS token, and neither the model's generation_config.json nor its tokenizer has "

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.foundation.errors import Interrupted, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.monitoring.profiling.module_ranges import in_range
 from lowmem_ft.monitoring.profiling.step_profile import BACKWARD, CLIPPING, DATA, FETCH, UPDATE
@@ -45,11 +45,7 @@ class ProfiledSteps:
         self._run = run
         recipe, step, num_steps = run.recipe, run.progress.step, run.num_steps
         first, last = recipe.training.profile_steps or (0, 0)
-        if last > num_steps:
-            raise UserError(
-                f"training.profile_steps=[{first}, {last}] must be steps of the run, which ends with step {num_steps}. "
-                f"Set training.profile_steps to earlier steps, or training.max_steps={last} or more."
-            )
+        raise_problems(recipe.training.profiled_after(num_steps))
         if first <= last <= step and last:
             logger.info(
                 "training.profile_steps: the run resumes after step %d, so nothing is profiled.", last

@@ -137,6 +137,16 @@ def num_training_steps(
             "learning rate would never reach training.learning_rate. Lower it, or give a share of all steps, such "
             "as 0.03."
         )
+    compares = {
+        "load_best_model_at_end": config.load_best_model_at_end,
+        "early_stopping_patience": config.early_stopping_patience is not None,
+    }
+    if any(compares.values()) and (config.eval_steps or 0) >= num_steps:
+        logger.warning(
+            "training.eval_steps=%d makes one evaluation in the %d steps of this run, and training.%s compares "
+            "several. Lower it.",
+            *(config.eval_steps, num_steps, next(name for name, is_set in compares.items() if is_set)),
+        )
     refuse_end_before(checkpoint, taken, num_steps)
     return num_steps
 

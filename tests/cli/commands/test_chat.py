@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import signal
+import threading
 from typing import Any
 
 import pytest
 import torch
 from tiny_models import TINY, model_of
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lowmem_ft.cli import main
 from lowmem_ft.cli.commands import chat
+from lowmem_ft.cli.console import exit_codes
 from lowmem_ft.training.generation.conversation import Conversation
 
 GREEDY = ("--no-sample", "--max-new-tokens", "6", "training.use_cpu=true")
@@ -98,6 +102,41 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsy
 def test_bad_arguments_are_told(arguments, problem, model_folder, capsys):
     assert main(["chat", model_folder, "--once", "Hello", *arguments]) == 2
     assert problem in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("stop", [BrokenPipeError, signal.SIGTERM], ids=str)
+def test_what_ends_the_command_ends_the_thread_that_answers(model_folder, monkeypatch, stop):
+    def stops(*_, end="\n", **__):
+        if end == "" and stop == signal.SIGTERM:
+            signal.raise_signal(stop)
+        raise BrokenPipeError
+
+    monkeypatch.setattr("builtins.input", lambda _: "Hello")
+    monkeypatch.setattr(chat, "print", stops, raising=False)
+    monkeypatch.setattr(exit_codes, "_give_up", lambda stream: BrokenPipeError())
+    monkeypatch.setattr(chat, "_say", lambda text: None)
+    ended = main(["chat", model_folder, "--no-sample", "--max-new-tokens", "200"])
+    assert ended == (141 if stop is BrokenPipeError else 143)
+    assert [one.name for one in threading.enumerate() if "_generate" in one.name] == []
+
+
+def test_an_answer_ends_where_the_model_does(model_folder, monkeypatch, caplog):
+    settings = []
+    generate = LlamaForCausalLM.generate
+    monkeypatch.setattr(
+        LlamaForCausalLM, "generate", lambda self, **given: settings.append(given) or generate(self, **given)
+    )
+    assert main(["chat", model_folder, "--once", "Hello", "--no-sample", "--max-new-tokens", "100000"]) == 0
+    (given,) = settings
+    assert given["max_new_tokens"] == 256 - given["input_ids"].shape[1]
+
+
+def test_bytes_that_are_no_text_are_told(model_folder, capsys, monkeypatch):
+    assert main(["chat", model_folder, "--once", "a\udce9", *GREEDY]) == 2
+    assert r"A conversation is Unicode text, got '\udce9'" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9\n"), "utf-8"))
+    assert main(["chat", model_folder, *GREEDY]) == 2
+    assert r"The input is UTF-8 text, got b'\xe9'. Save it as UTF-8" in capsys.readouterr().err
 
 
 def test_a_conversation_longer_than_the_model_takes_is_told(model_folder, capsys):

@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers as hf
 from ground_truth.tiny_configs import tiny_config
+from safetensors.torch import load_file, save_file
 from tiny_models import model_of, tiny_llama
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +20,7 @@ import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import enable_lora, merge_adapter
+from lowmem_ft.techniques.adapters.lora import add_saved_adapter, enable_lora, merge_adapter
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
@@ -197,6 +198,24 @@ def test_saved_adapters_are_loaded_bit_for_bit(tmp_path, kind):
     assert not all(same.values())
     fresh.load(tmp_path)
     assert all(torch.equal(p, adapter.parameters()[name]) for name, p in fresh.parameters().items())
+
+
+def test_an_adapter_of_another_base_is_not_added_in_part(tmp_path):
+    enable_lora(tiny_llama(), lora(), base_name="base").save(tmp_path)
+    with pytest.raises(
+        UserError, match=r"the model has no layer for .*layers.1.* and 11 more. Name the base model"
+    ):
+        add_saved_adapter(tiny_llama(num_hidden_layers=1), tmp_path)
+    with pytest.raises(UserError, match=r"does not fit LlamaForCausalLM: size mismatch for .*lora_A"):
+        add_saved_adapter(tiny_llama(hidden_size=64), tmp_path)
+    save_file(
+        dict([*load_file(tmp_path / "adapter_model.safetensors").items()][1:]),
+        tmp_path / "adapter_model.safetensors",
+    )
+    with pytest.raises(
+        UserError, match=r"does not fit LlamaForCausalLM: adapter_model.safetensors lacks base_model.*\."
+    ):
+        add_saved_adapter(tiny_llama(), tmp_path)
 
 
 def test_an_adapter_of_another_rank_is_refused(tmp_path):
