@@ -36,6 +36,12 @@ def test_the_cache_of_the_longest_answer_is_counted(recipe):
     assert "evaluation" not in estimate_memory(load(), "rtx-4090").by_phase
 
 
+def test_inputs_of_answers_are_on_the_device_where_weights_are_streamed(recipe):
+    load, prompts = recipe
+    streamed = load(prompts, "adapter.name=lora", "offload.parameters=stream")
+    assert estimate_memory(streamed, "rtx-4090").by_phase["evaluation"] > 0
+
+
 @pytest.mark.slow
 def test_a_rehearsal_counts_every_answer_of_the_run(recipe):
     load, prompts = recipe

@@ -21,7 +21,7 @@ from transformers import (
 from lowmem_ft.data.text.chat_templates import Message, Renderer, require_chat_template
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.loading import max_positions
-from lowmem_ft.training.generation.greedy import attention_that_takes_a_cache, end_tokens
+from lowmem_ft.training.generation.greedy import end_tokens, generating
 from lowmem_ft.training.session import ForwardSession
 
 
@@ -101,7 +101,7 @@ class Conversation:
     def _generate(self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException]) -> None:
         model: Any = self._session.unwrapped_model
         try:
-            with torch.no_grad(), self._session.runtime.autocast(), attention_that_takes_a_cache(model):
+            with generating(self._session):
                 model.generate(
                     input_ids=input_ids_BT,
                     attention_mask=torch.ones_like(input_ids_BT),
