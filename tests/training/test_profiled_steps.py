@@ -115,7 +115,9 @@ def test_the_events_of_a_profile_are_freed_before_memory_is_given_back(tiny, tmp
             profilers.append(weakref.ref(self))
 
     monkeypatch.setattr(profiled_steps, "StepProfiler", Noted)
-    monkeypatch.setattr(profiled_steps, "return_free_memory", lambda: alive.extend(ref() for ref in profilers))
+    monkeypatch.setattr(
+        profiled_steps, "return_free_memory", lambda: alive.extend(ref() for ref in profilers)
+    )
     train(tiny(*SHORT, PROFILED, output_dir=tmp_path))
     assert alive == [None]
 

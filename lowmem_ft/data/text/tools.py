@@ -93,9 +93,7 @@ def _with_functions(
     return [
         {
             **message,
-            "tool_calls": [
-                {**call, "function": change(call["function"])} for call in message["tool_calls"]
-            ],
+            "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]],
         }
         if message.get("tool_calls")
         else message

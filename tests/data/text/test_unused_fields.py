@@ -48,12 +48,20 @@ TOLD = {
     "TRL: tools as text": ({"messages": CHAT}, {"tools": json.dumps([TOOL])}, "`tools` or `functions`"),
     "TRL: tools whose name a question has": (
         {"messages": [{"role": "user", "content": "Can you look_up it?"}, CHAT[1]]},
-        {"tools": [{"type": "function", "function": {"name": "look_up", "description": "Search the index."}}]},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "look_up", "description": "Search the index."}}
+            ]
+        },
         "`tools` or `functions`",
     ),
     "TRL: tools whose name a question has, by their parameters": (
         {"messages": [{"role": "user", "content": "Can you look_up it?"}, CHAT[1]]},
-        {"tools": [{"function": {"name": "look_up", "parameters": {"properties": {"word": {"type": "string"}}}}}]},
+        {
+            "tools": [
+                {"function": {"name": "look_up", "parameters": {"properties": {"word": {"type": "string"}}}}}
+            ]
+        },
         "`tools` or `functions`",
     ),
     "TRL: options of the template": (
