@@ -7,6 +7,7 @@ read the first examples of each source to guess their types, in every epoch, and
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -171,3 +172,8 @@ class JoinedExamples:
         """Return the row of a reference."""
         part, of_part = reference
         return part.read(of_part)
+
+    def head(self, count: int) -> list[TokenizedExample]:
+        """Return the first examples of each source, the sources in turn."""
+        in_turn = itertools.zip_longest(*(part.head(count) for part in self._parts))
+        return [example for one_each in in_turn for example in one_each if example is not None][:count]

@@ -112,7 +112,7 @@ class Findings:
         share = num_steps / runtime.num_steps if runtime.num_steps else 0.0
         is_whole = runtime.num_steps == num_steps
         training = self._recipe.training
-        num_evaluations, num_checkpoints = runtime.num_evaluations, len(runtime.checkpoints)
+        num_evaluations, num_checkpoints = self._num_evaluations, len(runtime.checkpoints)
         micro_batches, update_seconds = self._seconds_by_part()
         if not is_whole:
             num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(runtime.evaluated)
@@ -174,6 +174,11 @@ class Findings:
         micro_batches, outside = self._seconds_by_part()
         return micro_batches.total + outside * self._runtime.num_steps
 
+    @property
+    def _num_evaluations(self) -> int:
+        """Rehearsed evaluations, each of all sources."""
+        return self._runtime.num_evaluations // self._run.num_held_out_sources
+
     def _evaluated(self) -> _SecondsByShape:
         """Return the seconds of batches in all rehearsed evaluations."""
         traced = {one.shape: self._times.between(*one.work).seconds for one in self._runtime.evaluations}
@@ -185,7 +190,7 @@ class Findings:
 
     def _time(self, share: float, num_evaluations: int, num_checkpoints: int) -> RunTime:
         runtime = self._runtime
-        once = self._evaluated().total / max(runtime.num_evaluations, 1)
+        once = self._evaluated().total / max(self._num_evaluations, 1)
         saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
         saved += runtime.model.total_bytes if runtime.model else 0
         read = runtime.model.weight_bytes if runtime.model else 0

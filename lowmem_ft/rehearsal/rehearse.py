@@ -95,6 +95,7 @@ class RehearsedRun:
         copied_weight_bytes: see :class:`~lowmem_ft.estimator.traces.traced_recipe.TracedRecipe`.
         vocabulary_size: tokens of the model's vocabulary, see there too.
         load_end: number of events that the timeline had when the model was built.
+        num_held_out_sources: sources that each evaluation goes through.
     """
 
     runtime: RehearsalRuntime
@@ -102,6 +103,7 @@ class RehearsedRun:
     copied_weight_bytes: int
     vocabulary_size: int
     load_end: int
+    num_held_out_sources: int
 
 
 def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
@@ -172,6 +174,7 @@ def _run(
                 copied_weight_bytes=copied_weight_bytes(run.session.techniques),
                 vocabulary_size=vocab_size(run.session.unwrapped_model.config) or 0,
                 load_end=load_end,
+                num_held_out_sources=len(run.data.evaluation_by_source) or 1,
             )
             if steps is not None and steps > left:
                 raise UserError(

@@ -87,7 +87,8 @@ def _histogram(inspection: Inspection) -> Document:
     grid.add_column("", ratio=1)
     for start, end, count in inspection.bins:
         is_cut = inspection.max_length is not None and end > inspection.max_length
-        grid.add_row(f"{start:,} - {end:,}", f"{count:,}", Bar(count / most, "red" if is_cut else "green"))
+        lengths = f"{start:,}" if start == end else f"{start:,} - {end:,}"
+        grid.add_row(lengths, f"{count:,}", Bar(count / most, "red" if is_cut else "green"))
     streamed = inspection.num_streamed
     of = "" if streamed is None else f" of the first {streamed:,}"
     return Document(grid, title=f"Lengths{of} before anything is cut", gap=0)

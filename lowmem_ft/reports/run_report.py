@@ -18,7 +18,7 @@ from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.next_steps import next_steps
 from lowmem_ft.reports.profile_table import profile_report
 from lowmem_ft.reports.run_record import RunRecord
-from lowmem_ft.reports.text.document import Document, Table
+from lowmem_ft.reports.text.document import Document, Pairs, Table
 from lowmem_ft.reports.wording import duration
 
 
@@ -53,15 +53,19 @@ def _side_by_side(runs: Sequence[RunRecord]) -> Table:
 
 
 def _answers(run: RunRecord) -> Document:
-    """Return the answers of a run before and after training, side by side; empty if it has no answers."""
-    if not run.generations:
-        return Document()
-    first, last = run.generations[0].steps
-    rows = [
-        (_shortened(one.prompt), _shortened(one.before), _shortened(one.after)) for one in run.generations
+    """Return the answers of a run before and after training, below their prompts; empty if it has no answers."""
+    asked = [
+        Pairs(
+            [("prompt", _shortened(one.prompt))]
+            + [
+                (f"at step {step:,}", _shortened(answer) or "(nothing)")
+                for step, answer in zip(one.steps, (one.before, one.after), strict=True)
+            ],
+            indent=0,
+        )
+        for one in run.generations
     ]
-    headings = (f"prompts of {run.path.name}", f"at step {first}", f"at step {last}")
-    return Document(Table(headings, rows, left=headings, stacks=True))
+    return Document(*asked, title=f"Answers of {run.path.name}")
 
 
 def _shortened(text: str | None) -> str:

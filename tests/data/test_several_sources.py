@@ -130,6 +130,12 @@ def test_held_out_rows_come_from_each_source(files, load, rows_of, streaming, wr
     assert {name: len(rows_of(part)) for name, part in data.evaluation_by_source.items()} == wanted
     assert counts(rows_of(data.evaluation)) == wanted
     assert data.evaluation.num_rows == (None if streaming else 4)
+    heads = [part.head(3) for part in data.evaluation_by_source.values()]
+    first = [heads[0][0], heads[1][0], heads[0][1]]  # of each in turn
+    assert [one.input_ids_T.tolist() for one in data.evaluation.head(3)] == [
+        one.input_ids_T.tolist() for one in first
+    ]
+    assert len(data.evaluation.head(99)) == sum(wanted.values())
     data = load(None, sources=sources, streaming=streaming, eval_path=held_out)
     assert rows_of(data.evaluation) == [" one"]
     assert data.evaluation_by_source == {}

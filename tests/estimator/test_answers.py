@@ -50,6 +50,12 @@ def test_the_longest_answer_that_a_row_can_begin_is_traced(recipe, monkeypatch):
     assert set(lengths) == {128 + 8 - 2}
 
 
+def test_inputs_of_answers_are_on_the_device_where_weights_are_streamed(recipe):
+    load, prompts = recipe
+    streamed = load(prompts, "adapter.name=lora", "offload.parameters=stream")
+    assert estimate_memory(streamed, "rtx-4090").by_phase["evaluation"] > 0
+
+
 @pytest.mark.slow
 def test_a_rehearsal_counts_every_answer_of_the_run(recipe):
     load, prompts = recipe

@@ -127,6 +127,14 @@ def test_a_part_of_the_run_stands_for_all_of_it(rehearse, recipe):
     assert part.num_checkpoints == whole.num_checkpoints
 
 
+def test_an_evaluation_of_several_sources_is_one(rehearse, recipe, chats, tmp_path):
+    files = [chats([3, 3, 3, 3]).rename(tmp_path / "more.jsonl"), chats([3, 3, 3, 3])]
+    settings = (f"data={','.join(map(str, files))}", "data.eval_size=2", "training.eval_generations=2")
+    once = ("training.max_steps=2", "training.eval_steps=1", "training.max_new_tokens=2")
+    found = rehearse(recipe(*settings, *once), "rtx-4090")
+    assert found.num_evaluations == 2
+
+
 def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(rehearse, recipe, chats):
     found = rehearse(recipe(*ALIKE, f"data={chats([2] * 30 + [40] * 10)}"), "rtx-4090")
     lengths = {step.shape.length for step in found.steps}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import signal
+import weakref
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.monitoring.profiling.step_profile import SlowModule, StepProfile
+from lowmem_ft.monitoring.profiling.step_profiler import StepProfiler
 from lowmem_ft.training.loop import TrainingRun, train
+from lowmem_ft.training.profiling import profiled_steps
 from lowmem_ft.training.profiling.advice import advice_of
 from lowmem_ft.training.run.replaced_run import PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE
 
@@ -101,6 +104,23 @@ def test_a_profiled_run_is_the_same_run(name, tiny, metrics, tmp_path):
     assert sum(row.calls for row in of_layers) == 2 * 2 * num_micro_batches, (
         "two products in each of two layers"
     )
+
+
+def test_the_events_of_a_profile_are_freed_before_memory_is_given_back(tiny, tmp_path, monkeypatch):
+    """Else the C library keeps their memory, of a larger model hundreds of MiB, for the rest of the run."""
+    profilers, alive = [], []
+
+    class Noted(StepProfiler):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            profilers.append(weakref.ref(self))
+
+    monkeypatch.setattr(profiled_steps, "StepProfiler", Noted)
+    monkeypatch.setattr(
+        profiled_steps, "return_free_memory", lambda: alive.extend(ref() for ref in profilers)
+    )
+    train(tiny(*SHORT, PROFILED, output_dir=tmp_path))
+    assert alive == [None]
 
 
 def test_a_slow_module_is_named_first_in_table_advice_and_report(tiny, tmp_path, capsys, caplog):

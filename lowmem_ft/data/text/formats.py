@@ -250,6 +250,11 @@ def _choose_format(config: DataConfig, columns: Sequence[str], source: str) -> t
         return named.pop(), f"by data.{overrides[0]}"
     for name, needed in _COLUMN_BY_DEFAULT.items():
         if set(needed.values()) <= set(columns):
+            if name == "conversations" and are_preferences(columns):
+                raise DataError(
+                    f"{holds_preferences(columns, source)} To learn only the chosen answers, append them to the "
+                    "conversations, without the columns chosen and rejected."
+                )
             return name, f"recognised from the columns {', '.join(needed.values())}"
     raise DataError(_unknown_format(columns, source))
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.text.chat_templates import Message, Renderer, has_generation_marks
 from lowmem_ft.data.text.formats import Chat, Completion, Document, Example
-from lowmem_ft.data.text.tools import names_of, with_arguments_as_text, writes_python
+from lowmem_ft.data.text.tools import names_of, with_arguments_as_text, with_unique_names, writes_python
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -76,22 +76,33 @@ def _mark_calls(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn)
         marked = _mark_chat(chat, tokenizer, loss_on)
     except DataError:
         try:
-            marked = _mark_chat(as_text, tokenizer, loss_on)
+            chat, marked = as_text, _mark_chat(as_text, tokenizer, loss_on)
         except DataError:
             marked = None
         if marked is None:
             raise
     else:
         if writes_python(chat.messages, marked.text):
-            marked = _mark_chat(as_text, tokenizer, loss_on)
-    for index, message in enumerate(chat.messages):
-        if any(name not in marked.text for name in names_of(message.get("tool_calls") or [])):
+            chat, marked = as_text, _mark_chat(as_text, tokenizer, loss_on)
+    _require_calls_written(chat, tokenizer)
+    return marked
+
+
+def _require_calls_written(chat: Chat, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Reject a chat whose calls the template leaves out.
+
+    Functions are renamed for that: a question about the weather has the name ``weather`` without any call.
+    """
+    renamed = with_unique_names(chat.messages)
+    last = max(index for index, message in enumerate(renamed) if message.get("tool_calls"))
+    text = Renderer(tokenizer, chat.tools).text(renamed[: last + 1])
+    for index, message in enumerate(renamed):
+        if any(name not in text for name in names_of(message.get("tool_calls") or [])):
             raise DataError(
                 f"The chat template does not write the tool calls of message {index + 1}, so they would not be learnt. "
                 "Set data.chat_template to a template that writes message.tool_calls, or write the calls into the "
                 "content."
             )
-    return marked
 
 
 def _mark_chat(chat: Chat, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:

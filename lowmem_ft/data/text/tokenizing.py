@@ -102,7 +102,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
-            "version": 5,  # increase it when the same values give other tokens
+            "version": 6,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:

@@ -8,7 +8,9 @@ of a message, and LLaMA-Factory's turns from ``function_call``.
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Callable
 from typing import Any
 
 from lowmem_ft.foundation.errors import DataError
@@ -77,12 +79,28 @@ def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
 def with_arguments_as_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return messages with the arguments of their calls as JSON text, which some templates (DeepSeek's) concatenate."""
 
-    def as_text(call: dict[str, Any]) -> dict[str, Any]:
-        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
-        return {**call, "function": {**call["function"], "arguments": arguments}}
+    def as_text(function: dict[str, Any]) -> dict[str, Any]:
+        return {**function, "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
 
+    return _with_functions(messages, as_text)
+
+
+def with_unique_names(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return messages whose calls name functions that no text mentions by chance."""
+    numbers = itertools.count()
+    return _with_functions(
+        messages, lambda function: {**function, "name": f"{function['name']}_zebra{next(numbers)}s"}
+    )
+
+
+def _with_functions(
+    messages: list[dict[str, Any]], change: Callable[[dict[str, Any]], dict[str, Any]]
+) -> list[dict[str, Any]]:
     return [
-        {**message, "tool_calls": [as_text(call) for call in message["tool_calls"]]}
+        {
+            **message,
+            "tool_calls": [{**call, "function": change(call["function"])} for call in message["tool_calls"]],
+        }
         if message.get("tool_calls")
         else message
         for message in messages
@@ -100,6 +118,20 @@ def writes_python(messages: list[dict[str, Any]], text: str) -> bool:
 def names_of(tools_or_calls: list[dict[str, Any]]) -> list[str]:
     """Return the names of functions."""
     return [str(entry["function"].get("name", "")) for entry in tools_or_calls]
+
+
+def is_described(tool: dict[str, Any], text: str) -> bool:
+    """Return whether a text has a tool's name, what it does and its parameters, as they are or as JSON has them.
+
+    A name alone may be there by chance: a question about the weather has the name ``weather``.
+    """
+    function = tool["function"]
+    parameters = function.get("parameters")
+    properties = parameters.get("properties") if isinstance(parameters, dict) else None
+    description = str(function.get("description") or "")
+    said = [*names_of([tool]), *map(str.strip, description.splitlines())]
+    said += properties if isinstance(properties, dict) else []
+    return all(part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text for part in said)
 
 
 def _without_nulls(value: Any) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat, Row, judged_answers
-from lowmem_ft.data.text.tools import names_of, read_tools
+from lowmem_ft.data.text.tools import is_described, read_tools
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -49,7 +49,7 @@ class UnusedField:
         """Return whether a row or message has the field, and the text of its example does not."""
         names = [name for name in self.names if self.counts(values.get(name))]
         if self.may_be_written:
-            names = [name for name in names if not all(part in text for part in _parts(name, values[name]))]
+            names = [name for name in names if not _is_written(name, values[name], text)]
         return bool(names)
 
     def __str__(self) -> str:
@@ -139,15 +139,13 @@ _KNOWN_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "functio
 _KNOWN_OF_MESSAGES |= {"weight", "train", "training", "loss"}
 
 
-def _parts(name: str, value: Any) -> Iterator[str]:
-    """Yield the parts of a value that a text which has it contains: all strings, of tools their names."""
+def _is_written(name: str, value: Any, text: str) -> bool:
+    """Return whether a text has a value: all of its strings, or what says of tools how they are called."""
     if name in TOOLS:
-        yield from names_of(read_tools(value, name))
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _parts(name, inner)
-    else:
-        yield str(value).strip()
+        return all(is_described(tool, text) for tool in read_tools(value, name))
+    if isinstance(value, list):
+        return all(_is_written(name, inner, text) for inner in value)
+    return str(value).strip() in text
 
 
 def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:

@@ -97,6 +97,10 @@ class Lora(Technique):
         named = self._gathered()
         if not writes:
             return True
+        # PEFT makes a set of the layers, whose order is another in every process.
+        for config in self.peft_model.peft_config.values():
+            if isinstance(config.target_modules, set):
+                config.target_modules = sorted(config.target_modules)
         # The state is passed explicitly: without it PEFT would collect that of the whole base first.
         self.peft_model.save_pretrained(folder, state_dict=named, save_embedding_layers=False)
         add_to_file(folder, {name: tensor for name, tensor in named.items() if not _is_of_adapter(name)})

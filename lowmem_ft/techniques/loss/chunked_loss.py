@@ -160,10 +160,9 @@ def enable_chunked_loss(
             technique.remove()
             raise
     log.info(
-        "Loss: logits of at most %d tokens and 1/%d of the vocabulary at once, gradients computed in the forward "
-        "pass.",
+        "Loss: logits of at most %d tokens%s at once, gradients computed in the forward pass.",
         config.chunk_tokens,
-        tiling.head,
+        f" and 1/{tiling.head} of the vocabulary" if tiling.head > 1 else "",
     )
     return technique
 

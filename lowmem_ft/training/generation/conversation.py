@@ -23,7 +23,7 @@ from lowmem_ft.data.text.chat_templates import Message, Renderer, require_chat_t
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.files.sources import first_line
 from lowmem_ft.models.loading import max_positions
-from lowmem_ft.training.generation.greedy import attention_that_takes_a_cache, end_tokens
+from lowmem_ft.training.generation.greedy import end_tokens, generating
 from lowmem_ft.training.session import ForwardSession
 
 
@@ -119,7 +119,7 @@ class Conversation:
             most = self._limit - input_ids_BT.shape[1]
             settings["max_new_tokens"] = min(settings.get("max_new_tokens", most), most)
         try:
-            with torch.no_grad(), self._session.runtime.autocast(), attention_that_takes_a_cache(model):
+            with generating(self._session):
                 model.generate(
                     input_ids=input_ids_BT,
                     attention_mask=torch.ones_like(input_ids_BT),

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -61,13 +62,7 @@ def generate_greedily(
         after_forward()
         return scores
 
-    with (
-        torch.no_grad(),
-        session.runtime.autocast(),
-        router_loss_off(model),
-        attention_that_takes_a_cache(model),
-        _without_warning_of_weights_elsewhere(),
-    ):
+    with generating(session):
         generator: Any = model
         return generator.generate(
             input_ids=prompt_BT,
@@ -120,7 +115,38 @@ def _greedy(max_new_tokens: int, end_ids: Sequence[int]) -> GenerationConfig:
 
 
 @contextlib.contextmanager
-def attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
+def generating(session: ForwardSession) -> Iterator[None]:
+    """Let ``generate`` call a session's model in a block, inside its techniques and without gradients."""
+    model = session.unwrapped_model
+    with (
+        torch.no_grad(),
+        session.runtime.autocast(),
+        router_loss_off(model),
+        _attention_that_takes_a_cache(model),
+        _inputs_on_device(model, session.runtime.device),
+        _without_warning_of_weights_elsewhere(),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def _inputs_on_device(model: PreTrainedModel, device: torch.device) -> Iterator[None]:
+    """Let a model find its inputs on the device in a block.
+
+    transformers 5.23 moves them to where the model's first weight is: to the host, if it is streamed.
+    """
+    hook = model.register_forward_pre_hook(
+        lambda _, args, kwargs: (send_to_device(args, device), send_to_device(kwargs, device)),
+        with_kwargs=True,
+    )
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextlib.contextmanager
+def _attention_that_takes_a_cache(model: PreTrainedModel) -> Iterator[None]:
     """Let attention be sdpa in a block where it is torch's flash kernel for rows, which takes no cache of keys."""
     chosen = model.config._attn_implementation
     if chosen != VARLEN_ATTENTION:

@@ -74,13 +74,15 @@ class ProfiledSteps:
         if not self.is_due(step):
             yield
             return
-        profiler = self._profiler or self._begin(step)
-        with profiler.step():
+        if self._profiler is None:
+            self._begin(step)
+        assert self._profiler is not None, "it has begun"
+        with self._profiler.step():  # no other name refers to it, so that its end frees it
             yield
         if step == self._steps[-1]:
             self._end(writes=True)
 
-    def _begin(self, step: int) -> StepProfiler:
+    def _begin(self, step: int) -> None:
         session, runtime = self._run.session, self._run.runtime
         self._profiler = StepProfiler(session.unwrapped_model, runtime.device, first_step=step)
         self._profiler.__enter__()
@@ -96,7 +98,6 @@ class ProfiledSteps:
         if isinstance(session.optimizer, ChunkedOptimizer):
             parts.append((session.optimizer, "update", UPDATE))  # in backward, or when a layer is visited
         self._ranges = Handle(*(call_around(owner, name, in_range(part)) for owner, name, part in parts))
-        return self._profiler
 
     def _end(self, *, writes: bool) -> None:
         profiler, self._profiler = self._profiler, None

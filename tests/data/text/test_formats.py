@@ -282,6 +282,8 @@ def test_preferences_are_refused_with_what_can_be_learnt_of_them():
         recognise(["prompt", "chosen", "rejected"])
     with pytest.raises(DataError, match=r"preferences.*data\.messages_column=chosen\."):
         recognise(["chosen", "rejected"])
+    with pytest.raises(DataError, match=r"preferences.*append them to the conversations"):
+        recognise(["conversations", "chosen", "rejected"])  # LLaMA-Factory's
 
 
 def test_the_settings_that_an_unknown_format_suggests_read_it():

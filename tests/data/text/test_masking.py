@@ -168,9 +168,8 @@ def test_strings_are_joined_as_they_are(make_tokenizer):
 def test_tool_calls_that_the_template_leaves_out_are_not_learnt_as_empty_answers(make_tokenizer):
     tokenizer = make_tokenizer(chat_template=UNMARKED)
     call = {"type": "function", "function": {"name": "weather", "arguments": {}}}
-    chat = Chat(
-        [{"role": "user", "content": "q"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
-    )
+    question = "How is the weather?"  # which has the name of the tool
+    chat = Chat([user(question), assistant("") | {"tool_calls": [call]}])
     with pytest.raises(DataError, match="does not write the tool calls"):
         mark_learnt(chat, tokenizer, "assistant")
     tokenizer.chat_template = UNMARKED.replace(
@@ -179,6 +178,13 @@ def test_tool_calls_that_the_template_leaves_out_are_not_learnt_as_empty_answers
     )
     marked = mark_learnt(chat, tokenizer, "assistant")
     assert [marked.text[start:end] for start, end in marked.learnt] == ["weather<|im_end|>"]
+
+
+def test_a_call_that_is_excluded_may_come_after_the_last_learnt_turn(make_tokenizer):
+    call = {"function": {"name": "weather", "arguments": {}}}
+    chat = [*TWO_TURNS, user("And?"), assistant("") | {"tool_calls": [call], "weight": 0}]
+    template = UNMARKED.replace("{{ message['content'] }}", "{{ message['content'] ~ message.tool_calls }}")
+    assert learnt(chat, template, make_tokenizer) == learnt(TWO_TURNS, template, make_tokenizer)
 
 
 CALLS = "{% for c in m.tool_calls %}<call>{{ c.function.name }} {{ ARGUMENTS }}</call>{% endfor %}"

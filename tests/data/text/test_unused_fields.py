@@ -17,6 +17,14 @@ SHARE_GPT = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Ho"}]
 PAIR = {"prompt": "Hi", "completion": " Ho"}
 ALPACA = {"instruction": "Hi", "output": "Ho"}
 TOOL = {"type": "function", "function": {"name": "look_up"}}
+DESCRIBED = {
+    "type": "function",
+    "function": {
+        "name": "look_up",
+        "description": 'Looks for a "word",\nand says what it means.',
+        "parameters": {"type": "object", "properties": {"word": {"type": "string"}}},
+    },
+}
 WRITES_ALL = (
     "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.reasoning_content }}{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -38,6 +46,24 @@ TOLD = {
         "`tools` or `functions`, but the model does not see",
     ),
     "TRL: tools as text": ({"messages": CHAT}, {"tools": json.dumps([TOOL])}, "`tools` or `functions`"),
+    "TRL: tools whose name a question has": (
+        {"messages": [{"role": "user", "content": "Can you look_up it?"}, CHAT[1]]},
+        {
+            "tools": [
+                {"type": "function", "function": {"name": "look_up", "description": "Search the index."}}
+            ]
+        },
+        "`tools` or `functions`",
+    ),
+    "TRL: tools whose name a question has, by their parameters": (
+        {"messages": [{"role": "user", "content": "Can you look_up it?"}, CHAT[1]]},
+        {
+            "tools": [
+                {"function": {"name": "look_up", "parameters": {"properties": {"word": {"type": "string"}}}}}
+            ]
+        },
+        "`tools` or `functions`",
+    ),
     "TRL: options of the template": (
         {"messages": CHAT},
         {"chat_template_kwargs": {"enable_thinking": False}},
@@ -132,7 +158,7 @@ USED = {
     "thinking": {"messages": chat(thinking=" Hm\n")},
     "ShareGPT: system": {"conversations": SHARE_GPT, "system": "Be brief."},
     "ShareGPT: tools": {"conversations": SHARE_GPT, "tools": json.dumps([TOOL["function"]])},
-    "OpenAI: tools": {"messages": CHAT, "tools": [TOOL]},
+    "OpenAI: tools": {"messages": CHAT, "tools": [DESCRIBED]},
     "TRL: tools": {"prompt": CHAT[:1], "completion": CHAT[1:], "tools": [TOOL]},
     "Alpaca": ALPACA | {"history": [["a", "b"]], "system": "Be brief.", "thinking": "Hm", "tools": [TOOL]},
 }

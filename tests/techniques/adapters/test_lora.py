@@ -183,6 +183,7 @@ def test_vanilla_peft_loads_what_is_saved(tmp_path, kind):
     }
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == (str(tmp_path / "base"), "abc")
+    assert config["target_modules"] == sorted(config["target_modules"])  # the same file in every process
     loaded = peft.AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")
     model.eval()
     assert torch.equal(loss_of(loaded), loss_of(model))
