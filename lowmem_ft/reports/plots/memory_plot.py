@@ -39,13 +39,23 @@ def write_plot(path: Path, estimate: MemoryEstimate, config: AllocatorConfig | N
         MissingPackageError: for a picture without matplotlib.
     """
     check_plot_path(path)
-    samples = sample_memory(estimate.timeline, sizes_bytes=_block_bytes(estimate, config))
-    if not samples:
-        raise UserError("A plot needs an estimate with its timeline, got one without allocations.")
     if path.suffix == ".html":
-        path.write_text(html_plot(estimate, samples), encoding="utf-8")
+        path.write_text(plot_page(estimate, config), encoding="utf-8")
     else:
-        _write_png(path, estimate, samples)
+        _write_png(path, estimate, _samples(estimate, config))
+
+
+def plot_page(estimate: MemoryEstimate, config: AllocatorConfig | None = None) -> str:
+    """Return the estimate's timeline as the text of one self-contained HTML page.
+
+    Args:
+        estimate: an estimate with its timeline.
+        config: as for :func:`write_plot`.
+
+    Raises:
+        UserError: if the estimate's timeline is empty.
+    """
+    return html_plot(estimate, _samples(estimate, config))
 
 
 def check_plot_path(path: Path) -> None:
@@ -62,6 +72,13 @@ def check_plot_path(path: Path) -> None:
         raise UserError(f"--plot writes .html or .png, got {path}. Name it {path.stem}.html.")
     if path.suffix == ".png":
         require_package(f"--plot {path}", "matplotlib", "plots")
+
+
+def _samples(estimate: MemoryEstimate, config: AllocatorConfig | None) -> list[MemorySample]:
+    samples = sample_memory(estimate.timeline, sizes_bytes=_block_bytes(estimate, config))
+    if not samples:
+        raise UserError("A plot needs an estimate with its timeline, got one without allocations.")
+    return samples
 
 
 def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Sequence[int] | None:
