@@ -231,7 +231,7 @@ class _Page:
             return gr.update(value=value if value in ("", *load_gpus()) else None)
         return gr.update(value=value)
 
-    def _estimate(self, *values: Any, request: gr.Request) -> Iterator[Shown]:
+    def _estimate(self, request: gr.Request, *values: Any) -> Iterator[Shown]:
         """Answer the form as it is, with progress; the parts below it are emptied, as they are of another form."""
         form, kept = self._form(values[:-1]), values[-1]
         address = _address(form, kept)
@@ -277,7 +277,7 @@ class _Page:
     ) -> Callable[..., Iterator[str]]:
         """Return the function of a button that answers with one part of the page."""
 
-        def answer(*values: Any, request: gr.Request) -> Iterator[str]:
+        def answer(request: gr.Request, *values: Any) -> Iterator[str]:
             form = self._form(values)
             try:
                 for event in self._ask(_tab(request), kind, function, form):
@@ -327,7 +327,7 @@ class _Page:
         return gr.update(choices=choices, value=name), None, f"<p>The model is the dropped file, {name}.</p>"
 
     def _take_data(
-        self, data: str | None, tokenizer: str | None, *values: Any, request: gr.Request
+        self, request: gr.Request, data: str | None, tokenizer: str | None, *values: Any
     ) -> Iterator[Sequence[Any]]:
         """Count the tokens of dropped data, once there is a tokenizer too, and set the length to the longest row."""
         try:

@@ -7,8 +7,8 @@ from html import escape
 from typing import Any
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.reports.text.html_document import copied_html, html_of
 from lowmem_ft.reports.text.document import Table
+from lowmem_ft.reports.text.html_document import copied_html, html_of
 from lowmem_ft.ui.desk import Progress
 
 _NOT_OF_PROCESS = ("free", "missing")
@@ -62,7 +62,8 @@ def bar_html(uses: Sequence[tuple[str, int]]) -> str:
             parts.append(f'<i class="{kind}" style="width:{size / whole:.3%}" title="{name}: {text}"></i>')
         legend.append(f'<li><i class="{kind}"></i>{name}<b>{text}</b></li>')
     label = escape(", ".join(f"{words} {format_bytes(size)}" for words, size in uses))
-    return f'<div class="bar" role="img" aria-label="{label}">{"".join(parts)}</div><ul class="legend">{"".join(legend)}</ul>'
+    bar = f'<div class="bar" role="img" aria-label="{label}">{"".join(parts)}</div>'
+    return f'{bar}<ul class="legend">{"".join(legend)}</ul>'
 
 
 def compared_html(kept: Mapping[str, Any], now: Mapping[str, Any]) -> str:
@@ -110,8 +111,8 @@ def plan_html(answer: Mapping[str, Any]) -> str:
 def rows_html(answer: Mapping[str, Any]) -> str:
     """Return the counts of a data file, and what training would warn of."""
     words = (
-        f"{answer['rows']:,} examples, {answer['tokens']:,} tokens; the longest has {answer['longest']:,}, which is now "
-        "the length of a row."
+        f"{answer['rows']:,} examples, {answer['tokens']:,} tokens; the longest has {answer['longest']:,}, "
+        "which is now the length of a row."
     )
     return "".join(f"<p>{escape(each)}</p>" for each in (words, *answer["warnings"]))
 
@@ -149,8 +150,9 @@ def _compared(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
 
 
 def _sizes(before: int | None, after: int | None) -> tuple[str, str, str]:
+    cells = ["-" if each is None else format_bytes(each) for each in (before, after)]
     if before is None or after is None:
-        return tuple("-" if each is None else format_bytes(each) for each in (before, after)) + ("",)  # type: ignore[return-value]
+        return cells[0], cells[1], ""
     difference = after - before
     sign = "+" if difference > 0 else "-" if difference < 0 else ""
     return (
