@@ -9,7 +9,6 @@ libraries.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import logging
 import os
@@ -29,7 +28,6 @@ from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import Recipe
 
 logger = logging.getLogger(__name__)
@@ -184,4 +182,4 @@ class _Teller(logging.Handler):
 
 def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
     """Call :func:`lowmem_ft.estimate_memory` and drop the single allocations, which are a lot of data to hand over."""
-    return dataclasses.replace(estimate_memory(recipe, gpu, kept=KeptTraces.of_user()), timeline=Timeline())
+    return estimate_memory(recipe, gpu, kept=KeptTraces.of_user()).without_timeline()

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.memory.playback import Playback
 from lowmem_ft.memory.race import Race
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
@@ -178,6 +179,7 @@ class MemoryEstimate:
         versions: versions of the libraries that the trace ran with.
         trace_seconds: seconds that the estimate took.
         timeline: every allocation of the trace; not in the JSON.
+        playback: the timeline as the GPU plays it; None on a CPU; not in the JSON.
         races: races found by a virtual GPU with ``check_streams``; not in the JSON.
     """
 
@@ -206,6 +208,7 @@ class MemoryEstimate:
     versions: Mapping[str, str] = field(default_factory=dict)
     trace_seconds: float = 0.0
     timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
+    playback: Playback | None = field(default=None, repr=False, compare=False)
     races: tuple[Race, ...] = ()
 
     @property
@@ -281,6 +284,10 @@ class MemoryEstimate:
             return f"{how}, {format_bytes(spare)} to spare, and needs {host} of host memory."
         missing = f", {format_bytes(-spare)} are missing" if spare < 0 else ""
         return f"{self.verdict}{missing}."
+
+    def without_timeline(self) -> MemoryEstimate:
+        """Return the estimate without its single allocations, which are a lot of data to keep or to hand over."""
+        return replace(self, timeline=Timeline(), playback=None)
 
     def to_json(self) -> dict[str, Any]:
         """Return the estimate as JSON types, by the names of the published schema."""

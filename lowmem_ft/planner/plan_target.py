@@ -18,7 +18,6 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.models.loading import load_model_config, weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
 from lowmem_ft.planner.search import Limits
@@ -120,7 +119,7 @@ def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: Kept
         The estimate, and its trace's number of events, which measures its effort independently of other load.
     """
     estimate = estimate_memory(recipe, gpu or CPU, budget=budget, kept=kept)
-    return dataclasses.replace(estimate, timeline=Timeline()), len(estimate.timeline.events)
+    return estimate.without_timeline(), len(estimate.timeline.events)
 
 
 def _or_infinite(num_bytes: int | None) -> float:

@@ -36,13 +36,17 @@ from lowmem_ft.reports.costs import with_cost
 from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
 from lowmem_ft.reports.method_table import methods_on_gpus
 from lowmem_ft.reports.plan_table import plan_table, train_command
-from lowmem_ft.reports.plots.memory_plot import plot_page
+from lowmem_ft.reports.plots.memory_figure import memory_figure
+from lowmem_ft.reports.plots.memory_svg import memory_svg
+from lowmem_ft.reports.plots.svg import within_page
 from lowmem_ft.reports.text.html_document import html_of, text_html
 from lowmem_ft.training.run.data_inspection import inspect_data_of
-from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
 RECIPES_OF_SEVERAL = {"full": "8b-fsdp2", "lora": "7b-lora", "qlora": "7b-qlora"}
 """For each method, the shipped recipe that several GPUs share."""
+
+DRAWN_WIDTHS = {"narrow": 380, "wide": 960}
+"""Units across of the drawings of the timeline, for a phone and for a screen."""
 
 MOST_MEMORY_BYTES = 32 << 30
 """The most bytes that the process may take, by which a config of absurd sizes ends it and not the machine."""
@@ -116,6 +120,7 @@ def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     on_progress("running one step on a virtual GPU")
     found = estimate_memory(settled.recipe, settled.gpu, kept=_kept())
     on_progress("drawing")
+    figure = memory_figure(found)
     return {
         "values": with_cost(found, settled.gpu),
         "command": shlex.join(settled.words),
@@ -124,7 +129,7 @@ def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
         "verdict": text_html(headline(found)),
         "uses": [[words, size] for words, size, _ in uses(found)],
         "facts": html_of(labelled(*facts(found, settled.gpu.cheapest_price))),
-        "timeline": plot_page(found, allocator_config_of_runs(settled.gpu)),
+        "timeline": {name: within_page(memory_svg(figure, width)) for name, width in DRAWN_WIDTHS.items()},
     }
 
 

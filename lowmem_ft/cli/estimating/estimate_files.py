@@ -25,7 +25,7 @@ def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config
 
     if options.plot is not None:
         with writing("plot", options.plot) as path:
-            write_plot(path, estimate, config)
+            write_plot(path, estimate)
     if options.snapshot is not None:
         with writing("snapshot", options.snapshot) as path:
             write_snapshot(path, estimate.timeline, config)

@@ -263,7 +263,7 @@ def _parser() -> Parser:
     parser.add_once(
         {
             "--json FILE|-": "write the estimate as JSON; - is stdout, then JSON alone",
-            "--plot FILE": "plot memory over the run: interactive .html, or .png",
+            "--plot FILE": "plot memory over a step: interactive .html, .svg, or .png",
             "--snapshot FILE.pickle": "write a snapshot that https://pytorch.org/memory_viz opens",
         }
     )

@@ -125,16 +125,19 @@ class Replaying:
             out_of_memory_at=None if self._failure is None else len(self._allocated),
         )
 
-    def peak_reserved_bytes_on(self, timeline: Timeline) -> int:
-        """Return the peak that an unlimited allocator would hold if it served another timeline from this point on.
+    def reserved_bytes_on(self, timeline: Timeline) -> tuple[int, array[int]]:
+        """Return what an unlimited allocator would hold if it served another timeline from this point on.
 
         Args:
             timeline: a timeline with the same events so far.
+
+        Returns:
+            The peak, and the bytes after each further event.
         """
         allocator, copies = self._allocator.copied()
         # Allocations without bytes have no copy: any block does.
         live = {index: copies.get(block, block) for index, block in self._live.items()}
-        allocations = timeline.allocations
+        allocations, reserved = timeline.allocations, array("q")
         for kind, index in timeline.events[len(self._allocated) :]:
             if kind == "empty_cache":
                 allocator.empty_cache()
@@ -144,4 +147,5 @@ class Replaying:
                 allocator.free(live.pop(index))
             else:
                 live[index] = allocator.malloc(allocations[index].size_bytes, allocations[index].stream)
-        return allocator.peak_reserved_bytes
+            reserved.append(allocator.reserved_bytes)
+        return allocator.peak_reserved_bytes, reserved

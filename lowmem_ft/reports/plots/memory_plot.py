@@ -1,61 +1,44 @@
-"""Plot of a run's memory over time, stacked by category, as a picture or as an interactive page."""
+"""The figure of an estimate's memory as a file: a page, an SVG or a PNG."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.reports.plots.html_plot import html_plot
-from lowmem_ft.reports.plots.memory_series import STACKED, MemorySample, phase_bands, sample_memory
-from lowmem_ft.reports.plots.plot_frame import (
-    COLOURS,
-    PHASE_SHADES,
-    PlotFrame,
-    band_label,
-    peak_words,
-    shown_categories,
-)
-from lowmem_ft.reports.wording import CATEGORY_WORDS, short_name, verdict
+from lowmem_ft.reports.plots.figure import MemoryFigure
+from lowmem_ft.reports.plots.memory_figure import memory_figure
+from lowmem_ft.reports.plots.memory_html import memory_html
+from lowmem_ft.reports.plots.memory_svg import memory_svg
+from lowmem_ft.reports.plots.page import page
+from lowmem_ft.reports.plots.svg import COLOURS, PHASE_SHADES, size_ticks, size_words
+
+SUFFIXES = (".html", ".svg", ".png")
 
 
-def write_plot(path: Path, estimate: MemoryEstimate, config: AllocatorConfig | None = None) -> None:
+def write_plot(path: Path, estimate: MemoryEstimate) -> None:
     """Draw the estimate's timeline into a file, in the format of its suffix.
 
     Args:
-        path: ends in ``.html`` (one self-contained page) or ``.png`` (needs matplotlib).
+        path: ends in ``.html`` (one self-contained page), ``.svg``, or ``.png`` (needs matplotlib).
         estimate: an estimate with its timeline.
-        config: settings of a GPU's caching allocator; None: PyTorch's defaults.
 
     Raises:
         UserError: if the suffix is another, or the estimate's timeline is empty.
-        MissingPackageError: for a picture without matplotlib.
+        MissingPackageError: for a PNG without matplotlib.
     """
     check_plot_path(path)
+    figure = memory_figure(estimate)
     if path.suffix == ".html":
-        path.write_text(plot_page(estimate, config), encoding="utf-8")
+        title = f"{figure.title} {figure.summary}"
+        path.write_text(page(title, "Memory of a step", memory_html(figure)), encoding="utf-8")
+    elif path.suffix == ".svg":
+        path.write_text(memory_svg(figure), encoding="utf-8")
     else:
-        _write_png(path, estimate, _samples(estimate, config))
-
-
-def plot_page(estimate: MemoryEstimate, config: AllocatorConfig | None = None) -> str:
-    """Return the estimate's timeline as the text of one self-contained HTML page.
-
-    Args:
-        estimate: an estimate with its timeline.
-        config: as for :func:`write_plot`.
-
-    Raises:
-        UserError: if the estimate's timeline is empty.
-    """
-    return html_plot(estimate, _samples(estimate, config))
+        _write_png(path, figure)
 
 
 def check_plot_path(path: Path) -> None:
@@ -65,77 +48,67 @@ def check_plot_path(path: Path) -> None:
         path: the file to write the plot to.
 
     Raises:
-        UserError: if its suffix is neither ``.html`` nor ``.png``.
-        MissingPackageError: for a picture without matplotlib.
+        UserError: if its suffix is none of ``SUFFIXES``.
+        MissingPackageError: for a PNG without matplotlib.
     """
-    if path.suffix not in (".html", ".png"):
-        raise UserError(f"--plot writes .html or .png, got {path}. Name it {path.stem}.html.")
+    if path.suffix not in SUFFIXES:
+        raise UserError(f"--plot writes .html, .svg or .png, got {path}. Name it {path.stem}.html.")
     if path.suffix == ".png":
         require_package(f"--plot {path}", "matplotlib", "plots")
 
 
-def _samples(estimate: MemoryEstimate, config: AllocatorConfig | None) -> list[MemorySample]:
-    samples = sample_memory(estimate.timeline, sizes_bytes=_block_bytes(estimate, config))
-    if not samples:
-        raise UserError("A plot needs an estimate with its timeline, got one without allocations.")
-    return samples
-
-
-def _block_bytes(estimate: MemoryEstimate, config: AllocatorConfig | None) -> Sequence[int] | None:
-    """Return the device bytes of each allocation, as the estimate's peak counts them; None on a CPU: as requested."""
-    if estimate.is_of_cpu:
-        return None
-    return replay(estimate.timeline, CachingAllocator(config)).block_bytes
-
-
-def _write_png(path: Path, estimate: MemoryEstimate, samples: list[MemorySample]) -> None:
+def _write_png(path: Path, figure: MemoryFigure) -> None:
     # Without pyplot, which would look for a display.
     from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
 
-    frame = PlotFrame.around(estimate, samples)
-    figure = Figure(figsize=(11, 5.5), layout="constrained")
-    axes = figure.add_subplot()
-    _draw_bands(axes, frame, samples)
-    shown = shown_categories(samples)
+    drawing = Figure(figsize=(11, 5.5), layout="constrained")
+    axes = drawing.add_subplot()
+    for band in figure.phases:
+        axes.axvspan(
+            band.start, band.end, 0.96, 1, color="black", alpha=PHASE_SHADES[band.phase or "forward"], lw=0
+        )
+        if (band.end - band.start) / figure.end > len(band.words) / 110:
+            axes.text(
+                (band.start + band.end) / 2,
+                0.978,
+                band.words,
+                transform=axes.get_xaxis_transform(),
+                ha="center",
+                va="center",
+            )
     axes.stackplot(
-        [sample.position for sample in samples],
-        [[sample.stacked_bytes[STACKED.index(category)] for sample in samples] for category in shown],
-        labels=[CATEGORY_WORDS[category] for category in shown],
-        colors=[COLOURS[category] for category in shown],
+        [*figure.moments, figure.end],
+        [[*layer.sizes_bytes, layer.sizes_bytes[-1]] for layer in figure.layers],
+        labels=[
+            f"{layer.words}, {format_bytes(size)}"
+            for layer, size in zip(figure.layers, figure.at_peak_bytes, strict=True)
+        ],
+        colors=[COLOURS[layer.use] for layer in figure.layers],
         linewidth=0,
+        step="post",
     )
-    if frame.shows_limit:
-        axes.axhline(estimate.gpu.memory_bytes, color="black", linewidth=1, linestyle="--")
-        axes.text(frame.start, estimate.gpu.memory_bytes, f" {frame.limit_words}", va="bottom")
+    highest = max(figure.highest_bytes, figure.process.size_bytes)
+    near = [limit for limit in figure.limits if limit.size_bytes <= 2 * highest]
+    top = 1.15 * max(highest, *(limit.size_bytes for limit in near))
+    for limit, style in ((figure.process, "-"), *((limit, "--") for limit in near)):
+        axes.axhline(limit.size_bytes, color="black", linewidth=1, linestyle=style)
+        axes.text(0, limit.size_bytes, f" {limit.words}", va="bottom")
+    if figure.peak is not None:
+        tensors = list(accumulate(figure.at_peak_bytes))[-1]
+        axes.plot(figure.moments[figure.peak], tensors, "o", color="black", markersize=4)
+    ticks = size_ticks(top, 7)
+    axes.set_yticks(ticks, [size_words(tick) for tick in ticks])
+    beyond = [limit.words for limit in figure.limits if limit not in near]
     axes.set(
-        title=f"{short_name(estimate.model.name)}\n{verdict(estimate)}",
-        xlabel="allocations and frees, in order",
-        xlim=(frame.start, frame.end),
-        ylim=(0, frame.top_bytes),
+        title="\n".join((figure.title, figure.summary, *beyond)),
+        xlabel=figure.axis_words,
+        xlim=(0, figure.end),
+        ylim=(0, top),
     )
-    _mark_peak(axes, estimate, samples)
-    axes.set_yticks(frame.ticks_bytes, [format_bytes(tick) for tick in frame.ticks_bytes])
     axes.spines[["top", "right"]].set_visible(False)
     handles, labels = axes.get_legend_handles_labels()
-    axes.legend(handles[::-1], labels[::-1], loc="center left", bbox_to_anchor=(1, 0.5), frameon=False)
-    figure.savefig(path, dpi=150)
-
-
-def _draw_bands(axes: Any, frame: PlotFrame, samples: list[MemorySample]) -> None:
-    for phase, start, end in phase_bands(samples, frame.end):
-        axes.axvspan(start, end, color="black", alpha=PHASE_SHADES[phase], linewidth=0)
-        label = band_label(frame, phase, start, end)
-        axes.text((start + end) / 2, 0.99, label, transform=axes.get_xaxis_transform(), ha="center", va="top")
-
-
-def _mark_peak(axes: Any, estimate: MemoryEstimate, samples: list[MemorySample]) -> None:
-    peak = max(samples, key=lambda sample: sample.total_bytes)
-    axes.plot(peak.position, peak.total_bytes, "o", color="black", markersize=4)
-    is_right = peak.position > sum(axes.get_xlim()) / 2
-    axes.annotate(
-        peak_words(estimate),
-        (peak.position, peak.total_bytes),
-        xytext=(0, 6),
-        textcoords="offset points",
-        ha="right" if is_right else "left",
+    heading = f"at the peak: {figure.peak_words}"
+    axes.legend(
+        handles[::-1], labels[::-1], title=heading, loc="center left", bbox_to_anchor=(1, 0.5), frameon=False
     )
+    drawing.savefig(path, dpi=150)

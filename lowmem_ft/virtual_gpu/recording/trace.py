@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.work import (
     BETWEEN_STEPS,
     MICRO_BATCH_BEGIN,
     MICRO_BATCH_END,
+    ROUND_BEGIN,
+    ROUND_END,
     STEP_END,
     Work,
 )
@@ -52,6 +57,24 @@ class Trace:
     def between_steps(self) -> list[int]:
         """For each point between two steps, the number of events that the timeline had by then."""
         return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]
+
+    @cached_property
+    def positions(self) -> NDArray[np.int64]:
+        """For each entry of ``work``, the number of events that the timeline had by then, shape [number of entries]."""
+        return np.array([entry.position for entry in self.work], dtype=np.int64)
+
+    @cached_property
+    def repeated(self) -> list[tuple[int, int]]:
+        """For each round that represents several, the indices in ``work`` of its begin and its end."""
+        found, open_rounds = [], []
+        for index, entry in enumerate(self.work):
+            if entry.kind == "mark" and entry.name == ROUND_BEGIN:
+                open_rounds.append(index)
+            elif entry.kind == "mark" and entry.name == ROUND_END:
+                begin = open_rounds.pop()
+                if self.work[begin].times > 1:
+                    found.append((begin, index))
+        return found
 
     def _moments(self, name: str) -> list[int]:
         return [index for index, entry in enumerate(self.work) if entry.kind == "mark" and entry.name == name]

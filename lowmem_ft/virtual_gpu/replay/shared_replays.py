@@ -14,7 +14,7 @@ from lowmem_ft.memory.category import Category, Phase, Place
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors
-from lowmem_ft.virtual_gpu.replay.steady_state import with_repeated_step
+from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 
@@ -77,17 +77,26 @@ class Replays:
         """Peak bytes that such an allocator holds in the long run."""
         return self._without_limits[1]
 
+    @property
+    def reserved_in_the_long_run(self) -> Sequence[int]:
+        """Bytes that such an allocator holds after each event of the trace; from the last step on, in the long run."""
+        return self._without_limits[2]
+
     @cached_property
-    def _without_limits(self) -> tuple[Replay, int]:
-        """Replay as traced, and the peak in the long run, which differs only after the traced steps."""
+    def _without_limits(self) -> tuple[Replay, int, Sequence[int]]:
+        """Replay as traced, and the peak and the bytes in the long run, which differ only after the traced steps."""
         replaying = Replaying(self.trace.timeline, CachingAllocator(self.allocator))
         if self.settled is self.trace.timeline:
             replaying.run()
-            return replaying.counters(), replaying.counters().peak_reserved_bytes
-        replaying.run(until=self.trace.between_steps[-1])
-        settled = replaying.peak_reserved_bytes_on(self.settled)
+            counters = replaying.counters()
+            return counters, counters.peak_reserved_bytes, counters.reserved_bytes
+        first, last = self.trace.between_steps[-2:]
+        replaying.run(until=last)
+        peak, later = replaying.reserved_bytes_on(self.settled)
         replaying.run()
-        return replaying.counters(), settled
+        counters = replaying.counters()
+        in_the_long_run = counters.reserved_bytes[:first] + later[(NUM_REPETITIONS - 1) * (last - first) :]
+        return counters, peak, in_the_long_run
 
     @cached_property
     def tensor_peaks(self) -> TensorPeaks:

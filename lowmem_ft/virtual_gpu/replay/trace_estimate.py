@@ -18,6 +18,7 @@ from lowmem_ft.memory.memory_estimate import (
     ProcessRange,
     StepTime,
 )
+from lowmem_ft.memory.playback import Playback, StepClock
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import (
     HEAP_SHARE,
@@ -31,6 +32,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
+from lowmem_ft.virtual_gpu.replay.timing.reached import step_clock
 
 OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (
@@ -157,6 +159,7 @@ def estimate_on_gpu(
         held_by_others_bytes=others or 0,
         context_is_estimate=gpu.context_is_estimate,
     )
+    step, clock = timed_step(replays, gpu, surroundings) or (None, None)
     host = replays.host_tensors.peak_with(surroundings.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
@@ -170,7 +173,12 @@ def estimate_on_gpu(
         fits=fits and is_host_enough,
         fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
         host_by_part=host,
-        step=step_time(replays, gpu, surroundings),
+        step=step,
+        playback=Playback(
+            block_bytes=replays.unlimited.block_bytes,
+            reserved_bytes=replays.reserved_in_the_long_run,
+            step=clock,
+        ),
         processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
         choices=tuple(choices),
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
@@ -275,8 +283,8 @@ def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surrou
     return round(surroundings.heap_share * in_heap)
 
 
-def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
-    """Return the time of one optimizer step in the steady state; None if the trace has no step."""
+def timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple[StepTime, StepClock] | None:
+    """Return the time of one optimizer step in the steady state, and its course; None if the trace has no step."""
     trace = replays.trace
     step_ends = trace.step_ends
     if not step_ends:
@@ -289,14 +297,17 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
     by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
+    others, each_seconds = 0, 0.0
     if traced and wanted is not None:
         others = wanted - len(traced)
         repeated = traced[0 if surroundings.sends_at_the_end else -1]
-        seconds += others * times.between(*repeated).seconds
+        each_seconds = times.between(*repeated).seconds
+        seconds += others * each_seconds
         sent += others * _sent_bytes(trace, *repeated)
         for name, each in replays.clock.seconds_by_operator(times, *repeated).items():
             by_operator[name] = by_operator.get(name, 0.0) + others * each
-    return StepTime(
+    clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
+    found = StepTime(
         seconds=seconds,
         tokens=surroundings.tokens_per_step,
         bound_by=step.bound_by,
@@ -304,6 +315,7 @@ def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTim
         seconds_share=gpu.rates.seconds_share,
         by_operator=by_operator,
     )
+    return found, clock
 
 
 def _sent_bytes(trace: Trace, first: int, last: int) -> int:

@@ -106,7 +106,7 @@ def test_a_replay_goes_on_with_another_timeline_as_if_it_had_served_that_from_th
         replaying = Replaying(timeline, CachingAllocator(config))
         replaying.run(until=5)
         assert (
-            replaying.peak_reserved_bytes_on(longer)
+            replaying.reserved_bytes_on(longer)[0]
             == replay(longer, CachingAllocator(config)).peak_reserved_bytes
         )
         replaying.run()

@@ -69,12 +69,14 @@ class Times:
         spent: for each entry, the seconds that the busiest stream spent computing, on memory traffic and on copies or
             collectives or on waiting for one. The rest of its time it waited for the host.
         computing: for each entry, the seconds that its kernels take, on whatever stream; 0 for one that is no kernel.
+        is_on_main: for each entry, whether the stream that computes runs it.
     """
 
     starts: Seconds
     ends: Seconds
     spent: dict[Bound, Seconds]
     computing: Seconds
+    is_on_main: NDArray[np.bool_]
 
     def between(self, first: int, last: int) -> Span:
         """Return the time of the entries from ``first`` up to and without ``last``, for example those of a step.
@@ -164,7 +166,13 @@ class Clock:
             "communication": times_on_main * collectives + np.array(replay.exchange_stalls),
         }
         computing = np.maximum(compute, traffic) * self._times
-        return Times(starts=starts, ends=ends, spent=spent, computing=computing)
+        return Times(
+            starts=starts,
+            ends=ends,
+            spent=spent,
+            computing=computing,
+            is_on_main=self._streams == main,
+        )
 
     def seconds_by_operator(self, times: Times, first: int, last: int) -> dict[str, float]:
         """Return the seconds that kernels take by the operator's name, in entries from ``first`` up to ``last``."""
