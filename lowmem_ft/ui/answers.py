@@ -1,4 +1,4 @@
-"""What the page asks another process: the functions of the commands, with the settings of the page, as plain values.
+"""Answers to the page, in another process: the functions of the commands, with the settings of the page.
 
 Each returns what is sent back to the page's own process: JSON types, and reports as HTML.
 """
@@ -25,6 +25,8 @@ from lowmem_ft.estimator.longest_rows import LongestRows, longest_rows
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError, raise_together
 from lowmem_ft.foundation.units import GIB
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.gpu_count import on_gpus
@@ -42,8 +44,8 @@ from lowmem_ft.reports.plots.svg import within_page
 from lowmem_ft.reports.text.html_document import html_of, text_html
 from lowmem_ft.training.run.data_inspection import inspect_data_of
 
-RECIPES_OF_SEVERAL = {"full": "8b-fsdp2", "lora": "7b-lora", "qlora": "7b-qlora"}
-"""For each method, the shipped recipe that several GPUs share."""
+SHARED_IN_FULL = "8b-fsdp2"
+"""The shipped recipe by which several GPUs share full fine-tuning."""
 
 DRAWN_WIDTHS = {"narrow": 380, "wide": 960}
 """Units across of the drawings of the timeline, for a phone and for a screen."""
@@ -283,12 +285,12 @@ def _settled(asked: Asked, on_progress: OnProgress) -> Settled:
 
 def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     """Return ``recipe=NAME`` and settings: of a method, those of its fastest recipe that fits."""
-    if asked.method not in RECIPES_OF_SEVERAL:
+    if not asked.of_method:
         return (f"recipe={asked.recipe}", *asked.settings)
     count = None if asked.devices is None else split_count(asked.devices)[0]
     own = (*asked.settings, *untyped(asked.of_method, asked.settings))
-    if count not in (None, 1):
-        return (f"recipe={RECIPES_OF_SEVERAL[asked.method]}", *own)
+    if count not in (None, 1) and asked.method == "full":
+        return (f"recipe={SHARED_IN_FULL}", *own, *untyped(_length_of(asked.model), own))
     gpu = _gpu_of(asked, load_recipe(None, asked.settings))
     others = tuple(each for each in own if not each.startswith("model="))
     on_progress(f"choosing the fastest recipe of the method {asked.method} that fits")
@@ -296,6 +298,13 @@ def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     if found.estimate is None:
         raise UserError(*found.problems)
     return found.command
+
+
+def _length_of(model: str | None) -> list[str]:
+    """Return the setting for rows as long as a model takes, where those of the shared recipe are longer."""
+    limit = limit_of_positions(text_fields(ModelConfig(name_or_path=model)).get)
+    length = load_recipe(SHARED_IN_FULL).data.max_length
+    return [f"data.max_length={limit}"] if limit is not None and length is not None and limit < length else []
 
 
 @functools.lru_cache(maxsize=64)

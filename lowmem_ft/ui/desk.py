@@ -33,7 +33,7 @@ class SupersededError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What is being done, and for how many seconds."""
+    """Work that is being done, and for how many seconds."""
 
     doing: str
     seconds: float
@@ -41,7 +41,7 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a function returned."""
+    """The value that a function returned."""
 
     value: Any
 
@@ -93,20 +93,17 @@ class Desk:
             UserError: if the function raised it, too many questions wait, or the answer took too long.
             SupersededError: if the question was dropped.
         """
-        key = (function.__name__, arguments)
+        key = function.__name__, arguments
         with self._lock:
             self._drop(tab, kind)
-            if key in self._remembered:
-                self._remembered.move_to_end(key)
-                remembered = self._remembered[key]
-            else:
-                remembered = None
+            ticket, remembered = _Ticket(next(self._numbers)), self._remembered.get(key)
+            if remembered is None:
                 if len(self._tickets) >= MOST_WAITING:
                     raise UserError(
                         f"The page answers one question after the other, and at most {MOST_WAITING} wait, got one "
                         "more. Try again when one of them is done."
                     )
-                ticket = self._tickets[tab, kind] = _Ticket(next(self._numbers))
+                self._tickets[tab, kind] = ticket
         if remembered is not None:
             yield Answer(value=remembered)
             return
@@ -170,7 +167,7 @@ class Desk:
     def _answered(
         self, ticket: _Ticket, function: Callable[..., Any], arguments: tuple[Any, ...]
     ) -> Iterator[Progress]:
-        """Yield progress and return the answer; whatever else ends the wait ends the process, and another is started."""
+        """Yield progress and return the answer; any other end of the wait ends the process, and starts another."""
         said: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self.start()
         process = self._process

@@ -1,4 +1,4 @@
-"""What a user has set on the page: the fields, their limits, their text in an address, and the settings they mean."""
+"""Fields of the page: their limits, their text in an address, and the settings that they mean."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, get_args, get_origin
-from urllib.parse import urlencode
+from urllib.parse import parse_qsl, urlencode
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
@@ -32,6 +32,7 @@ FROM_RECIPE = "as in the recipe"
 
 MOST_TOKENS, MOST_ROWS, MOST_GIB = 1 << 20, 1024, 65_536
 MOST_MORE_CHARACTERS = 2000
+MOST_QUERY_CHARACTERS, MOST_FIELDS = 8000, 64
 
 _OWN_FIELDS = {
     "model.name_or_path": "model",
@@ -78,6 +79,11 @@ class Form:
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: _text(value) for name, value in values.items() if name in names})
 
+    @classmethod
+    def of_query(cls, query: str) -> Form:
+        """Return the form that a query of an address means; a long one means the defaults."""
+        return cls.of(values_of(query))
+
     @property
     def query(self) -> str:
         """The fields that differ from their defaults, as the query of an address."""
@@ -96,7 +102,7 @@ class Form:
         raise_problems(self._problems(files))
 
     def settings(self, files: KeptFiles) -> tuple[str, ...]:
-        """Return the settings of model, rows and budgets, as they are typed after a command; the method's are not there.
+        """Return the settings of model, rows and budgets as they are typed; those of the method are not among them.
 
         Args:
             files: the files that were dropped on the page.
@@ -160,9 +166,12 @@ class Form:
             path = SHORT_FORMS.get(name, name)
             key = recipe_keys().get(path)
             if not equals or key is None:
-                yield f"A further setting is key=value with a key of a recipe, got {setting!r}. See `lowmem-ft recipes NAME`."
+                yield (
+                    f"A further setting is key=value with a key of a recipe, got {setting!r}. See `lowmem-ft recipes "
+                    "NAME`."
+                )
             elif path in _OWN_FIELDS:
-                yield f"{path} has a field of its own on the page, got {setting!r}. Use the field {_OWN_FIELDS[path]!r}."
+                yield f"{path} has its own field on the page, got {setting!r}. Use the field {_OWN_FIELDS[path]!r}."
             elif path in _NOT_HERE or setting in _NOT_HERE:
                 yield f"The page does not take {setting}. Use the command `lowmem-ft estimate` or `plan`."
             elif not (key.choices or _is_bounded(without_none(key.type_hint))) or not _PLAIN.fullmatch(value):
@@ -170,6 +179,16 @@ class Form:
                     f"Further settings on the page are numbers, switches and names of a fixed list, got {setting!r}. "
                     "Use the command for text, paths and lists."
                 )
+
+
+def values_of(query: str) -> dict[str, str]:
+    """Return the fields of a query by name, empty ones too; of a query beyond any that the page writes, nothing."""
+    if len(query) > MOST_QUERY_CHARACTERS:
+        return {}
+    try:
+        return dict(parse_qsl(query, keep_blank_values=True, max_num_fields=MOST_FIELDS))
+    except ValueError:
+        return {}
 
 
 _PLAIN = re.compile(r"[\w.+-]{1,64}")

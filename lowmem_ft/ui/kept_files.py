@@ -91,15 +91,15 @@ class KeptFiles:
         return self._keep("data", f"data{suffix}", content)
 
     def model(self, name: str) -> Path | None:
-        """Return the folder of a kept ``config.json``, as ``model=`` takes it; None if there is none of that name."""
+        """Return the folder of a kept ``config.json``, as ``model=`` takes it; None if nothing has that name."""
         return self._folder_of(name, "config")
 
     def tokenizer(self, name: str) -> Path | None:
-        """Return the folder of a kept tokenizer; None if there is none of that name."""
+        """Return the folder of a kept tokenizer; None if nothing has that name."""
         return self._folder_of(name, "tokenizer")
 
     def data(self, name: str) -> Path | None:
-        """Return a kept data file; None if there is none of that name."""
+        """Return a kept data file; None if nothing has that name."""
         folder = self._folder_of(name, "data")
         return None if folder is None else next(folder.glob("data.*"), None)
 

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import urlencode
 
 import gradio as gr
 
@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 from lowmem_ft.ui import answers, views
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError
-from lowmem_ft.ui.form import FROM_RECIPE, GPU_COUNTS, METHOD_SETTINGS, METHODS, RECIPE, Form
+from lowmem_ft.ui.form import FROM_RECIPE, GPU_COUNTS, METHOD_SETTINGS, METHODS, RECIPE, Form, values_of
 from lowmem_ft.ui.kept_files import (
     DATA_SUFFIXES,
     MOST_CONFIG_BYTES,
@@ -28,8 +28,6 @@ from lowmem_ft.ui.kept_files import (
 
 KEPT = "kept"
 """The name, in an address, of the settings that were kept for comparison."""
-
-MOST_ADDRESS_CHARACTERS = 8000
 
 _TITLES = {"full": "full", "lora": "LoRA", "qlora": "QLoRA", RECIPE: "a shipped recipe"}
 _FIELDS = tuple(field.name for field in dataclasses.fields(Form))
@@ -200,13 +198,12 @@ class _Page:
 
     def _load(self, request: gr.Request) -> Iterator[Sequence[Any]]:
         """Fill the fields from the address, and answer what was kept there for comparison."""
-        query = str(request.query_params)
-        values = dict(parse_qsl(query if len(query) <= MOST_ADDRESS_CHARACTERS else "", max_num_fields=64))
+        values = values_of(str(request.query_params))
         form = Form.of(values)
         fields = [self._field(name, getattr(form, name)) for name in _FIELDS]
         order = list(self.fields)
         fields = [fields[_FIELDS.index(name)] for name in order]
-        kept = Form.of(dict(parse_qsl(values.get(KEPT, ""), max_num_fields=64))) if KEPT in values else None
+        kept = Form.of_query(values[KEPT]) if KEPT in values else None
         yield [*fields, None, ""]
         if kept is None:
             return
@@ -310,9 +307,9 @@ class _Page:
     def _keep(self, *values: Any) -> Sequence[Any]:
         """Keep the settings and their estimate, or forget those that were kept where there is no estimate."""
         form, found = self._form(values[:-1]), values[-1]
-        kept = None if found is None else (form.query, found)
-        compared = "" if kept is None else views.compared_html(found, found)
-        return kept, compared, _address(form, kept)
+        if found is None:
+            return None, "", _address(form, None)
+        return (form.query, found), views.compared_html(found, found), _address(form, (form.query, found))
 
     def _cancel(self, request: gr.Request) -> str:
         self._desk.cancel(_tab(request))
@@ -386,7 +383,7 @@ def _tab(request: gr.Request) -> str:
 
 
 def _content(path: str | None, most_bytes: int) -> bytes:
-    """Return the content of an uploaded file, which the server wrote into the page's folder; one byte too many at most."""
+    """Return the content of a file that was uploaded; of one that is too large, one byte too many."""
     assert path is not None, "an upload has a file"
     with open(path, "rb") as file:
         return file.read(most_bytes + 1)

@@ -1,4 +1,4 @@
-"""The server of the page: on this machine alone, with headers that keep a browser from loading anything from elsewhere."""
+"""The server of the page: for this machine alone, with headers that let a browser load nothing from elsewhere."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ HOSTS = (HOST, "localhost")
 
 CONTENT_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
-    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'self'; form-action 'self'; "
-    "base-uri 'self'; object-src 'none'"
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'self'; "
+    "form-action 'self'; base-uri 'self'; object-src 'none'"
 )
 """Gradio's page has inline scripts and compiles templates; nothing comes from, or goes to, another server."""
 

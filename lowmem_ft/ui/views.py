@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from typing import Any
 
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.reports.plots.svg import COLOURS
 from lowmem_ft.reports.text.document import Table
 from lowmem_ft.reports.text.html_document import copied_html, html_of
+from lowmem_ft.reports.wording import CATEGORY_WORDS
 from lowmem_ft.ui.desk import Progress
 
-_NOT_OF_PROCESS = ("free", "missing")
+_COLOURS = {words: COLOURS[category] for category, words in CATEGORY_WORDS.items()} | {
+    "cached, not in use": COLOURS["cached"],
+    "context, libraries": COLOURS["context"],
+    "context, estimated": COLOURS["context"],
+    "held by others": "#444c56",
+    "free": "transparent",
+    "missing": "var(--bad)",
+}
+"""The colours of the timeline, by the words of the uses in the bar."""
 
 
 def progress_html(progress: Progress) -> str:
@@ -53,12 +63,11 @@ def bar_html(uses: Sequence[tuple[str, int]]) -> str:
     """
     whole = sum(size for words, size in uses if words != "missing") or 1
     parts, legend = [], []
-    for number, (words, size) in enumerate(uses):
-        kind = words if words in _NOT_OF_PROCESS else f"use-{number % 10}"
-        name, text = escape(words), format_bytes(size)
+    for words, size in uses:
+        paint, name, text = f"background:{_COLOURS[words]}", escape(words), format_bytes(size)
         if words != "missing":
-            parts.append(f'<i class="{kind}" style="width:{size / whole:.3%}" title="{name}: {text}"></i>')
-        legend.append(f'<li><i class="{kind}"></i>{name}<b>{text}</b></li>')
+            parts.append(f'<i style="width:{size / whole:.3%};{paint}" title="{name}: {text}"></i>')
+        legend.append(f'<li><i style="{paint}"></i>{name}<b>{text}</b></li>')
     label = escape(", ".join(f"{words} {format_bytes(size)}" for words, size in uses))
     bar = f'<div class="bar" role="img" aria-label="{label}">{"".join(parts)}</div>'
     return f'{bar}<ul class="legend">{"".join(legend)}</ul>'
@@ -130,21 +139,23 @@ def _compared(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple
     both = kept["values"], now["values"]
     yield "verdict", both[0]["verdict"], both[1]["verdict"], ""
     yield "GPU", *(each["gpu"]["name"] for each in both), ""
-    for words, read in (
-        ("process at the peak", lambda each: each["device"]["process_peak_bytes"]),
-        ("upper end of its range", lambda each: each["device"]["process_high_bytes"]),
-        ("host memory", lambda each: each["host"]["peak_bytes"]),
-    ):
-        yield (words, *_sizes(*map(read, both)))
+    sizes: dict[str, Callable[[Mapping[str, Any]], int | None]] = {
+        "process at the peak": lambda each: each["device"]["process_peak_bytes"],
+        "upper end of its range": lambda each: each["device"]["process_high_bytes"],
+        "host memory": lambda each: each["host"]["peak_bytes"],
+    }
+    for words, read in sizes.items():
+        yield (words, *_sizes(read(both[0]), read(both[1])))
     parts = [dict(kept["uses"]), dict(now["uses"])]
     for use in dict.fromkeys([*parts[0], *parts[1]]):
         yield (use, *_sizes(parts[0].get(use, 0), parts[1].get(use, 0)))
-    for words, read, digits in (
-        ("seconds a step", lambda each: (each["step"] or {}).get("seconds"), ".3g"),
-        ("tokens a second", lambda each: (each["step"] or {}).get("tokens_per_second"), ",.0f"),
-        ("$ per 1M tokens", lambda each: (each["cost"] or {}).get("usd_per_million_tokens"), ".3g"),
-    ):
-        yield (words, *_numbers(*map(read, both), digits))
+    numbers: dict[str, tuple[Callable[[Mapping[str, Any]], float | None], str]] = {
+        "seconds a step": (lambda each: (each["step"] or {}).get("seconds"), ".3g"),
+        "tokens a second": (lambda each: (each["step"] or {}).get("tokens_per_second"), ",.0f"),
+        "$ per 1M tokens": (lambda each: (each["cost"] or {}).get("usd_per_million_tokens"), ".3g"),
+    }
+    for words, (number, digits) in numbers.items():
+        yield (words, *_numbers(number(both[0]), number(both[1]), digits))
 
 
 def _sizes(before: int | None, after: int | None) -> tuple[str, str, str]:

@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> int:
 def _parser() -> Parser:
     parser = Parser(
         prog="lowmem-ft ui",
-        description="Estimates and plans on a page in the browser: what a run needs, on which GPUs, and what would change "
-        "that.",
+        description="Estimates and plans on a page in the browser: what a run needs, on which GPUs, and what would "
+        "change that.",
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
