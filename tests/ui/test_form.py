@@ -77,7 +77,7 @@ def test_settings_are_those_of_a_command(files):
     ],
 )
 def test_what_is_beyond_the_page_is_refused_with_a_way_out(files, change, part):
-    with pytest.raises(UserError, match=".+") as caught:
+    with pytest.raises(UserError) as caught:
         replace(Form(), **change).check(files)
     assert part in str(caught.value)
 
