@@ -141,7 +141,7 @@ class _Search:
         near = sorted(peaks, key=lambda tokens: abs(peaks[tokens] - limit))[:2]
         first, second = (low, high) if {low, high} <= peaks.keys() else sorted(near)
         rise = peaks[second] - peaks[first]
-        end = (low + high) / 2
+        end = (low + high) / 2 if high in peaks else 2 * low / (1 - RESOLUTION / 3)
         if rise > 0:
             end = first + (limit - peaks[first]) * (second - first) / rise
         short, beyond = end * (1 - RESOLUTION / 3), end * (1 + RESOLUTION)
