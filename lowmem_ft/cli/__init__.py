@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk to a model, an adapter or a run: chat MODEL",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
+    "ui": "the same on a page in the browser, on this machine alone",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",

@@ -53,7 +53,7 @@ def estimate_table(
     Returns:
         A document, which ``rich.print`` prints.
     """
-    peak, *others = _facts(estimate, price)
+    peak, *others = facts(estimate, price)
     return Document(headline(estimate), _memory_bars(estimate), labelled(peak, *further, *others))
 
 
@@ -154,7 +154,7 @@ def _memory_bars(estimate: MemoryEstimate) -> Document:
     bars.add_column(ratio=1)
     for _ in ("bytes", "share"):
         bars.add_column(justify="right", no_wrap=True)
-    for words, size, colour in _uses(estimate):
+    for words, size, colour in uses(estimate):
         bars.add_row(words, Bar(size / width, colour), format_bytes(size), f"{size / whole:.1%}")
     peaks = (
         f"allocated {format_bytes(estimate.allocated_peak_bytes)}, "
@@ -180,8 +180,12 @@ def _range(estimate: MemoryEstimate) -> str:
     return "" if found is None else f" ({from_to(found.low_bytes, found.high_bytes)})"
 
 
-def _uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
-    """Yield what takes memory, in the order it is stacked, with a colour: tensors, then what surrounds them."""
+def uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
+    """Yield what takes memory, in the order it is stacked, in bytes, with a colour: tensors, then what surrounds them.
+
+    Args:
+        estimate: the estimate to show.
+    """
     for category, words in CATEGORY_WORDS.items():
         if size := estimate.by_category_at_peak.get(category, 0):
             yield words, size, "cyan"
@@ -206,7 +210,13 @@ def labelled(*lines: tuple[str, str]) -> Pairs:
     return Pairs(lines, style="bold", indent=0)
 
 
-def _facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
+def facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
+    """Yield labels and texts below the bars: the place of the peak, host, time, cost, and what was chosen.
+
+    Args:
+        estimate: the estimate to show.
+        price: price of an hour of the GPU; None leaves the cost out.
+    """
     module = module_words(estimate.peak_module)
     yield "peak", f"in {PHASE_WORDS[estimate.peak_phase]}, {module}"
     by_phase = estimate.by_phase

@@ -42,17 +42,17 @@ class Document:
     """
 
     def __init__(self, *blocks: RenderableType | None, title: str = "", gap: int = 1) -> None:
-        self._blocks = [block for block in blocks if block]
-        self._title = title
+        self.blocks = [block for block in blocks if block]
+        self.title = title
         self._gap = gap
 
     def __bool__(self) -> bool:
-        return bool(self._blocks)
+        return bool(self.blocks)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if self and self._title:
-            yield _paragraph(Text(self._title, "bold"), options.max_width)
-        for number, block in enumerate(self._blocks):
+        if self and self.title:
+            yield _paragraph(Text(self.title, "bold"), options.max_width)
+        for number, block in enumerate(self.blocks):
             if number:
                 yield from ("",) * self._gap
             yield _paragraph(block, options.max_width) if isinstance(block, (str, Text)) else block
@@ -78,23 +78,23 @@ class Pairs:
         indent: int = INDENT,
         gap: int = GAP,
     ) -> None:
-        self._rows = [(Text.assemble(label, style=style), Text.assemble(text)) for label, text in rows]
+        self.rows = [(Text.assemble(label, style=style), Text.assemble(text)) for label, text in rows]
         self._indent = indent
         self._gap = gap
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         room = _room_of_rows(console, options)
         width = room - self._indent
-        least, right = (max(longest_word(row[side].plain, width) for row in self._rows) for side in (0, 1))
-        left = max(least, min(MOST_LEFT, max(label.cell_len for label, _ in self._rows)))
+        least, right = (max(longest_word(row[side].plain, width) for row in self.rows) for side in (0, 1))
+        left = max(least, min(MOST_LEFT, max(label.cell_len for label, _ in self.rows)))
         if least <= width - self._gap - right:
             left = min(left, width - self._gap - right)
         is_beside = width - left - self._gap >= LEAST_RIGHT
         start = left + self._gap if is_beside else INDENT
-        for label, text in self._rows:
+        for label, text in self.rows:
             texts = _lines(text, width - start)
             for line in _lines(label, left if is_beside else width):
                 line.pad_left(self._indent)
@@ -115,10 +115,10 @@ class Command:
     """
 
     def __init__(self, *words: str) -> None:
-        self._words = words
+        self.words = words
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        yield Text("\n".join(shell_lines(self._words, _room_of_rows(console, options))))
+        yield Text("\n".join(shell_lines(self.words, _room_of_rows(console, options))))
 
 
 class Table:
@@ -143,18 +143,18 @@ class Table:
         spare: Sequence[str] = (),
         stacks: bool = False,
     ) -> None:
-        self._columns = tuple(columns)
-        self._rows = [[Text.assemble(cell) for cell in row] for row in rows]
-        self._left = left
+        self.columns = tuple(columns)
+        self.rows = [[Text.assemble(cell) for cell in row] for row in rows]
+        self.left = left
         self._wraps = wraps
         self._spare = spare
         self._stacks = stacks
 
     def __bool__(self) -> bool:
-        return bool(self._rows)
+        return bool(self.rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        natural = [self._width(index) for index in range(len(self._columns))]
+        natural = [self._width(index) for index in range(len(self.columns))]
         whole = max(options.max_width, _total(natural, range(len(natural))))
         room = min(whole, _room_of_rows(console, options))
         yield from console.render(self._laid_out(natural, room), options.update(width=room))
@@ -163,7 +163,7 @@ class Table:
         heading, narrowest = self._wraps
         widths = [
             max(cell_len(each), narrowest) if each == heading else width
-            for each, width in zip(self._columns, natural, strict=True)
+            for each, width in zip(self.columns, natural, strict=True)
         ]
         if self._stacks:
             groups = self._groups(widths, room)
@@ -171,7 +171,7 @@ class Table:
                 *(self._grid(kept, GAP if _total(widths, kept) <= room else 0) for kept in groups)
             )
         left_out, gap = self._choice(widths, room)
-        kept = [index for index, heading in enumerate(self._columns) if heading not in left_out]
+        kept = [index for index, heading in enumerate(self.columns) if heading not in left_out]
         told = f"Not shown in {room} columns: {', '.join(left_out)}. A wider terminal shows them, and --json has them."
         return Document(self._grid(kept, gap), told if left_out else None)
 
@@ -188,7 +188,7 @@ class Table:
         """Return the columns to leave out, and the blanks between the others; 0 if all except the first are folded."""
         for num_left_out, gap in itertools.product(range(len(self._spare) + 1), GAPS):
             left_out = self._spare[:num_left_out]
-            kept = [index for index, heading in enumerate(self._columns) if heading not in left_out]
+            kept = [index for index, heading in enumerate(self.columns) if heading not in left_out]
             if _total(widths, kept, gap) <= room:
                 return left_out, gap
         return self._spare, 0
@@ -197,22 +197,22 @@ class Table:
         """Return some of the columns, so many blanks apart; if that is 0, all except the first are folded."""
         table = Grid(box=None, padding=(0, max(1, gap), 0, 0), pad_edge=False, header_style="bold")
         for index in kept:
-            heading = self._columns[index]
+            heading = self.columns[index]
             may_wrap = heading == self._wraps[0] or (not gap and index > 0)
             table.add_column(
                 heading,
-                justify="left" if heading in self._left else "right",
+                justify="left" if heading in self.left else "right",
                 no_wrap=not may_wrap,
                 overflow="fold",
                 min_width=self._wraps[1] if gap and may_wrap else None,
             )
-        for row in self._rows:
+        for row in self.rows:
             table.add_row(*(row[index] for index in kept))
         return table
 
     def _width(self, index: int) -> int:
-        lines = [line for row in self._rows for line in row[index].plain.splitlines()]
-        return max(map(cell_len, (self._columns[index], *lines)))
+        lines = [line for row in self.rows for line in row[index].plain.splitlines()]
+        return max(map(cell_len, (self.columns[index], *lines)))
 
 
 def _room_of_rows(console: Console, options: ConsoleOptions) -> int:

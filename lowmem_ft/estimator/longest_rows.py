@@ -1,0 +1,162 @@
+"""The length of rows at which memory ends: a search over estimates of one recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator.estimate import estimate_memory
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.foundation.units import parse_bytes
+from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.models.loading import load_model_config, max_positions
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.rules.run_rules import oversized_steps
+from lowmem_ft.recipe.space.search_space import with_settings
+
+GRID_TOKENS = 64
+"""Lengths that are tried are multiples of this."""
+
+RESOLUTION = 0.03
+"""Share of the length at which a search ends."""
+
+MOST_ESTIMATES = 10
+
+_MOST_TOKENS = 1 << 20
+_FIRST_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongestRows:
+    """The longest rows that fit.
+
+    Args:
+        tokens: tokens of the longest row that was estimated to fit; 0: none fits.
+        over_tokens: tokens of the shortest row that was estimated not to fit; None: the longest that there may be fits.
+        most_tokens: the longest row that model and recipe allow.
+        process_bytes: the process's peak at the upper end of its range, by the tokens that were tried.
+    """
+
+    tokens: int
+    over_tokens: int | None
+    most_tokens: int
+    process_bytes: tuple[tuple[int, int], ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return it as JSON types."""
+        return {**dataclasses.asdict(self), "process_bytes": [list(pair) for pair in self.process_bytes]}
+
+
+def longest_rows(
+    recipe: Recipe,
+    gpu: Gpu,
+    *,
+    extra_bytes: int = 0,
+    kept: KeptTraces | None = None,
+    on_estimate: Callable[[int, int], object] = lambda number, tokens: None,
+) -> LongestRows:
+    """Find the longest rows with which a recipe fits, all else as it is.
+
+    Lengths are bracketed, from the recipe's own, and each next one is where a line through the two nearest peaks meets
+    the limit. The search assumes that longer rows take no less memory; what it returns was estimated to fit.
+
+    Args:
+        recipe: the recipe, with its processes as ``on_gpus`` fills them in.
+        gpu: the GPU.
+        extra_bytes: device memory that the GPU, and a budget, have in addition.
+        kept: traces made before, as for ``estimate_memory``.
+        on_estimate: called before each estimate, with their number so far and the tokens of a row.
+
+    Returns:
+        The length, with what was tried.
+
+    Raises:
+        UserError: if the recipe cannot be estimated.
+    """
+    search = _Search(recipe, with_more(gpu, extra_bytes), extra_bytes, kept or KeptTraces(), on_estimate)
+    most = _most_tokens(recipe)
+    low, high = 0, most + GRID_TOKENS
+    tokens = min(_on_grid(recipe.data.max_length or _FIRST_TOKENS) or most, most)
+    while len(search.found) < MOST_ESTIMATES:
+        low, high = (tokens, high) if search.fits(tokens) else (low, tokens)
+        if low >= most or high - low <= max(GRID_TOKENS, RESOLUTION * low) or high <= GRID_TOKENS:
+            break
+        tokens = min(search.next_between(low, high), most)
+    return LongestRows(
+        tokens=low,
+        over_tokens=None if high > most else high,
+        most_tokens=most,
+        process_bytes=tuple(
+            (tokens, found.process_high_bytes) for tokens, found in sorted(search.found.items())
+        ),
+    )
+
+
+def with_more(gpu: Gpu, extra_bytes: int) -> Gpu:
+    """Return a GPU with more memory, and all else the same."""
+    return dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes + extra_bytes)
+
+
+class _Search:
+    """Estimates by the tokens of a row."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        gpu: Gpu,
+        extra_bytes: int,
+        kept: KeptTraces,
+        on_estimate: Callable[[int, int], object],
+    ) -> None:
+        budget = recipe.budget
+        if budget.device is not None:
+            budget = dataclasses.replace(budget, device=f"{parse_bytes(budget.device) + extra_bytes}B")
+        self._recipe, self._gpu, self._budget, self._kept = recipe, gpu, budget, kept
+        self._on_estimate = on_estimate
+        self.found: dict[int, MemoryEstimate] = {}
+
+    def fits(self, tokens: int) -> bool:
+        """Return whether rows of so many tokens fit; False for none."""
+        if not tokens:
+            return False
+        if tokens not in self.found:
+            self._on_estimate(len(self.found), tokens)
+            longer = with_settings(self._recipe, {"data.max_length": tokens})
+            self.found[tokens] = estimate_memory(longer, self._gpu, budget=self._budget, kept=self._kept)
+        return self.found[tokens].fits
+
+    def next_between(self, low: int, high: int) -> int:
+        """Return the next length to try, between one that fits and one that does not.
+
+        A line through the peaks of both, or of the two nearest to the limit until there are both, tells where it should
+        end. First a length just short of that is tried, then one beyond it, which closes the bracket where it is right.
+        """
+        limit = next(iter(self.found.values())).budget.device_bytes
+        if len(self.found) == 1 or limit is None:
+            return 2 * low if low else _on_grid(high / 2) or GRID_TOKENS
+        peaks = {tokens: found.process_high_bytes for tokens, found in self.found.items()}
+        near = sorted(peaks, key=lambda tokens: abs(peaks[tokens] - limit))[:2]
+        first, second = (low, high) if {low, high} <= peaks.keys() else sorted(near)
+        rise = peaks[second] - peaks[first]
+        end = (low + high) / 2 if high in peaks else 2 * low / (1 - RESOLUTION / 3)
+        if rise > 0:
+            end = first + (limit - peaks[first]) * (second - first) / rise
+        short, beyond = end * (1 - RESOLUTION / 3), end * (1 + RESOLUTION)
+        wanted = short if short > low + GRID_TOKENS else beyond
+        return min(max(_on_grid(wanted), low + GRID_TOKENS), max(high - GRID_TOKENS, low + GRID_TOKENS))
+
+
+def _most_tokens(recipe: Recipe) -> int:
+    """Return the longest row that the model takes and a micro-batch of the recipe has room for, on the grid."""
+    limit = max_positions(load_model_config(recipe.model, architecture_only=True)) or _MOST_TOKENS
+    most = min(limit, _MOST_TOKENS)
+    while most > GRID_TOKENS and any(oversized_steps(recipe, most)):
+        most //= 2
+    return _on_grid(most) or most
+
+
+def _on_grid(tokens: float) -> int:
+    return int(tokens) // GRID_TOKENS * GRID_TOKENS

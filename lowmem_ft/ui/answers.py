@@ -1,0 +1,344 @@
+"""Answers to the page, in another process: the functions of the commands, with the settings of the page.
+
+Each returns what is sent back to the page's own process: JSON types, and reports as HTML.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+if sys.platform != "win32":
+    import resource
+
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
+from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.estimator import estimate_memory, estimate_methods
+from lowmem_ft.estimator.device_target import choose_gpu
+from lowmem_ft.estimator.longest_rows import LongestRows, longest_rows
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.foundation.errors import UserError, raise_together
+from lowmem_ft.foundation.units import GIB
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
+from lowmem_ft.planner import plan
+from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
+from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
+from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
+from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of, untyped
+from lowmem_ft.reports.costs import with_cost
+from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
+from lowmem_ft.reports.method_table import methods_on_gpus
+from lowmem_ft.reports.plan_table import plan_table, train_command
+from lowmem_ft.reports.plots.memory_figure import memory_figure
+from lowmem_ft.reports.plots.memory_svg import memory_svg
+from lowmem_ft.reports.plots.svg import within_page
+from lowmem_ft.reports.text.html_document import html_of, text_html
+from lowmem_ft.training.run.data_inspection import inspect_data_of
+
+SHARED_IN_FULL = "8b-fsdp2"
+"""The shipped recipe by which several GPUs share full fine-tuning."""
+
+DRAWN_WIDTHS = {"narrow": 380, "wide": 960}
+"""Units across of the drawings of the timeline, for a phone and for a screen."""
+
+MOST_MEMORY_BYTES = 32 << 30
+"""The most bytes that the process may take, by which a config of absurd sizes ends it and not the machine."""
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Asked:
+    """A question of the page.
+
+    Args:
+        method: one of the methods, or ``recipe``.
+        recipe: the recipe of that one.
+        settings: settings of model, rows and budgets, see ``Form.settings``.
+        of_method: the settings that name the method.
+        devices: the GPUs as ``--gpu`` takes them; None: one of the budget's size.
+    """
+
+    method: str
+    recipe: str
+    settings: tuple[str, ...]
+    of_method: tuple[str, ...]
+    devices: str | None
+
+    @property
+    def model(self) -> str | None:
+        """The model that the settings name; None: the recipe's own."""
+        named = (setting.partition("=") for setting in self.settings)
+        return next((value for key, _, value in named if key == "model"), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settled:
+    """A recipe and its device, with the words that mean them on a command line.
+
+    Args:
+        command: ``recipe=NAME`` and settings.
+        recipe: the recipe, with its processes.
+        gpu: the GPU.
+        devices: the GPUs as ``--gpu`` takes them.
+    """
+
+    command: tuple[str, ...]
+    recipe: Recipe
+    gpu: Gpu
+    devices: str
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the command that estimates it."""
+        return ("lowmem-ft", "estimate", *self.command, "--gpu", self.devices)
+
+
+@functools.cache
+def _kept() -> KeptTraces:
+    return KeptTraces.of_user()
+
+
+def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
+    """Return one estimate: its JSON as of ``lowmem-ft estimate --json``, its command, recipe and script, and its views.
+
+    Args:
+        asked: the question.
+        on_progress: told what is being done.
+
+    Raises:
+        UserError: if the settings are wrong, or the GPU cannot run them.
+    """
+    settled = _settled(asked, on_progress)
+    on_progress("running one step on a virtual GPU")
+    found = estimate_memory(settled.recipe, settled.gpu, kept=_kept())
+    on_progress("drawing")
+    figure = memory_figure(found)
+    return {
+        "values": with_cost(found, settled.gpu),
+        "command": shlex.join(settled.words),
+        "recipe": recipe_to_yaml(settled.recipe),
+        "script": _script(settled.command),
+        "verdict": text_html(headline(found)),
+        "uses": [[words, size] for words, size, _ in uses(found)],
+        "facts": html_of(labelled(*facts(found, settled.gpu.cheapest_price))),
+        "timeline": {name: within_page(memory_svg(figure, width)) for name, width in DRAWN_WIDTHS.items()},
+    }
+
+
+def compare_methods(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
+    """Return the table of all GPUs and methods, as ``lowmem-ft estimate model=NAME --gpu all`` prints it.
+
+    Args:
+        asked: the question; its GPU is not used.
+        on_progress: told what is being done.
+
+    Raises:
+        UserError: if no method can be estimated on any GPU.
+    """
+    model = asked.model
+    if model is None:
+        raise UserError(
+            "GPUs and methods are compared for a model, got a recipe's own. Choose a model of the list."
+        )
+    gpus, others = load_gpus(), tuple(each for each in asked.settings if not each.startswith("model="))
+    results = estimate_methods(
+        model,
+        list(gpus.values()),
+        settings=others,
+        is_thorough=False,
+        kept=_kept(),
+        on_start=lambda doing: on_progress(f"{doing}: running one step on a virtual GPU"),
+    )
+    if not any(result.estimate for result in results):
+        raise UserError(*dict.fromkeys(problem for result in results for problem in result.problems))
+    words = ("lowmem-ft", "estimate", f"model={model}", *others, "--gpu", "all")
+    return {"command": shlex.join(words), "table": html_of(methods_on_gpus(results, gpus))}
+
+
+def find_longest_rows(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
+    """Return the length at which memory ends, and the same with one GiB more of device memory.
+
+    Args:
+        asked: the question.
+        on_progress: told what is being done.
+
+    Raises:
+        UserError: if the settings are wrong, or the GPU cannot run them.
+    """
+    settled = _settled(asked, on_progress)
+
+    def find(extra_bytes: int) -> LongestRows:
+        with_more = " with 1 GiB more" if extra_bytes else ""
+
+        def tell(number: int, tokens: int) -> None:
+            on_progress(
+                f"the length at which memory ends{with_more}: estimate {number + 1}, {tokens:,} tokens"
+            )
+
+        return longest_rows(
+            settled.recipe, settled.gpu, extra_bytes=extra_bytes, kept=_kept(), on_estimate=tell
+        )
+
+    return {
+        "command": shlex.join(settled.words),
+        "now": find(0).to_json(),
+        "with_one_gib_more": find(GIB).to_json(),
+    }
+
+
+def make_plan(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
+    """Return the plan of ``lowmem-ft plan`` with its reasons, as HTML, with the recipe and the commands.
+
+    Args:
+        asked: the question.
+        on_progress: told how many combinations were tried.
+
+    Raises:
+        UserError: if the settings are wrong, or nothing runs on the GPU.
+    """
+    settled = _settled(asked, on_progress)
+    recipe, name = on_gpus(recipe_of(settled.command), settled.devices, is_planned=True)
+    check_budget_of_plan(recipe, name)
+    found = plan(
+        recipe,
+        gpu=name,
+        on_progress=lambda progress: on_progress(
+            f"planning: {progress.estimated} of {progress.combinations:,} combinations tried"
+        ),
+    )
+    return {
+        "command": shlex.join(("lowmem-ft", "plan", *settled.command, "--gpu", settled.devices)),
+        "values": found.to_json(),
+        "table": html_of(plan_table(found, recipe)),
+        "train": shlex.join([*train_command(found, settled.command), "data=YOUR_DATA"]) if found.fits else "",
+        "recipe": recipe_to_yaml(found.recipe) if found.fits else "",
+    }
+
+
+def measure_rows(asked: Asked, data: Path, tokenizer: Path, on_progress: OnProgress) -> dict[str, Any]:
+    """Return the rows and tokens of a data file, as ``lowmem-ft data`` counts them.
+
+    Args:
+        asked: the question, for its model.
+        data: the file.
+        tokenizer: the folder of a ``tokenizer.json``.
+        on_progress: told what is being done.
+
+    Raises:
+        UserError: if either cannot be read.
+    """
+    on_progress("reading and tokenizing the data")
+    settings = [f"data.path={data}", f"model.tokenizer_name_or_path={tokenizer}", "data.max_length=null"]
+    named = [f"model={asked.model}"] if asked.model else []
+    found = inspect_data_of(load_recipe(None, [*named, *settings]), show=1)
+    return {
+        "rows": found.num_examples,
+        "tokens": found.num_tokens,
+        "longest": max(row.num_tokens for row in found.rows),
+        "warnings": [each.words for each in found.warnings],
+    }
+
+
+def begin_alone(on_progress: OnProgress) -> None:
+    """Cut the process that answers off from the network, and bound its memory: no answer needs either.
+
+    Args:
+        on_progress: not told anything.
+    """
+    sys.addaudithook(_refuse_connections)
+    if sys.platform != "win32":
+        hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, hard))
+
+
+def _refuse_connections(event: str, arguments: tuple[Any, ...]) -> None:
+    if event in ("socket.connect", "socket.getaddrinfo", "socket.sendto", "socket.bind"):
+        raise PermissionError(errno.EPERM, f"the page makes no connections, got {event} {arguments[-1]!r}")
+
+
+def _settled(asked: Asked, on_progress: OnProgress) -> Settled:
+    """Return the recipe of a question, once all that is known without a trace allows it."""
+    command = _command(asked, on_progress)
+    own = recipe_of(command)
+    gpu = _gpu_of(asked, own)
+    count = None if asked.devices is None else split_count(asked.devices)[0]
+    devices = gpu.name if count is None else f"{count}x{gpu.name}"
+    recipe, _ = on_gpus(own, devices)
+    raise_together(
+        lambda: check_model_files(recipe, architecture_only=True),
+        lambda: check_sizes_of_model(recipe),
+        lambda: check_packages(recipe),
+        lambda: check_device_of_estimate(recipe, gpu),
+    )
+    return Settled(command=command, recipe=recipe, gpu=gpu, devices=devices)
+
+
+def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
+    """Return ``recipe=NAME`` and settings: of a method, those of its fastest recipe that fits."""
+    if not asked.of_method:
+        return (f"recipe={asked.recipe}", *asked.settings)
+    count = None if asked.devices is None else split_count(asked.devices)[0]
+    own = (*asked.settings, *untyped(asked.of_method, asked.settings))
+    if count not in (None, 1) and asked.method == "full":
+        return (f"recipe={SHARED_IN_FULL}", *own, *untyped(_length_of(asked.model), own))
+    gpu = _gpu_of(asked, load_recipe(None, asked.settings))
+    others = tuple(each for each in own if not each.startswith("model="))
+    on_progress(f"choosing the fastest recipe of the method {asked.method} that fits")
+    (found,) = _methods(asked.model or "", gpu.name, others)
+    if found.estimate is None:
+        raise UserError(*found.problems)
+    return found.command
+
+
+def _length_of(model: str | None) -> list[str]:
+    """Return the setting for rows as long as a model takes, where those of the shared recipe are longer."""
+    limit = limit_of_positions(text_fields(ModelConfig(name_or_path=model)).get)
+    length = load_recipe(SHARED_IN_FULL).data.max_length
+    return [f"data.max_length={limit}"] if limit is not None and length is not None and limit < length else []
+
+
+@functools.lru_cache(maxsize=64)
+def _methods(model: str, gpu: str, settings: tuple[str, ...]) -> Sequence[Any]:
+    return estimate_methods(model, [find_gpu(gpu)], settings=settings, kept=_kept())
+
+
+def _gpu_of(asked: Asked, recipe: Recipe) -> Gpu:
+    """Return the named GPU, or the cheapest with the budget."""
+    if asked.devices is not None:
+        return find_gpu(split_count(asked.devices)[1])
+    gpu, _ = choose_gpu(None, recipe.budget, use_cpu=False)
+    assert gpu is not None, "the form has a GPU or a budget"
+    return gpu
+
+
+def _script(command: Sequence[str]) -> str:
+    """Return the lines with which TRL's trainer trains the same recipe, see ``docs/trainers.md``."""
+    name, *settings = command
+    listed = "".join(f"\n    {setting!r}," for setting in settings)
+    return _LINES.format(name=name.removeprefix("recipe="), settings=f"[{listed}\n]" if settings else "[]")
+
+
+_LINES = """\
+from datasets import load_dataset
+from lowmem_ft import hf, load_recipe
+from trl import SFTTrainer
+
+recipe = load_recipe({name!r}, {settings})
+data = load_dataset("json", data_files="YOUR_DATA.jsonl", split="train")
+
+model = hf.prepare_model(recipe.model.name_or_path, recipe)
+args = hf.sft_config(recipe, output_dir="out")
+trainer = SFTTrainer(model=model, args=args, train_dataset=data)
+hf.attach(trainer, recipe)
+trainer.train()
+"""

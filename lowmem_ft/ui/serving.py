@@ -1,0 +1,122 @@
+"""The server of the page: for this machine alone, with headers that let a browser load nothing from elsewhere."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+
+import gradio as gr
+from starlette.datastructures import MutableHeaders
+from starlette.middleware import Middleware
+from starlette.middleware.trustedhost import TrustedHostMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.ui.desk import Desk
+from lowmem_ft.ui.kept_files import MOST_DATA_BYTES, KeptFiles
+from lowmem_ft.ui.page import make_page
+
+HOST = "127.0.0.1"
+HOSTS = (HOST, "localhost")
+"""Names under which the page is answered: another one would be a foreign page that a name server points here."""
+
+CONTENT_POLICY = (
+    "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+    "img-src 'self' data: blob:; font-src 'self' data:; connect-src 'self'; frame-ancestors 'self'; "
+    "form-action 'self'; base-uri 'self'; object-src 'none'"
+)
+"""Gradio's page has inline scripts and compiles templates; nothing comes from, or goes to, another server."""
+
+_FONTS = ["system-ui", "sans-serif"]
+_MONO = ["ui-monospace", "monospace"]
+_FROM_ENVIRONMENT = ("GRADIO_SHARE", "GRADIO_ROOT_PATH", "GRADIO_ALLOWED_PATHS", "GRADIO_NUM_WORKERS")
+
+
+def serve(port: int, on_ready: Callable[[str], object]) -> None:
+    """Serve the page until the process is stopped.
+
+    Args:
+        port: port of 127.0.0.1; 0: any that is free.
+        on_ready: called with the address of the page.
+
+    Raises:
+        UserError: if the port is taken.
+    """
+    desk, kept = Desk(), KeptFiles.of_user()
+    desk.start()
+    page = make_page(desk, kept)
+    try:
+        launch(page, kept, port, on_ready)
+        page.block_thread()
+    finally:
+        page.close(verbose=False)
+        desk.close()
+
+
+def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str], object]) -> None:
+    """Start the server in a thread of its own.
+
+    Args:
+        page: the page.
+        kept: the folder for what a browser sends.
+        port: as for :func:`serve`.
+        on_ready: likewise.
+
+    Raises:
+        UserError: if the port is taken.
+    """
+    os.environ["GRADIO_TEMP_DIR"] = str(kept.uploads)
+    for name in _FROM_ENVIRONMENT:
+        os.environ.pop(name, None)
+    folder = files("lowmem_ft.ui")
+    settings: dict[str, Any] = {"server_port": port} if port else {}
+    try:
+        _, address, _ = page.launch(
+            server_name=HOST,
+            share=False,
+            inbrowser=False,
+            quiet=True,
+            prevent_thread_lock=True,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            enable_monitoring=False,
+            run_history=False,
+            footer_links=[],
+            max_file_size=MOST_DATA_BYTES + 1,
+            app_kwargs={"middleware": middleware(), "docs_url": None, "redoc_url": None, "openapi_url": None},
+            theme=gr.themes.Base(font=_FONTS, font_mono=_MONO),
+            css=folder.joinpath("page.css").read_text("utf-8"),
+            head=f"<script>{folder.joinpath('page.js').read_text('utf-8')}</script>",
+            **settings,
+        )
+    except OSError as error:
+        raise UserError(
+            f"--port is a port of this machine that is free, got {port}: {error}. Name another, or 0 for any."
+        ) from error
+    on_ready(address)
+
+
+def middleware() -> list[Middleware]:
+    """Return what each request passes: its host must be this machine's, and the answer names the content policy."""
+    return [Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)), Middleware(_WithHeaders)]
+
+
+class _WithHeaders:
+    """Adds the content policy, and says no referrer to anybody."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers["Content-Security-Policy"] = CONTENT_POLICY
+                headers["Referrer-Policy"] = "no-referrer"
+                headers["X-Content-Type-Options"] = "nosniff"
+            await send(message)
+
+        await self._app(scope, receive, send_with_headers if scope["type"] == "http" else send)

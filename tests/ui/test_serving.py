@@ -1,0 +1,75 @@
+"""The server of the page: who is answered, and what the page may load."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+pytest.importorskip("gradio", reason="the page needs the extra ui: pip install 'lowmem-ft[ui]'")
+import httpx
+
+from lowmem_ft.ui import serving
+from lowmem_ft.ui.desk import Desk
+from lowmem_ft.ui.form import Form
+from lowmem_ft.ui.kept_files import KeptFiles
+from lowmem_ft.ui.page import make_page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    kept = KeptFiles(tmp_path_factory.mktemp("kept"))
+    page = make_page(Desk(), kept)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRADIO_TEMP_DIR", "")  # which the launch sets, and is put back here
+        patch.setenv("NO_PROXY", "*")
+        serving.launch(page, kept, 0, lambda address: None)
+        yield page
+        page.close(verbose=False)
+
+
+@pytest.fixture(scope="module")
+def client(page):
+    with httpx.Client(base_url=page.local_url, timeout=60) as client:
+        yield client
+
+
+def test_the_server_is_for_this_machine_alone(page):
+    assert page.server_name == "127.0.0.1"
+    assert page.share is False
+    assert page.local_url.startswith("http://127.0.0.1:")
+
+
+def test_the_page_loads_nothing_from_elsewhere(client):
+    answer = client.get("/")
+    assert answer.status_code == 200
+    loaded = re.findall(r"<(?:script|link|img|iframe)[^>]+(?:src|href)=\"([^\"]+)\"", answer.text)
+    assert loaded != []
+    assert [url for url in loaded if re.match(r"(https?:)?//", url) and "127.0.0.1" not in url] == []
+    policy = answer.headers["Content-Security-Policy"]
+    assert "default-src 'self'" in policy
+    assert "http" not in policy
+
+
+@pytest.mark.parametrize("host, code", [("127.0.0.1:1", 200), ("localhost", 200), ("evil.example", 400)])
+def test_only_this_machines_names_are_answered(client, host, code):
+    assert client.get("/", headers={"Host": host}).status_code == code
+
+
+def test_no_file_of_this_machine_is_served(client):
+    for path in ("/etc/passwd", "../../../etc/passwd"):
+        assert client.get(f"/gradio_api/file={path}").status_code in (403, 404)
+
+
+def test_gradio_sends_no_analytics(page, client):
+    assert page.analytics_enabled is False
+    assert client.get("/config").json()["analytics_enabled"] is False
+
+
+def test_no_event_of_the_page_is_a_public_endpoint(client):
+    assert client.get("/gradio_api/info").json()["named_endpoints"] == {}
+
+
+def test_the_page_has_each_field_of_the_form(page):
+    names = {block.elem_id for block in page.blocks.values()}
+    assert {*vars(Form())} <= names
