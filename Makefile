@@ -10,8 +10,11 @@ export TOKENIZERS_PARALLELISM := false
 # What one process has compiled, the next one reads, also where containers say otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
+# Its theme prints notices of its own otherwise.
+SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-deepspeed check format gpu-check bench clean
+.PHONY: help setup demo test test-all test-deepspeed check docs format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -39,12 +42,16 @@ test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/training/test_deepspeed*.py tests/docs/test_launch_lines.py -k 'deepspeed or zero'
 
-check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter), English
+check: setup ## Format, lint and docstrings (ruff), types (pyright), import layers (import-linter), English, the site
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/lint_english.py
+	$(SITE) --quiet --site-dir $(VENV)/site
+
+docs: setup ## The pages of docs/ as a site, in site/; every link is checked
+	$(SITE)
 
 format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .
@@ -64,4 +71,4 @@ bench: setup ## Step time and kept bytes beside the stock Trainer; host memory a
 	$(BIN)/python scripts/bench_estimator.py
 
 clean: ## Remove the virtual environment, caches and runs
-	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs build dist
+	rm -rf $(VENV) site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs build dist

@@ -197,7 +197,12 @@ def with_needs(text: str) -> str:
         return " | ".join((found["before"], *cells_of(needs[name]))) + " |" if name in needs else found[0]
 
     cells = r" \| ".join([r"[\d.]+ [KMGT]iB"] * 2 + [r"[\d,]+", r"(?:[\d.]+|-)"])
-    return re.sub(rf"^(?P<before>\|[^|]*\| `(?P<name>[^`]+)` \|[^|]*) \| {cells} \|$", row, text, flags=re.M)
+    return re.sub(
+        rf"^(?P<before>\|[^|]*\| `(?:[^`]*recipe=)?(?P<name>[^`]+)` \|[^|]*) \| {cells} \|$",
+        row,
+        text,
+        flags=re.M,
+    )
 
 
 def cells_of(needs: RecipeNeeds) -> tuple[str, str, str, str]:

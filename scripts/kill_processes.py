@@ -4,13 +4,15 @@ python scripts/kill_processes.py --kills 30 --seed 0
 
 A run is killed one to three times in a row, then resumed to its end, where losses, norms, weights, optimizer state and
 files must equal those of an undisturbed run with as many processes. The moments come from the seed; how far a run has
-come by then depends on the machine.
+come by then depends on the machine. ``--write`` adds the result to ``tests/data/measured/killed-runs.json``, from
+which ``scripts/proof_page.py`` writes its table.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import sys
 import tempfile
@@ -18,7 +20,11 @@ import time
 from collections import Counter
 from pathlib import Path
 
+import torch
 from ground_truth.killed_runs import KINDS, KilledRuns
+from measured_on import measured_on
+
+RESULTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured" / "killed-runs.json"
 
 
 def main() -> int:
@@ -32,6 +38,7 @@ def main() -> int:
     parser.add_argument(
         "--torchrun", action="store_true", help="launch again each time, as a user does: ten times as slow"
     )
+    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULTS.name}")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
@@ -53,7 +60,23 @@ def main() -> int:
     )
     for problem in runs.problems:
         print(problem)
+    if arguments.write:
+        keep(runs)
     return min(len(runs.problems), 1)
+
+
+def keep(runs: KilledRuns) -> None:
+    """Add what became of the runs to the kept results."""
+    kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
+    row = {
+        **measured_on(torch.device("cpu")),
+        "kills": runs.num_kills,
+        "by_phase": dict(Counter(runs.phases)),
+        "left_a_folder_half_written": runs.num_cut_short,
+        "runs": runs.num_runs,
+        "problems": runs.problems,
+    }
+    RESULTS.write_text(json.dumps([*kept, row], indent=1) + "\n", "utf-8")
 
 
 def print_now(line: str) -> None:

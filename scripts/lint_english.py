@@ -1,4 +1,4 @@
-"""Check docstrings, comments and messages for the project's English: first words, and words that are not idiom.
+"""Check docstrings, comments, messages and pages for the project's English: first words, and words that are not idiom.
 
     python scripts/lint_english.py [FILE|FOLDER ...]
 
@@ -18,8 +18,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-FOLDERS = ("lowmem_ft", "scripts")
-"""Folders to check if the command names none."""
+FOLDERS = ("lowmem_ft", "scripts", "docs", "README.md", "CONTRIBUTING.md")
+"""Folders and pages to check if the command names none."""
 
 OPENINGS = re.compile(
     "(What|Whether|Which|How|Where|Whose|Who|When|Why|Of|Is|Are|Does|Do|Has|Have|And|Or|But|Nor|None|Also|As|So|Not|Only|"
@@ -51,8 +51,17 @@ NOT_PROSE = re.compile(r"\(Tensor.*-> ")
 """Strings whose words a format decides: schemas of operators."""
 
 
+CODE_IN_PAGES = re.compile(r"^( *)(```|~~~).*?^\1\2|`[^`]*`|\]\([^)]*\)|<!--.*?-->", re.MULTILINE | re.DOTALL)
+"""Parts of a page that are no prose: code, addresses of links, comments."""
+
+
+def findings_in_page(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line of a Markdown page with a finding, and the finding in words."""
+    yield from _words(1, CODE_IN_PAGES.sub(lambda found: "\n" * found[0].count("\n"), text))
+
+
 def findings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield each line of ``source`` with a finding, and the finding in words."""
+    """Yield each line of a Python ``source`` with a finding, and the finding in words."""
     tree = ast.parse(source)
     for line, text in _docstrings(tree):
         first = OPENINGS.match(text)
@@ -115,6 +124,14 @@ def _below(node: ast.Expr | ast.JoinedStr) -> Iterator[ast.AST]:
     yield from [node.value] if isinstance(node, ast.Expr) else node.values
 
 
+def findings_below(root: Path) -> Iterator[tuple[Path, int, str]]:
+    """Yield the findings of a file, or of the Python files and pages in a folder, with their file."""
+    for file in sorted((*root.rglob("*.py"), *root.rglob("*.md"))) if root.is_dir() else [root]:
+        of_file = findings_in_page if file.suffix == ".md" else findings
+        for line, words in sorted(of_file(file.read_text(encoding="utf-8"))):
+            yield file, line, words
+
+
 def main() -> int:
     """Print the findings; return 1 if there are any."""
     parser = argparse.ArgumentParser(
@@ -123,10 +140,9 @@ def main() -> int:
     parser.add_argument("paths", nargs="*", type=Path, help=f"default: {' and '.join(FOLDERS)}")
     count = 0
     for root in parser.parse_args().paths or [ROOT / folder for folder in FOLDERS]:
-        for file in sorted(root.rglob("*.py")) if root.is_dir() else [root]:
-            for line, words in sorted(findings(file.read_text(encoding="utf-8"))):
-                print(f"{file}:{line}: {words}")
-                count += 1
+        for file, line, words in findings_below(root):
+            print(f"{file}:{line}: {words}")
+            count += 1
     return int(count > 0)
 
 

@@ -1,4 +1,4 @@
-"""Replacement of a table in a page, between two marks, by a script."""
+"""Tables in pages between two marks: replaced by a script, read by another."""
 
 from __future__ import annotations
 
@@ -22,3 +22,16 @@ def with_table(page: str, script: str, table: str) -> str:
     assert mark, f"the page has no line {begin}"
     assert end, f"the page has no line {END}"
     return f"{before}{begin}{table}{END}{after}"
+
+
+def cells_of(page: str, script: str) -> list[list[str]]:
+    """Return the cells of a table's rows, without its head.
+
+    Args:
+        page: Markdown with the marks.
+        script: the script's file name, which is part of the first mark.
+    """
+    _, mark, rest = page.partition(f"<!-- written by scripts/{script} -->\n")
+    assert mark, f"the page has no table by scripts/{script}"
+    lines = [line for line in rest.partition(END)[0].splitlines() if line.startswith("|")]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]

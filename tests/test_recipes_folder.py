@@ -65,15 +65,20 @@ def test_the_header_says_what_the_recipe_needs(path):
     assert said == ([] if needs.gpu == CPU else [(path.stem, needs.gpu, needs.header_words)])
 
 
-def test_the_readmes_table_says_what_recipes_need():
-    text = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
-    names = re.findall(r"^\| [\dx ]+ GB[^|]*\| `([\w.-]+)` \|", text, re.MULTILINE)
-    of_recipes = needs_of_shipped_recipes()
-    assert sorted(names) == sorted(name for name, needs in of_recipes.items() if needs.gpu != CPU)
-    for name in names:
-        needs = of_recipes[name]
-        memory = f"{format_bytes(needs.process_peak_bytes)} | {format_bytes(needs.host_peak_bytes)}"
-        assert f" | {memory} | {needs.tokens_per_second:,.0f} | " in text
+def test_the_tables_of_pages_say_what_recipes_need():
+    root, of_recipes = Path(__file__).parent.parent, needs_of_shipped_recipes()
+    on_pages = {}
+    for page in ("README.md", "docs/which_gpu.md"):
+        text = (root / page).read_text(encoding="utf-8")
+        on_pages[page] = re.findall(r"^\| [\dx ]+ GB[^|]*\| `(?:[^`]*recipe=)?([\w.-]+)` \|", text, re.MULTILINE)
+        for name in on_pages[page]:
+            needs = of_recipes[name]
+            memory = f"{format_bytes(needs.process_peak_bytes)} | {format_bytes(needs.host_peak_bytes)}"
+            assert f" | {memory} | {needs.tokens_per_second:,.0f} | " in text
+    assert sorted(on_pages["docs/which_gpu.md"]) == sorted(
+        name for name, needs in of_recipes.items() if needs.gpu != CPU
+    )
+    assert len(on_pages["README.md"]) >= 8
 
 
 def test_needs_are_kept_of_shipped_recipes_alone():

@@ -69,6 +69,11 @@ def page_of(results: Sequence[Result], steps: int) -> str:
     return "\n\n".join(_parts(_by_task(results, steps), steps)) + "\n"
 
 
+def summary_of(results: Sequence[Result], steps: int) -> str:
+    """Return the verdicts of the runs with a number of steps, as a Markdown list; empty without any."""
+    return _summary(_by_task(results, steps))
+
+
 def _by_task(results: Sequence[Result], steps: int) -> dict[str, TaskResults]:
     return {
         task: TaskResults([row for row in results if row["task"] == task and row["steps"] == steps])

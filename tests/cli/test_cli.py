@@ -14,7 +14,8 @@ from processes import LIMIT_SECONDS
 import lowmem_ft
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.commands import train as train_command
-from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.cli.console.exit_codes import MORE_ON_MEMORY
+from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted
 from lowmem_ft.preflight import train as preflight
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
@@ -116,8 +117,19 @@ def test_only_the_main_process_speaks(trained, capsys, monkeypatch):
     assert "There is no recipe 'nothing'" in capsys.readouterr().err
 
 
-class DoesNotFitError(UserError):
-    exit_code = 3
+def test_what_does_not_fit_names_the_page_on_memory(trained, monkeypatch, capsys):
+    def fail(recipe: object, folder: object) -> None:
+        raise DoesNotFitError("too big")
+
+    monkeypatch.setattr(preflight, "train", fail)
+    assert train_command.main(["recipe=tiny"]) == 3
+    assert capsys.readouterr().err.splitlines()[-2:] == ["error: too big", MORE_ON_MEMORY]
+    assert (SCRIPT.parents[1] / "docs" / re.search(r"\w+\.md", MORE_ON_MEMORY)[0]).is_file()
+
+
+def test_help_names_the_first_page(capsys):
+    assert main(["--help"]) == 0
+    assert "folder docs/, from index.md on" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

@@ -96,11 +96,13 @@ def test_a_block_whose_place_is_gone_asks_for_a_hand():
         brought_up_to_date(("first", "[...]", "step  5 s", "[...]"), ["first", "quite another thing"])
 
 
-def test_the_table_of_recipes_has_what_they_need():
-    readme = pages()[0].read_text(encoding="utf-8")
-    assert with_needs(readme) == readme, WAY_OUT
-    planted = readme.replace("| `8b-8gb` | Qwen3-8B in full, everything streamed | ", "| `8b-8gb` | x | ")
-    wrong = re.sub(r"(`8b-8gb` \| x \|) [\d.]+ GiB", r"\1 1.23 GiB", planted)
+@pytest.mark.parametrize("name, command", [("which_gpu.md", ""), ("README.md", "lowmem-ft train recipe=")])
+def test_the_table_of_recipes_has_what_they_need(name, command):
+    page = next(page for page in pages() if page.name == name).read_text(encoding="utf-8")
+    assert with_needs(page) == page, WAY_OUT
+    row = f"| `{command}8b-8gb` | Qwen3-8B in full, everything streamed | "
+    planted = page.replace(row, f"| `{command}8b-8gb` | x | ")
+    wrong = re.sub(r"(8b-8gb` \| x \|) [\d.]+ GiB", r"\1 1.23 GiB", planted)
     assert wrong != planted
     assert with_needs(wrong) == planted
 

@@ -34,10 +34,12 @@ def test_words_are_found_in_messages_but_not_in_keys_values_or_schemas():
     assert lines_of(source) == [1, 3, 6]
 
 
-def test_the_package_has_none():
-    assert not [
-        (file, finding)
-        for folder in lint_english.FOLDERS
-        for file in (lint_english.ROOT / folder).rglob("*.py")
-        for finding in lint_english.findings(file.read_text(encoding="utf-8"))
-    ]
+def test_words_are_found_in_pages_but_not_in_their_code_and_addresses():
+    page = "# A page\n\nIt goes on.\n\n```\nbeside\n```\n\nA `card` and a\n[link](beside.md); a card.\n"
+    assert sorted(line for line, _ in lint_english.findings_in_page(page)) == [3, 10]
+
+
+def test_package_scripts_and_pages_have_none():
+    files = [lint_english.ROOT / name for name in lint_english.FOLDERS]
+    assert all(file.exists() for file in files)
+    assert [finding for file in files for finding in lint_english.findings_below(file)] == []

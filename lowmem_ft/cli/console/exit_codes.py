@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol, TextIO
 
 from lowmem_ft.foundation.errors import (
+    DoesNotFitError,
     Interrupted,
     OtherProcessError,
     UserError,
@@ -34,6 +35,8 @@ from lowmem_ft.system.visible import visible
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""
+
+MORE_ON_MEMORY = "More ways to need less memory are in out_of_memory.md, in the repository's folder docs/."
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -157,6 +160,8 @@ def _tell(error: UserError) -> int:
     if _speaks_for(error):
         for problem in error.problems:
             _say(_filled(f"error: {visible(problem)}"))
+        if isinstance(error, DoesNotFitError):
+            _say(_filled(MORE_ON_MEMORY))
     return error.exit_code
 
 

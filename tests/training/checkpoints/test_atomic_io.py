@@ -36,9 +36,10 @@ def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, error
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path):
+@pytest.mark.parametrize("name", ["tokenizer.json", ".tmpCzRbEw"], ids=["ours", "safetensors' own"])
+def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path, name):
     (tmp_path / "model.incomplete").mkdir()
-    (tmp_path / "model.incomplete" / "tokenizer.json").write_text("half")
+    (tmp_path / "model.incomplete" / name).write_text("half")
     with whole_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("new")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["weights"]

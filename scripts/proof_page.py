@@ -1,0 +1,287 @@
+"""Write ``docs/proof.md``, ``docs/proof.svg`` and a sentence of the README: predictions next to measurements.
+
+    python scripts/proof_page.py
+
+Nothing is measured or estimated here: the numbers are those that the scripts named in the page keep. The formulas of
+others are computed for each row (``scripts/proof/formulas.py``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import marked_table
+from curves.page import summary_of
+from curves.runs import read_results
+from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
+from kill_processes import RESULTS as KILLS
+from proof.formulas import FORMULAS
+from proof.picture import Panel, proof_svg
+from proof.rows import Pair, ProofRow, load_proof_rows
+
+from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.units import GIB
+from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "proof.md"
+README = ROOT / "README.md"
+PICTURE = PAGE.with_suffix(".svg")
+
+STEPS_OF_CURVES = 60
+TICKS_OF_MEMORY = (0.5, 2, 8, 32, 128)
+TICKS_OF_SECONDS = (0.04, 0.4, 4, 40)
+
+
+def page_of(rows: Sequence[ProofRow]) -> str:
+    """Return the page."""
+    return "\n\n".join(_parts(rows)) + "\n"
+
+
+def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
+    misses = [row for row in rows if not row.is_hit]
+    num_memory = sum(row.memory is not None for row in rows)
+    num_seconds = sum(row.seconds is not None for row in rows)
+    num_own = sum(row.name.startswith("recipe ") for row in rows)
+    yield "<!-- written by scripts/proof_page.py -->\n# Predicted against measured"
+    yield _wrapped(
+        f"{len(rows)} runs on GPUs: {num_memory} with their memory, {num_seconds} with the seconds of a step. Others "
+        f"measured and published {len(rows) - num_own} of them; {num_own} are recipes of this project on two H200. "
+        "`python scripts/proof_page.py` writes this page. It measures nothing: the last column of the tables names the "
+        "script that predicts a row again on a machine without a GPU."
+    )
+    yield "![Predicted against measured memory and seconds](proof.svg)"
+    yield "Both axes are logarithmic; a number beyond an end is drawn at that end."
+    yield "## Each predictor"
+    yield _wrapped(
+        "Memory is what the caching allocator reserves (of the mixtures, what is allocated). *Too low by more than "
+        "6 %* is the error that costs: a run that was promised to fit, and does not."
+    )
+    yield _table(
+        ("predictor", "rows it answers", "median error", "largest", "too low by more than 6 %"),
+        _predictors(rows),
+        numbers=range(1, 5),
+    )
+    yield _wrapped(
+        "What is fair to each: `accelerate` and the ZeRO rules know no rows, adapters or kernels; their pages say so. "
+        "FitCheck's shares on a T4 were fitted by its author to runs among these rows; this project's *ranges* were "
+        "fitted to these rows, too, and its memory figures to one of them (the length of a batch that was not "
+        "published). Seconds are predicted with the row left out of the fit ([the clock](clock.md)). Unsloth's table "
+        "is of Unsloth's own kernels, which these runs do not use."
+    )
+    yield _held()
+    yield f"## Misses: {len(misses)} of {len(rows)}"
+    yield "A number outside the range that the estimate prints is a miss, on either side."
+    yield _table_of(misses)
+    yield "## Every row within its range"
+    yield "The largest error comes first."
+    yield _table_of([row for row in rows if row.is_hit])
+    yield "## The rules"
+    yield _table(("column", "rule", "source"), ((rule.title, rule.words, rule.source) for rule in FORMULAS))
+    yield _left_out()
+    yield "## Never measured"
+    yield _never_measured(rows)
+    yield "## Does it learn the same?"
+    curves = read_results()
+    yield summary_of(curves, STEPS_OF_CURVES)
+    yield _wrapped(
+        f"`python scripts/learning_curves.py --steps {STEPS_OF_CURVES}`: "
+        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs are made; [learning "
+        "curves](learning_curves.md) has the losses."
+    )
+    yield "## Kills survived"
+    yield _wrapped(
+        "A process of a run is killed at a random moment, the run resumed to its end, and losses, norms, weights, "
+        "optimizer state and files compared with those of a run that no one disturbed. All of it is on CPUs, several "
+        "processes a run."
+    )
+    yield _table(
+        ("command", "day", "kills", "in", "left a folder half written", "runs", "ends that differed"),
+        _kills(),
+    )
+
+
+def _predictors(rows: Sequence[ProofRow]) -> Iterator[tuple[str, ...]]:
+    with_memory = [row for row in rows if row.memory is not None]
+    yield _predictor("**lowmem_ft, memory**", [pair.error for pair in _pairs(with_memory)])
+    for rule in FORMULAS:
+        answered = [row for row in with_memory if rule.title in row.formulas]
+        errors = [
+            row.formulas[rule.title] / pair.measured - 1
+            for row, pair in zip(answered, _pairs(answered), strict=True)
+        ]
+        yield _predictor(f"{rule.title}, memory", errors)
+    seconds = [row.seconds.error for row in rows if row.seconds is not None]
+    yield *_predictor("**lowmem_ft, seconds**", seconds)[:-1], ""
+
+
+def _pairs(rows: Iterable[ProofRow]) -> list[Pair]:
+    return [row.memory for row in rows if row.memory is not None]
+
+
+def _predictor(title: str, errors: Sequence[float]) -> tuple[str, ...]:
+    worst = max(errors, key=abs)
+    low = sum(error < -0.06 for error in errors)
+    return title, str(len(errors)), f"{statistics.median(map(abs, errors)):.1%}", f"{worst:+.0%}", str(low)
+
+
+def _held() -> str:
+    runs = measured_runs()
+    unseen, tried = held_when_left_out(runs, lambda run: run.source)
+    alone, _ = held_when_left_out(runs, lambda run: run.name)
+    return _wrapped(
+        f"A range of memory that has not seen a run holds it in {alone} of {tried} cases; one that has not seen any "
+        f"run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
+    )
+
+
+def _table_of(rows: Sequence[ProofRow]) -> str:
+    heads = ("run", "GPU", "GiB", "predicted", "error", "s a step", "predicted", "error")
+    return _table(
+        (*heads, *(rule.title for rule in FORMULAS), "differs, or left open", "by"),
+        (
+            (
+                f"[{row.name}]({row.url})",
+                row.gpu,
+                *_cells(row.memory, lambda num_bytes: f"{num_bytes / GIB:.2f}"),
+                *_cells(row.seconds, lambda seconds: f"{seconds:.3g}"),
+                *(_by_rule(row, rule.title) for rule in FORMULAS),
+                row.note,
+                f"`{row.script}`",
+            )
+            for row in rows
+        ),
+        numbers=range(2, 8 + len(FORMULAS)),
+    )
+
+
+def _cells(pair: Pair | None, words: Callable[[float], str]) -> tuple[str, str, str]:
+    if pair is None:
+        return "", "", ""
+    error = f"{pair.error:+.1%}" if pair.is_hit else f"**{pair.error:+.1%}**"
+    return words(pair.measured), f"{words(pair.predicted)} ({words(pair.low)} to {words(pair.high)})", error
+
+
+def _by_rule(row: ProofRow, title: str) -> str:
+    if row.memory is None or title not in row.formulas:
+        return ""
+    num_bytes = row.formulas[title]
+    return f"{num_bytes / GIB:.3g} ({num_bytes / row.memory.measured - 1:+.0%})"
+
+
+def _left_out() -> str:
+    kept = json.loads(ESTIMATES.read_text("utf-8"))
+    left = [row for row in public_rows() if row["name"] not in kept]
+    versions = ", ".join(sorted({row["versions"]["transformers"] for row in left}))
+    return _wrapped(
+        f"**Memory left out:** {len(left)} runs of 4-bit models under transformers {versions}, which puts weights on "
+        "the GPU faster than they are quantised: what is reserved then differs from run to run. Their seconds are "
+        "above. [The clock](clock.md) lists published seconds that no row predicts, and why."
+    )
+
+
+def _never_measured(rows: Sequence[ProofRow]) -> str:
+    seen_memory = {row.gpu for row in rows if row.memory is not None}
+    seen_seconds = {row.gpu for row in rows if row.seconds is not None}
+    gpus = list(load_gpus())
+    run = {row.name.split()[1] for row in rows if row.name.startswith("recipe ")}
+    recipes = [
+        name for name, needs in needs_of_shipped_recipes().items() if needs.gpu != CPU and name not in run
+    ]
+    lines = [
+        f"- Memory on {_listed(gpu for gpu in gpus if gpu not in seen_memory)}.",
+        f"- Seconds on {_listed(gpu for gpu in gpus if gpu not in seen_seconds)}.",
+        f"- The recipes {_listed(f'`{name}`' for name in recipes)} on a real GPU.",
+        "- Several GPUs: FSDP2, DDP and DeepSpeed have run as processes on CPUs and, the first two, on virtual GPUs.",
+        "- A run of hours on a GPU: the longest has three steps. Runs on CPUs have 60 steps and more.",
+        "- The mixtures' rows were measured with another training loop; no recipe with experts has run on a GPU.",
+        "- Context and driver versions other than those of the rows.",
+    ]
+    return "\n".join(_wrapped(line, "  ") for line in lines)
+
+
+def _wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def _listed(words: Iterable[str]) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
+
+
+def _kills() -> Iterator[tuple[str, ...]]:
+    for row in json.loads(KILLS.read_text("utf-8")):
+        phases = ", ".join(f"{phase} {count}" for phase, count in Counter(row["by_phase"]).most_common())
+        numbers = map(str, (row["kills"], phases, row["left_a_folder_half_written"], row["runs"]))
+        yield f"`{row['command']}`", row["date"], *numbers, _problems(row)
+
+
+def _problems(row: Mapping[str, Any]) -> str:
+    fixed = f" ({row['fixed']})" if "fixed" in row else ""
+    return f"{'; '.join(row['problems'])}{fixed}" if row["problems"] else "none"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
+    aligned = set(numbers)
+    rule = "|".join("---:" if place in aligned else "---" for place in range(len(heads)))
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
+    """Return the README with its sentence on accuracy as the rows have it."""
+    memory = [abs(pair.error) for pair in _pairs(rows)]
+    seconds = [abs(row.seconds.error) for row in rows if row.seconds is not None]
+    num_misses = sum(not row.is_hit for row in rows)
+    words = (
+        f"Of {len(rows)} runs that were measured on GPUs, memory is off by {statistics.median(memory):.1%} in the "
+        f"median ({len(memory)} runs), seconds by {statistics.median(seconds):.1%} ({len(seconds)}); {num_misses} runs "
+        "are outside the range that an estimate gives. [Every row, misses first](docs/proof.md), next to the "
+        "rules that people use (`python scripts/proof_page.py`):"
+    )
+    return marked_table.with_table(text, Path(__file__).name, f"{_wrapped(words)}\n")
+
+
+def picture_of(rows: Sequence[ProofRow]) -> str:
+    """Return the picture."""
+    with_memory = [(row, row.memory) for row in rows if row.memory is not None]
+    by_rules = [
+        (pair.measured / GIB, num_bytes / GIB)
+        for row, pair in with_memory
+        for num_bytes in row.formulas.values()
+    ]
+    return proof_svg(
+        Panel(
+            title="memory, GiB",
+            ours=[(pair.measured / GIB, pair.predicted / GIB) for _, pair in with_memory],
+            rules=by_rules,
+            ticks=TICKS_OF_MEMORY,
+        ),
+        Panel(
+            title="step, seconds",
+            ours=[(row.seconds.measured, row.seconds.predicted) for row in rows if row.seconds is not None],
+            rules=[],
+            ticks=TICKS_OF_SECONDS,
+        ),
+    )
+
+
+def main() -> None:
+    """Write page and picture."""
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
+    rows = load_proof_rows()
+    PAGE.write_text(page_of(rows), "utf-8")
+    README.write_text(readme_with_summary(README.read_text("utf-8"), rows), "utf-8")
+    PICTURE.write_text(picture_of(rows), "utf-8")
+
+
+if __name__ == "__main__":
+    main()
