@@ -19,7 +19,9 @@ import pytest
 
 from lowmem_ft.ui.kept_files import KeptFiles
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="the browser is driven by playwright's Python package")
+sync_api = pytest.importorskip(
+    "playwright.sync_api", reason="the browser is driven by playwright's Python package"
+)
 pytest.importorskip("gradio", reason="the page needs the extra ui")
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [
@@ -95,7 +97,8 @@ def page(browser, address, model, request):
 def peak_of(page):
     """Return the bytes on the page, once it works on nothing."""
     page.wait_for_function(
-        "!document.querySelector('#progress .progress') && document.querySelector('#peak')", timeout=PATIENCE_MS
+        "!document.querySelector('#progress .progress') && document.querySelector('#peak')",
+        timeout=PATIENCE_MS,
     )
     return int(page.get_attribute("#peak", "data-bytes"))
 
