@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from pathlib import Path
 
@@ -124,6 +125,22 @@ def test_nothing_is_overwritten(folders, capsys):
     assert main(["merge", str(adapter), str(base)]) == 2
     assert "exists already, and is not empty" in capsys.readouterr().err
     assert sorted(base.iterdir()) == before
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(folders, capsys):
+    tmp_path, _, adapter, _ = folders
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (4096, before[1])
+    )  # as a full disk, the kernel refuses to write on
+    try:
+        assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    told = capsys.readouterr().err
+    assert "merged cannot be written" in told
+    assert "Nothing is left of it; free some space" in told
+    assert not (tmp_path / "merged").exists()
 
 
 def test_an_adapter_of_another_model_or_kind_says_so(folders, capsys):
