@@ -174,11 +174,11 @@ BROKEN = {
     "one weight": ({"sources": [{"path": "a", "weight": 1}, {"path": "b"}]}, "a weight or none, got 1 of 2"),
     "no weight": (
         {"sources": [{"path": "a", "weight": 0}]},
-        r"data\.sources\[0\]\.weight is above 0, got 0\.",
+        r"data\.sources\[0\]\.weight is above 0 and at most 1e\+09, got 0\.",
     ),
     "never": (
         {"sources": [{"path": "a", "repeats": 0}]},
-        r"data\.sources\[0\]\.repeats is at least 1, got 0",
+        r"data\.sources\[0\]\.repeats is from 1 to 10,000, got 0",
     ),
     "both": ({"sources": [{"path": "a", "repeats": 2, "weight": 1}]}, "both weight=1 and repeats=2"),
     "no sample": (

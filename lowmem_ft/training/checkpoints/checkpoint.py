@@ -109,6 +109,9 @@ def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
         raise
 
 
+OF_A_RUN = "Earlier checkpoints are untouched; free some space, then resume with training.resume_from_checkpoint=auto."
+
+
 @contextlib.contextmanager
 def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
     """Run a block that every process leaves together; if one fails in it, all fail.
@@ -121,8 +124,12 @@ def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explaining_write_errors(folder: Path) -> Iterator[None]:
+def explaining_write_errors(folder: Path, way_out: str = OF_A_RUN) -> Iterator[None]:
     """Turn any write error into one sentence with a way out.
+
+    Args:
+        folder: what is written.
+        way_out: what to do, in a sentence; of a run, by default.
 
     Raises:
         CheckpointError: if the disk is full or refuses the write.
@@ -133,7 +140,7 @@ def explaining_write_errors(folder: Path) -> Iterator[None]:
         from_tokenizers = type(error) is Exception  # tokenizers raises a plain Exception if it cannot write
         if not (from_tokenizers or isinstance(error, (OSError, SafetensorError))):
             raise
-        raise _write_error(folder, error) from error
+        raise _write_error(folder, error, way_out) from error
 
 
 def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None:
@@ -205,10 +212,7 @@ def _write_json(file: Path, value: Any) -> None:
     file.write_text(json.dumps(value))
 
 
-def _write_error(folder: Path, cause: Exception) -> CheckpointError:
+def _write_error(folder: Path, cause: Exception, way_out: str) -> CheckpointError:
     existing = next(path for path in folder.absolute().parents if path.exists())
     free = format_bytes(shutil.disk_usage(existing).free)
-    return CheckpointError(
-        f"{folder} cannot be written: {cause} ({free} free on that disk). Earlier checkpoints are untouched; free "
-        "some space, then resume with training.resume_from_checkpoint=auto."
-    )
+    return CheckpointError(f"{folder} cannot be written: {cause} ({free} free on that disk). {way_out}")

@@ -126,7 +126,9 @@ def test_an_answer_ends_where_the_model_does(model_folder, monkeypatch, caplog):
     monkeypatch.setattr(
         LlamaForCausalLM, "generate", lambda self, **given: settings.append(given) or generate(self, **given)
     )
-    assert main(["chat", model_folder, "--once", "Hello", "--no-sample", "--max-new-tokens", "100000"]) == 0
+    assert (
+        main(["chat", model_folder, "--once", "long " * 50, "--no-sample", "--max-new-tokens", "100000"]) == 0
+    )
     (given,) = settings
     assert given["max_new_tokens"] == 256 - given["input_ids"].shape[1]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -16,6 +17,7 @@ pytest.importorskip("peft")
 from lowmem_ft.cli import main
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.training.export import merging
 
 RECIPES = Path(__file__).parents[3] / "recipes"
 IDS = torch.arange(40).view(2, 20)
@@ -124,6 +126,21 @@ def test_nothing_is_overwritten(folders, capsys):
     assert main(["merge", str(adapter), str(base)]) == 2
     assert "exists already, and is not empty" in capsys.readouterr().err
     assert sorted(base.iterdir()) == before
+
+
+def test_a_full_disk_leaves_nothing_and_says_so(folders, capsys, monkeypatch):
+    tmp_path, _, adapter, _ = folders
+
+    def refuses(model, tokenizer, folder):
+        (folder / "config.json").write_text("{}")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(merging, "save_model", refuses)
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 2
+    told = capsys.readouterr().err
+    assert "merged cannot be written: [Errno 28] No space left on device" in told
+    assert "Nothing is left of it; free some space" in told
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["adapter", "base"]
 
 
 def test_an_adapter_of_another_model_or_kind_says_so(folders, capsys):

@@ -64,7 +64,10 @@ WRONG = {
     ),
     "paths": ("[a.jsonl, b.jsonl]", r"data\.sources must be a list of mappings such as .*got \['a.jsonl'"),
     "one": ("{path: a}", r"data\.sources must be a list of mappings"),
-    "a rule": ("[{path: a, weight: -1}]", r"data\.sources\[0\]\.weight is above 0, got -1"),
+    "a rule": (
+        "[{path: a, weight: -1}]",
+        r"data\.sources\[0\]\.weight is above 0 and at most 1e\+09, got -1",
+    ),
 }
 
 
