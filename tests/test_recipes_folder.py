@@ -70,7 +70,9 @@ def test_the_tables_of_pages_say_what_recipes_need():
     on_pages = {}
     for page in ("README.md", "docs/which_gpu.md"):
         text = (root / page).read_text(encoding="utf-8")
-        on_pages[page] = re.findall(r"^\| [\dx ]+ GB[^|]*\| `(?:[^`]*recipe=)?([\w.-]+)` \|", text, re.MULTILINE)
+        on_pages[page] = re.findall(
+            r"^\| [\dx ]+ GB[^|]*\| `(?:[^`]*recipe=)?([\w.-]+)` \|", text, re.MULTILINE
+        )
         for name in on_pages[page]:
             needs = of_recipes[name]
             memory = f"{format_bytes(needs.process_peak_bytes)} | {format_bytes(needs.host_peak_bytes)}"
