@@ -26,7 +26,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build
 from lowmem_ft.training.loop import train
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
-from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, timed_step
+from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, step_time
 
 HOST_STATE = ("offload.optimizer=host",)
 STREAMED = (
@@ -70,7 +70,7 @@ def seconds_of_a_step(folder, *settings):
     shape = ("data.max_length=2048", "training.gradient_accumulation_steps=64", "checkpointing.mode=full")
     recipe = load_recipe(None, [f"model={folder}", "data=any", *shape, *STREAMED, *COMPACT, *settings])
     traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
-    step, _ = timed_step(Replays(traced.trace, AllocatorConfig()), gpu, Surroundings())
+    step = step_time(Replays(traced.trace, AllocatorConfig()), gpu, Surroundings())
     return step.seconds
 
 

@@ -159,7 +159,7 @@ def estimate_on_gpu(
         held_by_others_bytes=others or 0,
         context_is_estimate=gpu.context_is_estimate,
     )
-    step, clock = timed_step(replays, gpu, surroundings) or (None, None)
+    step, clock = _timed_step(replays, gpu, surroundings) or (None, None)
     host = replays.host_tensors.peak_with(surroundings.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
@@ -283,8 +283,14 @@ def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surrou
     return round(surroundings.heap_share * in_heap)
 
 
-def timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple[StepTime, StepClock] | None:
-    """Return the time of one optimizer step in the steady state, and its course; None if the trace has no step."""
+def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
+    """Return the time of one optimizer step in the steady state; None if the trace has no step."""
+    found = _timed_step(replays, gpu, surroundings)
+    return None if found is None else found[0]
+
+
+def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple[StepTime, StepClock] | None:
+    """Return the time of a step and its clock; None likewise."""
     trace = replays.trace
     step_ends = trace.step_ends
     if not step_ends:
