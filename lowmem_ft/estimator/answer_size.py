@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 from lowmem_ft.estimator.runtime import bytes_of_weights, model_on_meta, pack_as_loaded
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model_config
+
+logger = logging.getLogger(__name__)
 
 _SHORT, _LONG = 8, 16
 """Tokens of two prompts: what differs between their caches grows with tokens, the rest is there once."""
@@ -22,7 +25,7 @@ class AnswerSize:
 
     Args:
         weight_bytes: its weights, as they are kept.
-        cache_bytes: the cache at the context length; None: the model's forward needs values, which shapes lack.
+        cache_bytes: the cache at the context length; None: shapes do not tell it, and a warning says why.
     """
 
     weight_bytes: int
@@ -41,15 +44,23 @@ def size_of_answers(config: ModelConfig, context_length: int) -> AnswerSize:
     """
     hf_config = load_model_config(config, architecture_only=True)
     model: Any = model_on_meta(config, hf_config).eval()
+    # The default, grouped_mm, takes bfloat16 alone where there are no values.
+    model.set_experts_implementation("batched_mm")
+    cache_bytes = None
     try:
         per_token, once = _cache_of(model)
-    except (RuntimeError, NotImplementedError, TypeError):
-        cache_bytes = None
+    except (RuntimeError, _NoLayersError) as error:  # a forward that looks at values, which shapes lack
+        why, _, _ = str(error).partition("\n")
+        logger.warning("What %s keeps of each token is not known from shapes: %s", type(model).__name__, why)
     else:
         grown = sum(size * min(context_length, window or context_length) for size, window in per_token)
         cache_bytes = grown + once
     pack_as_loaded(model, config, hf_config)
     return AnswerSize(weight_bytes=bytes_of_weights(model), cache_bytes=cache_bytes)
+
+
+class _NoLayersError(Exception):
+    """Error for a cache that does not say which tensors a layer keeps."""
 
 
 def _cache_of(model: Any) -> tuple[list[tuple[int, int | None]], int]:
@@ -69,7 +80,7 @@ def _layers_of(model: Any, length: int) -> list[tuple[int, int | None]]:
         cache = model(input_ids=ids_BT, use_cache=True).past_key_values
     layers = getattr(cache, "layers", None)
     if layers is None:
-        raise TypeError(f"a cache without layers: {type(cache).__name__}")
+        raise _NoLayersError(f"its cache, a {type(cache).__name__}, has no layers.")
     return [
         (sum(tensor.nbytes for tensor in _tensors(layer)), getattr(layer, "sliding_window", None))
         for layer in layers
