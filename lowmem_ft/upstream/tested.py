@@ -43,8 +43,7 @@ Some of them have run elsewhere:
 
 - transformers 5.24.0, which is outside of the range (2026-11-27, without a GPU): all causal LMs in plain steps, on the
   lowest rung, with LoRA, packed and estimated (docs/families.md), and the tests of models, techniques and trainers.
-  Some twenty of these fail: Liger's rotary embeddings (``model.kernels``) do not find their place there, and
-  DeepSeek-V3 unpacked to bfloat16 keeps a weight in float32.
+  One of these fails: DeepSeek-V3 unpacked to bfloat16 keeps a weight in float32.
 
 At the first versions of all (accelerate 1.10.0, bitsandbytes 0.50.0, datasets 4.0.0), only tests/upstream. Not run: the
 other tests there, most versions in between, and trl 1.0, which cannot be installed together with datasets 4.0.0. Inside
