@@ -153,6 +153,7 @@ def _rotary_patches(
         forward = getattr(type(part), "forward", None)
         if not isinstance(forward, FunctionType) or "forward" in vars(part):
             continue
+        forward = inspect.unwrap(forward)  # transformers 5.24 renames an argument around it
         for name, both in functions.get(forward.__module__, {}).items():
             if name in forward.__code__.co_names:
                 own = MethodType(_with_global(forward, name, both[1]), part)
