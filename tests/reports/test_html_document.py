@@ -18,7 +18,9 @@ def test_texts_keep_their_styles_and_are_escaped():
 
 def test_blocks_become_lists_tables_and_commands():
     table = Table(("GPU", "GiB"), [("l4", Text("22", "red"))], left=("GPU",))
-    html = html_of(Document(Pairs([("peak", "in forward")], style="bold"), table, Command("lowmem-ft", "a b")))
+    html = html_of(
+        Document(Pairs([("peak", "in forward")], style="bold"), table, Command("lowmem-ft", "a b"))
+    )
     assert '<dt><span class="bold">peak</span></dt><dd>in forward</dd>' in html
     assert '<th>GPU</th><th class="number">GiB</th>' in html
     assert '<td>l4</td><td class="number"><span class="red">22</span></td>' in html

@@ -12,7 +12,11 @@ ANSWER = {
     "values": {
         "verdict": "fits",
         "gpu": {"name": "l4"},
-        "device": {"process_peak_bytes": 10 * GIB, "process_low_bytes": 9 * GIB, "process_high_bytes": 11 * GIB},
+        "device": {
+            "process_peak_bytes": 10 * GIB,
+            "process_low_bytes": 9 * GIB,
+            "process_high_bytes": 11 * GIB,
+        },
         "host": {"peak_bytes": 2 * GIB},
         "step": {"seconds": 2.0, "tokens_per_second": 1000.0},
         "cost": {"usd_per_million_tokens": 0.5},
@@ -29,7 +33,7 @@ def test_the_bar_is_as_wide_as_its_uses():
     html = views.bar_html([("parameters", 3 * GIB), ("activations", GIB), ("missing", 7 * GIB)])
     assert "width:75.000%" in html
     assert "width:25.000%" in html
-    assert html.count("<i style=\"width") == 2  # what is missing is in the legend alone
+    assert html.count('<i style="width') == 2  # what is missing is in the legend alone
     assert "missing<b>7.00 GiB</b>" in html
 
 
@@ -63,7 +67,12 @@ def test_what_a_browser_gets_is_escaped():
 
 
 def test_lengths_say_where_memory_ends():
-    found = {"tokens": 1024, "over_tokens": 1088, "most_tokens": 4096, "process_bytes": [[1024, GIB], [1088, 2 * GIB]]}
+    found = {
+        "tokens": 1024,
+        "over_tokens": 1088,
+        "most_tokens": 4096,
+        "process_bytes": [[1024, GIB], [1088, 2 * GIB]],
+    }
     html = views.lengths_html({"now": found, "with_one_gib_more": {**found, "tokens": 2048}})
     assert "Memory ends after rows of 1,024 tokens" in html
     assert "rows of 2,048 tokens, which are 1,024 more" in html
