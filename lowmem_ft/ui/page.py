@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import gradio as gr
+import gradio as gr  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-import gradio as gr
-from starlette.datastructures import MutableHeaders
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import gradio as gr  # pyright: ignore[reportMissingImports]
+from starlette.datastructures import MutableHeaders  # pyright: ignore[reportMissingImports]
+from starlette.middleware import Middleware  # pyright: ignore[reportMissingImports]
+from starlette.middleware.trustedhost import TrustedHostMiddleware  # pyright: ignore[reportMissingImports]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.ui.desk import Desk
