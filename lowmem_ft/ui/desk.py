@@ -51,6 +51,7 @@ class _Ticket:
     """A question in line or being answered, and whether it was dropped."""
 
     number: int
+    key: Any
     dropped: threading.Event = field(default_factory=threading.Event)
 
 
@@ -91,12 +92,14 @@ class Desk:
 
         Raises:
             UserError: if the function raised it, too many questions wait, or the answer took too long.
-            SupersededError: if the question was dropped.
+            SupersededError: if the question was dropped, or is being answered for the same tab already.
         """
         key = function.__name__, arguments
         with self._lock:
+            if (same := self._tickets.get((tab, kind))) is not None and same.key == key:
+                raise SupersededError  # the first of the two continues
             self._drop(tab, kind)
-            ticket, remembered = _Ticket(next(self._numbers)), self._remembered.get(key)
+            ticket, remembered = _Ticket(next(self._numbers), key), self._remembered.get(key)
             if remembered is None:
                 if len(self._tickets) >= MOST_WAITING:
                     raise UserError(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
-import gradio as gr
+import gradio as gr  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
@@ -159,7 +159,7 @@ class _Page:
         loaded = page.load(self._load, None, [*fields, self.kept, self.progress], **quiet)
         loaded.then(self._estimate, inputs, shown, **quiet)
         gr.on(
-            [field.input for field in fields],
+            [event for field in fields for event in _changes(field)],
             self._estimate,
             inputs,
             shown,
@@ -371,6 +371,11 @@ def _number(label: str, name: str) -> gr.Textbox:
         max_lines=1,
         min_width=120,
     )
+
+
+def _changes(field: Any) -> list[Any]:
+    """Return the events of a field's change by its user: of a text, its end, as each letter would be a question."""
+    return [field.submit, field.blur] if isinstance(field, gr.Textbox) else [field.input]
 
 
 def _address(form: Form, kept: tuple[str, Any] | None) -> str:

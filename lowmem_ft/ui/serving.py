@@ -7,11 +7,11 @@ from collections.abc import Callable
 from importlib.resources import files
 from typing import Any
 
-import gradio as gr
-from starlette.datastructures import MutableHeaders
-from starlette.middleware import Middleware
-from starlette.middleware.trustedhost import TrustedHostMiddleware
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+import gradio as gr  # pyright: ignore[reportMissingImports]
+from starlette.datastructures import MutableHeaders  # pyright: ignore[reportMissingImports]
+from starlette.middleware import Middleware  # pyright: ignore[reportMissingImports]
+from starlette.middleware.trustedhost import TrustedHostMiddleware  # pyright: ignore[reportMissingImports]
+from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.ui.desk import Desk
@@ -70,7 +70,6 @@ def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str]
     os.environ["GRADIO_TEMP_DIR"] = str(kept.uploads)
     for name in _FROM_ENVIRONMENT:
         os.environ.pop(name, None)
-    folder = files("lowmem_ft.ui")
     settings: dict[str, Any] = {"server_port": port} if port else {}
     try:
         _, address, _ = page.launch(
@@ -88,8 +87,7 @@ def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str]
             max_file_size=MOST_DATA_BYTES + 1,
             app_kwargs={"middleware": middleware(), "docs_url": None, "redoc_url": None, "openapi_url": None},
             theme=gr.themes.Base(font=_FONTS, font_mono=_MONO),
-            css=folder.joinpath("page.css").read_text("utf-8"),
-            head=f"<script>{folder.joinpath('page.js').read_text('utf-8')}</script>",
+            head=_head(),  # Gradio's own argument for style sheets loses what is for narrow screens
             **settings,
         )
     except OSError as error:
@@ -97,6 +95,13 @@ def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str]
             f"--port is a port of this machine that is free, got {port}: {error}. Name another, or 0 for any."
         ) from error
     on_ready(address)
+
+
+def _head() -> str:
+    """Return the page's own style and script."""
+    folder = files("lowmem_ft.ui")
+    style, script = (folder.joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    return f"<style>{style}</style><script>{script}</script>"
 
 
 def middleware() -> list[Middleware]:

@@ -109,6 +109,17 @@ def test_a_newer_question_of_the_same_part_drops_the_older(desk):
     assert Process.made == 2
 
 
+def test_the_same_question_twice_is_worked_on_once(desk):
+    event = threading.Event()
+    first = desk.ask("tab", "estimate", wait_for, event)
+    until_working(first)
+    with pytest.raises(SupersededError):
+        next(desk.ask("tab", "estimate", wait_for, event))
+    event.set()
+    assert answer_of(first) == "waited"
+    assert Process.made == 1
+
+
 def test_another_tab_waits_and_is_told_so(desk):
     event = threading.Event()
     first = desk.ask("tab", "estimate", wait_for, event)
