@@ -41,7 +41,13 @@ def trace_answer(session: ForwardSession, length: int, machine: TracingMachine) 
     prompt_BT = torch.ones((1, max(1, length - 2)), dtype=torch.int64, device=session.runtime.device)
     machine.mark(prompt_BT, "input")
     begin, ends = len(machine.work.entries), list[int]()
+    num_said = len(machine.choices)
     generate_greedily(
         session, prompt_BT, 2, [_END], after_forward=lambda: ends.append(len(machine.work.entries))
     )
+    # After each token generate asks whether the answer has ended: no, as it is to be of full length.
+    said = [
+        choice for choice in machine.choices[num_said:] if not choice.startswith("transformers/generation/")
+    ]
+    machine.choices[num_said:] = [f"answers: {choice}" for choice in said]
     return TracedAnswer(prompt=(begin, ends[0]), token=(ends[0], ends[1]))

@@ -53,7 +53,12 @@ def test_the_longest_answer_that_a_row_can_begin_is_traced(recipe, monkeypatch):
 def test_inputs_of_answers_are_on_the_device_where_weights_are_streamed(recipe):
     load, prompts = recipe
     streamed = load(prompts, "adapter.name=lora", "offload.parameters=stream")
-    assert estimate_memory(streamed, "rtx-4090").by_phase["evaluation"] > 0
+    estimate = estimate_memory(streamed, "rtx-4090")
+    assert estimate.by_phase["evaluation"] > 0
+    kernels = [said for said in estimate.choices if "attention: unfused" in said]
+    assert len(kernels) == 1
+    assert kernels[0].startswith("answers: ")  # the step has another kernel
+    assert not any("generation/" in said for said in estimate.choices)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from accelerate.utils import send_to_device
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import DataError
@@ -135,10 +135,11 @@ def _inputs_on_device(model: PreTrainedModel, device: torch.device) -> Iterator[
 
     transformers 5.23 moves them to where the model's first weight is: to the host, if it is streamed.
     """
-    hook = model.register_forward_pre_hook(
-        lambda _, args, kwargs: (send_to_device(args, device), send_to_device(kwargs, device)),
-        with_kwargs=True,
-    )
+
+    def moved(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return send_to_device(args, device), send_to_device(kwargs, device)
+
+    hook = model.register_forward_pre_hook(moved, with_kwargs=True)
     try:
         yield
     finally:
