@@ -10,10 +10,10 @@ from lowmem_ft.memory.comparison import compared
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.reports.plan_table import launched
+from lowmem_ft.reports.plots.html_page import page, table
 from lowmem_ft.reports.plots.line_svg import line_svg
 from lowmem_ft.reports.plots.memory_figure import memory_figure
 from lowmem_ft.reports.plots.memory_html import NARROW, memory_html
-from lowmem_ft.reports.plots.page import page, table
 from lowmem_ft.reports.plots.run_figures import run_figures
 from lowmem_ft.reports.plots.svg import within_page
 from lowmem_ft.reports.run_record import RunRecord

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.ui.answers import begin_alone
+from lowmem_ft.ui.answering import begin_alone
 
 LIMIT_SECONDS = 1800.0
 """The most seconds of one answer, after which its process is ended."""
@@ -87,7 +87,7 @@ class Desk:
         Args:
             tab: the browser tab; its newer question of a kind drops an older one.
             kind: the part of the page that asks.
-            function: a function of ``ui/answers.py``, which takes ``on_progress`` last.
+            function: a function of ``ui/answering.py``, which takes ``on_progress`` last.
             *arguments: its arguments, which can be hashed.
 
         Raises:

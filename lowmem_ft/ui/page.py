@@ -1,4 +1,4 @@
-"""The page's parts and what happens when one of them changes; ``ui/answers.py`` answers, ``ui/views.py`` shows."""
+"""The page's parts and what happens when one of them changes; ``ui/answering.py`` answers, ``ui/views.py`` shows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
-from lowmem_ft.ui import answers, views
+from lowmem_ft.ui import answering, views
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError
 from lowmem_ft.ui.form import FROM_RECIPE, GPU_COUNTS, METHOD_SETTINGS, METHODS, RECIPE, Form, values_of
 from lowmem_ft.ui.kept_files import (
@@ -175,9 +175,9 @@ class _Page:
         self.keep.click(self._keep, [*fields, self.answer], [self.kept, self.compared, self.address], **quiet)
         self.cancel.click(self._cancel, None, self.progress, **quiet)
         for name, function, show in (
-            ("methods", answers.compare_methods, lambda answer, form: views.table_html(answer)),
-            ("lengths", answers.find_longest_rows, lambda answer, form: views.lengths_html(answer)),
-            ("plan", answers.make_plan, lambda answer, form: views.plan_html(answer)),
+            ("methods", answering.compare_methods, lambda answer, form: views.table_html(answer)),
+            ("lengths", answering.find_longest_rows, lambda answer, form: views.lengths_html(answer)),
+            ("plan", answering.make_plan, lambda answer, form: views.plan_html(answer)),
         ):
             asked = self._asks(name, function, show)
             self.asks[name].click(asked, fields, self.parts[name], trigger_mode="multiple", **quiet)
@@ -208,7 +208,7 @@ class _Page:
         if kept is None:
             return
         try:
-            for event in self._ask(_tab(request), "kept", answers.estimate, kept):
+            for event in self._ask(_tab(request), "kept", answering.estimate, kept):
                 if isinstance(event, Answer):
                     yield [*(gr.skip() for _ in order), (kept.query, event.value), ""]
                 else:
@@ -233,7 +233,7 @@ class _Page:
         form, kept = self._form(values[:-1]), values[-1]
         address = _address(form, kept)
         try:
-            for event in self._ask(_tab(request), "estimate", answers.estimate, form):
+            for event in self._ask(_tab(request), "estimate", answering.estimate, form):
                 if isinstance(event, Progress):
                     yield {self.progress: views.progress_html(event)}
                     continue
@@ -292,7 +292,7 @@ class _Page:
         self, tab: str, kind: str, function: Callable[..., Any], form: Form, *arguments: Any
     ) -> Iterator[Progress | Answer]:
         form.check(self._files)
-        asked = answers.Asked(
+        asked = answering.Asked(
             method=form.method,
             recipe=form.recipe,
             settings=form.settings(self._files),
@@ -340,7 +340,7 @@ class _Page:
             kept_data = self._files.keep_data(_content(data, MOST_DATA_BYTES), Path(data).suffix.lower())
             kept_tokenizer = self._files.keep_tokenizer(_content(tokenizer, MOST_TOKENIZER_BYTES))
             places = self._files.data(kept_data), self._files.tokenizer(kept_tokenizer)
-            for event in self._ask(_tab(request), "data", answers.measure_rows, form, *places):
+            for event in self._ask(_tab(request), "data", answering.measure_rows, form, *places):
                 if isinstance(event, Progress):
                     yield gr.skip(), views.progress_html(event)
                 else:

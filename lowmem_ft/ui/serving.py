@@ -85,7 +85,12 @@ def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str]
             run_history=False,
             footer_links=[],
             max_file_size=MOST_DATA_BYTES + 1,
-            app_kwargs={"middleware": middleware(), "docs_url": None, "redoc_url": None, "openapi_url": None},
+            app_kwargs={
+                "middleware": _middleware(),
+                "docs_url": None,
+                "redoc_url": None,
+                "openapi_url": None,
+            },
             theme=gr.themes.Base(font=_FONTS, font_mono=_MONO),
             head=_head(),  # Gradio's own argument for style sheets loses what is for narrow screens
             **settings,
@@ -104,7 +109,7 @@ def _head() -> str:
     return f"<style>{style}</style><script>{script}</script>"
 
 
-def middleware() -> list[Middleware]:
+def _middleware() -> list[Middleware]:
     """Return what each request passes: its host must be this machine's, and the answer names the content policy."""
     return [Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)), Middleware(_WithHeaders)]
 

@@ -38,7 +38,7 @@ def estimate_html(answer: Mapping[str, Any]) -> str:
     """Return an estimate: the verdict, the bar by use, the timeline, and the facts.
 
     Args:
-        answer: the answer of ``ui.answers.estimate``.
+        answer: the answer of ``ui.answering.estimate``.
     """
     device, values = answer["values"]["device"], answer["values"]
     peak = device["process_peak_bytes"]
@@ -51,11 +51,11 @@ def estimate_html(answer: Mapping[str, Any]) -> str:
     return (
         f'<section class="verdict" data-verdict="{escape(values["verdict"])}"><p>{answer["verdict"]}</p>'
         f'<p>The process takes <strong id="peak" data-bytes="{peak}">{escape(words)}</strong>.</p></section>'
-        f'{bar_html(answer["uses"])}<div class="timeline">{"".join(drawings)}</div>{answer["facts"]}'
+        f'{_bar_html(answer["uses"])}<div class="timeline">{"".join(drawings)}</div>{answer["facts"]}'
     )
 
 
-def bar_html(uses: Sequence[tuple[str, int]]) -> str:
+def _bar_html(uses: Sequence[tuple[str, int]]) -> str:
     """Return one bar of all uses at the peak, and a legend with their sizes.
 
     Args:
@@ -90,7 +90,7 @@ def lengths_html(answer: Mapping[str, Any]) -> str:
     """Return the length at which memory ends, and what one GiB more buys.
 
     Args:
-        answer: the answer of ``ui.answers.find_longest_rows``.
+        answer: the answer of ``ui.answering.find_longest_rows``.
     """
     now, more = answer["now"], answer["with_one_gib_more"]
     gained = more["tokens"] - now["tokens"]

@@ -11,7 +11,7 @@ from lowmem_ft.monitoring.profiling.step_profile import ProfileRow, StepProfile
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.run_page import run_page
 from lowmem_ft.reports.run_record import RunRecord
-from lowmem_ft.training.generation.generations_file import BeforeAndAfter
+from lowmem_ft.training.generation.generations_file import Generation
 
 NASTY = '</pre></script><script>alert("&")</script><b>'
 PEAKS = {
@@ -38,7 +38,10 @@ def run(tmp_path):
         recipe=load_recipe("tiny", [f"training.run_name='{NASTY}'"]),
         metrics=metrics,
         is_finished=True,
-        generations=[BeforeAndAfter(prompt=NASTY, before="Paris", after=NASTY, steps=(0, 2), reference=None)],
+        answers=[
+            Generation(step=step, index=0, prompt=NASTY, answer=text)
+            for step, text in ((0, "Paris"), (2, NASTY))
+        ],
         profile=StepProfile(
             steps=(1, 2),
             num_steps=2,
@@ -94,7 +97,7 @@ def test_the_commands_repeat_the_run(run):
 
 
 def test_an_unfinished_run_has_a_page(run):
-    bare = dataclasses.replace(run, metrics=[], is_finished=False, generations=(), profile=None)
+    bare = dataclasses.replace(run, metrics=[], is_finished=False, answers=(), profile=None)
     page = Page(run_page(bare, "Nothing was measured."))
     page.check_loads_nothing()
     assert "unfinished" in page.text

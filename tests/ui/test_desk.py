@@ -9,7 +9,7 @@ import pytest
 from lowmem_ft.estimator.child_process import ChildFailedError
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.ui import desk as desk_module
-from lowmem_ft.ui.answers import begin_alone
+from lowmem_ft.ui.answering import begin_alone
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError
 
 

@@ -30,7 +30,8 @@ ANSWER = {
 
 
 def test_the_bar_is_as_wide_as_its_uses():
-    html = views.bar_html([("parameters", 3 * GIB), ("activations", GIB), ("missing", 7 * GIB)])
+    uses = [("parameters", 3 * GIB), ("activations", GIB), ("missing", 7 * GIB)]
+    html = views.estimate_html({**ANSWER, "uses": uses})
     assert "width:75.000%" in html
     assert "width:25.000%" in html
     assert html.count('<i style="width') == 2  # what is missing is in the legend alone

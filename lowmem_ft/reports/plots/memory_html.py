@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.reports.plots.figure import MemoryFigure
+from lowmem_ft.reports.plots.html_page import table
 from lowmem_ft.reports.plots.memory_svg import memory_svg
-from lowmem_ft.reports.plots.page import table
 from lowmem_ft.reports.plots.svg import within_page
 
 __all__ = ["memory_html"]
@@ -18,7 +18,7 @@ NARROW, WIDE = 390, 960
 
 
 def memory_html(figure: MemoryFigure) -> str:
-    """Return a figure as HTML, for a page of :func:`lowmem_ft.reports.plots.page.page`.
+    """Return a figure as HTML, for a page of :func:`lowmem_ft.reports.plots.html_page.page`.
 
     Args:
         figure: the figure.

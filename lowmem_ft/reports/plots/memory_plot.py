@@ -10,10 +10,10 @@ from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.plots.figure import MemoryFigure
+from lowmem_ft.reports.plots.html_page import page
 from lowmem_ft.reports.plots.memory_figure import memory_figure
 from lowmem_ft.reports.plots.memory_html import memory_html
 from lowmem_ft.reports.plots.memory_svg import memory_svg
-from lowmem_ft.reports.plots.page import page
 from lowmem_ft.reports.plots.svg import COLOURS, PHASE_SHADES, size_ticks, size_words
 
 SUFFIXES = (".html", ".svg", ".png")

@@ -11,7 +11,7 @@ import pytest
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.ui import answers, views
+from lowmem_ft.ui import answering, views
 from lowmem_ft.ui.form import FROM_RECIPE, METHOD_SETTINGS, Form
 from lowmem_ft.ui.kept_files import KeptFiles
 
@@ -37,7 +37,7 @@ def asked(tmp_path):
     def asked(**fields):
         form = Form(**{"model": name, **fields})
         form.check(files)
-        return answers.Asked(
+        return answering.Asked(
             method=form.method,
             recipe=form.recipe,
             settings=form.settings(files),
@@ -66,7 +66,7 @@ def json_of_command(command, tmp_path):
 )
 def test_the_copied_command_gives_the_same_number(asked, tmp_path, fields):
     said = []
-    answer = answers.estimate(asked(**fields), said.append)
+    answer = answering.estimate(asked(**fields), said.append)
     of_command = json_of_command(answer["command"], tmp_path)
     for values in (answer["values"], of_command):
         for name in _OF_A_RUN:
@@ -77,7 +77,7 @@ def test_the_copied_command_gives_the_same_number(asked, tmp_path, fields):
 
 
 def test_the_recipe_and_the_script_are_of_the_same_run(asked, tmp_path):
-    answer = answers.estimate(asked(length="128"), lambda text: None)
+    answer = answering.estimate(asked(length="128"), lambda text: None)
     file = tmp_path / "copied.yaml"
     file.write_text(answer["recipe"])
     recipe = load_recipe(str(file))
@@ -94,11 +94,11 @@ def test_the_recipe_and_the_script_are_of_the_same_run(asked, tmp_path):
 
 def test_what_the_gpu_cannot_run_is_refused_as_by_the_command(asked):
     with pytest.raises(UserError, match="at most what the model takes, 1024"):
-        answers.estimate(asked(length="2048"), lambda text: None)
+        answering.estimate(asked(length="2048"), lambda text: None)
 
 
 def test_lengths_end_where_the_model_does_or_the_budget(asked):
-    answer = answers.find_longest_rows(asked(gpu="", budget="1"), lambda text: None)
+    answer = answering.find_longest_rows(asked(gpu="", budget="1"), lambda text: None)
     now, more = answer["now"], answer["with_one_gib_more"]
     assert (now["tokens"], now["over_tokens"], now["most_tokens"]) == (1024, None, 1024)
     assert more["tokens"] == 1024
@@ -108,5 +108,5 @@ def test_lengths_end_where_the_model_does_or_the_budget(asked):
 
 def test_no_connection_is_made():
     with pytest.raises(PermissionError, match="makes no connections"):
-        answers._refuse_connections("socket.connect", (None, ("example.com", 80)))
-    answers._refuse_connections("open", ("file", "r", 0))
+        answering._refuse_connections("socket.connect", (None, ("example.com", 80)))
+    answering._refuse_connections("open", ("file", "r", 0))

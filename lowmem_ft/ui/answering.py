@@ -82,7 +82,7 @@ class Asked:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settled:
+class _Settled:
     """A recipe and its device, with the words that mean them on a command line.
 
     Args:
@@ -266,7 +266,7 @@ def _refuse_connections(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(errno.EPERM, f"the page makes no connections, got {event} {arguments[-1]!r}")
 
 
-def _settled(asked: Asked, on_progress: OnProgress) -> Settled:
+def _settled(asked: Asked, on_progress: OnProgress) -> _Settled:
     """Return the recipe of a question, once all that is known without a trace allows it."""
     command = _command(asked, on_progress)
     own = recipe_of(command)
@@ -280,7 +280,7 @@ def _settled(asked: Asked, on_progress: OnProgress) -> Settled:
         lambda: check_packages(recipe),
         lambda: check_device_of_estimate(recipe, gpu),
     )
-    return Settled(command=command, recipe=recipe, gpu=gpu, devices=devices)
+    return _Settled(command=command, recipe=recipe, gpu=gpu, devices=devices)
 
 
 def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
