@@ -57,12 +57,14 @@ class Formula:
         words: the rule in words, as Markdown.
         source: the page or file that states it.
         num_bytes: the rule; None where it says nothing.
+        is_minimum: whether its source calls the number a minimum.
     """
 
     title: str
     words: str
     source: str
     num_bytes: Callable[[Architecture, Settings], float | None]
+    is_minimum: bool = False
 
 
 def size(model: Architecture, field: str, default: int | None = None) -> int:
@@ -83,9 +85,14 @@ def _embedding(model: Architecture) -> int:
     return size(model, "vocab_size") * size(model, "hidden_size")
 
 
-def accelerate_estimate(model: Architecture, settings: Settings) -> float | None:
+def of_full(rule: Callable[[Architecture], float]) -> Callable[[Architecture, Settings], float | None]:
+    """Return a rule that counts every parameter as trained, asked of full fine-tuning alone."""
+    return lambda model, settings: rule(model) if settings.method == "full" else None
+
+
+def accelerate_estimate(parameters: int) -> float:
     """Return twice the float32 weights: the largest of its four parts for 16-bit training, AdamW's state."""
-    return 8.0 * model.num_parameters if settings.bits == 16 else None
+    return 8.0 * parameters
 
 
 def deepspeed_zero2(parameters: int, num_gpus: int = 1) -> float:
@@ -231,11 +238,11 @@ def _fitcheck_activations(model: Architecture, settings: Settings) -> tuple[_Lay
 FORMULAS = (
     Formula(
         title="accelerate",
-        words="16-bit training with Adam: 8 bytes a parameter, the largest of its four parts (AdamW's float32 state). "
-        "4-bit weights: no answer. It knows neither rows nor adapters",
+        words="full 16-bit training with Adam: 8 bytes a parameter, the largest of its four parts (AdamW's float32 "
+        "state). Under transformers 5 the command starts from a checkpoint's own type, and prints half for bfloat16",
         source="accelerate 1.15, `commands/estimate.py`, `estimate_training_usage`: the column *Training using Adam* "
         "of `accelerate estimate-memory`",
-        num_bytes=accelerate_estimate,
+        num_bytes=of_full(lambda model: accelerate_estimate(model.num_parameters)),
     ),
     Formula(
         title="ZeRO-2",
@@ -243,13 +250,13 @@ FORMULAS = (
         source="[DeepSpeed, Memory Requirements](https://github.com/deepspeedai/DeepSpeed/blob/"
         "0cca5393114258967cbfe25e24356e43e81cc9e4/docs/code-docs/source/memory.rst), "
         "`estimate_zero2_model_states_mem_needs`",
-        num_bytes=lambda model, _: deepspeed_zero2(model.num_parameters),
+        num_bytes=of_full(lambda model: deepspeed_zero2(model.num_parameters)),
     ),
     Formula(
         title="ZeRO-3",
         words="one GPU, no offload: 18 bytes a parameter, and 4 for each of the largest module",
         source="the same page, `estimate_zero3_model_states_mem_needs`",
-        num_bytes=lambda model, _: deepspeed_zero3(model.num_parameters, _embedding(model)),
+        num_bytes=of_full(lambda model: deepspeed_zero3(model.num_parameters, _embedding(model))),
     ),
     Formula(
         title="FitCheck",
@@ -268,5 +275,6 @@ FORMULAS = (
         source="[Unsloth Requirements]"
         "(https://unsloth.ai/docs/get-started/fine-tuning-for-beginners/unsloth-requirements), read 2026-11-27",
         num_bytes=unsloth_table,
+        is_minimum=True,
     ),
 )

@@ -13,6 +13,7 @@ from accelerate.commands.estimate import estimate_training_usage
 from proof.formulas import (
     FITCHECK_CONTEXT,
     FITCHECK_OTHER_CONTEXT,
+    FORMULAS,
     Settings,
     accelerate_estimate,
     deepspeed_zero2,
@@ -116,11 +117,18 @@ def test_fitchecks_rule_is_what_fitcheck_0_3_1_computes(model, settings, mebibyt
 
 
 def test_accelerates_rule_is_what_the_installed_accelerate_computes():
+    parameters = find_architecture("llama-3.1-8b").num_parameters
+    assert accelerate_estimate(parameters) == max(estimate_training_usage(4 * parameters, "float16").values())
+
+
+def test_rules_that_count_all_parameters_as_trained_are_asked_of_full_fine_tuning_alone(rows):
+    of_full = {"accelerate", "ZeRO-2", "ZeRO-3"}
     model = find_architecture("llama-3.1-8b")
-    parts = estimate_training_usage(4 * model.num_parameters, "float16")
-    assert accelerate_estimate(model, FULL) == max(parts.values())
-    assert set(estimate_training_usage(4 * model.num_parameters, "int4").values()) == {-1}
-    assert accelerate_estimate(model, LORA) is None
+    for settings, answer in ((FULL, of_full), (LORA, set()), (dataclasses.replace(LORA, bits=16), set())):
+        found = {rule.title for rule in FORMULAS if rule.num_bytes(model, settings) is not None}
+        assert found & of_full == answer
+    asked = {row.name.split()[1] for row in rows if row.formulas.keys() >= of_full}
+    assert asked == {"full-finetuning", "1b-bf16", "8b-bf16"}  # 8b-24gb keeps weights on the host
 
 
 def test_zeros_rules_are_the_example_of_deepspeeds_page():
