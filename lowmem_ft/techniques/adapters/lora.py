@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
@@ -347,7 +348,40 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
         if names:
             subject = WEIGHTS_FILE if what == "lacks" else "the model"
             raise _does_not_fit(folder, model, f"{subject} {what} {some_of(names)}.")
+    if beyond := _layers_beyond(model):
+        logger.warning(
+            "The adapter in %s has nothing for %d of the model's layers, all of them deeper than its own: %s. They stay "
+            "as they are. If it was trained on a model of less depth, name that model as its base.",
+            folder,
+            len(beyond),
+            some_of(beyond),
+        )
     return peft_model
+
+
+_NUMBER = re.compile(r"\.(\d+)\.")
+
+
+def _layers_beyond(model: nn.Module) -> list[str]:
+    """Return the layers of adapted kinds that come after the last adapted one; empty if one before has none, either.
+
+    A config may name each layer in full, as PEFT writes it for all-linear: a deeper model then keeps layers without an
+    adapter. An adapter whose layers were chosen leaves others out before its last.
+    """
+    last: dict[str, int] = {}
+    adapted = adapted_layers(model)
+    for name in adapted:
+        if (number := _NUMBER.search(name)) is not None:
+            kind = _NUMBER.sub(".N.", name, count=1)
+            last[kind] = max(last.get(kind, 0), int(number[1]))
+    left_out = {
+        name: int(number[1]) > last[kind]
+        for name, _ in model.named_modules()
+        if name not in adapted
+        and (number := _NUMBER.search(name)) is not None
+        and (kind := _NUMBER.sub(".N.", name, count=1)) in last
+    }
+    return list(left_out) if all(left_out.values()) else []
 
 
 def _does_not_fit(folder: Path, model: PreTrainedModel, why: str) -> UserError:

@@ -19,7 +19,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE, packed_format_of
 from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
 from lowmem_ft.models.other_parts import other_parts
-from lowmem_ft.models.quantizing.quantization import check_quantization, quantization_config
+from lowmem_ft.models.quantizing.quantization import check_quantization, keep_one_layout, quantization_config
 from lowmem_ft.models.saving import quiet_transformers, save_model, save_tokenizer
 from lowmem_ft.training.checkpoints.atomic_io import (
     abandon_folder,
@@ -107,9 +107,27 @@ def export_quantized(
         gc.collect()
         with quiet_transformers():
             read = loader.from_pretrained(partial, device_map={"": "cpu"})
+        _avoid_layout_for_cpus(read)
         comparison = Comparison(answer, greedy_answer(read, tokenizer, answer.prompt_ids))
         _refuse_another_model(comparison, partial)
     return comparison
+
+
+def _avoid_layout_for_cpus(model: PreTrainedModel) -> None:
+    """Compute without bitsandbytes' layout for CPUs where it fails: it needs rows of whole blocks (0.50.2)."""
+    layers: list[tuple[str, Any]] = [
+        (name, layer) for name, layer in model.named_modules() if hasattr(layer, "support_avx512bf16_for_cpu")
+    ]
+    odd = next((one for one in layers if one[1].in_features % one[1].weight.blocksize), None)
+    if odd is not None:
+        logger.warning(
+            "bitsandbytes packs blocks of %d weights, and %s has %d inputs: on CPUs with AVX512-BF16 transformers "
+            "cannot compute with such layers in 4 bits, on GPUs it can. For those CPUs export with --gguf.",
+            odd[1].weight.blocksize,
+            odd[0],
+            odd[1].in_features,
+        )
+        keep_one_layout(model)
 
 
 def export_gguf(

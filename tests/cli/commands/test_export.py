@@ -57,6 +57,19 @@ def _left(folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("width", [32, 96])
+def test_widths_that_are_no_whole_blocks_are_exported_with_a_warning(tmp_path, caplog, width):
+    """bitsandbytes fails with them on CPUs with AVX512-BF16, whatever the model."""
+    config = LlamaConfig(
+        hidden_size=width, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2, vocab_size=512
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path / "base")
+    AutoTokenizer.from_pretrained(TINY).save_pretrained(tmp_path / "base")
+    assert main(["export", str(tmp_path / "base"), str(tmp_path / "out"), "--quantized", "nf4"]) == 0
+    assert f"model.layers.0.self_attn.q_proj has {width} inputs" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_a_quantized_adapter_is_a_folder_that_from_pretrained_loads_in_four_bits(folders, capsys, caplog):
     pytest.importorskip("bitsandbytes")
     tmp_path, _, adapter, adapted = folders

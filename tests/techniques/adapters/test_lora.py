@@ -219,6 +219,23 @@ def test_an_adapter_of_another_base_is_not_added_in_part(tmp_path):
         add_saved_adapter(tiny_llama(), tmp_path)
 
 
+def test_layers_that_an_adapter_of_less_depth_leaves_out_are_named(tmp_path, caplog):
+    enable_lora(tiny_llama(), lora(), base_name="base").save(tmp_path)
+    add_saved_adapter(tiny_llama(), tmp_path)
+    assert "deeper" not in caplog.text
+    add_saved_adapter(tiny_llama(num_hidden_layers=3), tmp_path)
+    assert "has nothing for 7 of the model's layers, all of them deeper than its own: model.layers.2." in (
+        caplog.text
+    )
+
+
+def test_an_adapter_of_chosen_layers_is_added_without_a_warning(tmp_path, caplog):
+    chosen = AdapterConfig(name="lora", r=RANK, target_modules=("layers.1.mlp.up_proj",))
+    enable_lora(tiny_llama(), chosen, base_name="base").save(tmp_path)
+    add_saved_adapter(tiny_llama(), tmp_path)
+    assert not caplog.text
+
+
 def test_an_adapter_of_another_rank_is_refused(tmp_path):
     enable_lora(tiny_model(), lora()).save(tmp_path)
     other = enable_lora(tiny_model(), AdapterConfig(name="lora", r=RANK + 1))
