@@ -265,6 +265,7 @@ class _Loader:
             max_length=self.config.max_length,
             source=str(source),
             vocab_size=self.vocab_size,
+            blank_is_row=not source.is_text(),
         )
 
     def _table(self, part: Part) -> datasets.Dataset:

@@ -103,6 +103,19 @@ def test_answers_cut_off_are_dropped_counted_and_reported(write_jsonl, load, cap
     assert "left out 1 of 4 (25.0%): a field is empty" in caplog.text
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_blank_lines_of_a_text_file_are_no_rows(tmp_path, load, caplog, all_examples, streaming):
+    (tmp_path / "prose.txt").write_text("\n\none two\n \n" + "\n" * 1200 + "three four\n\n")
+    data = load(str(tmp_path / "prose.txt"), streaming=streaming, shuffle=False)
+    assert len(all_examples(data.train)) == 2
+    assert "is empty" not in caplog.text
+    if data.summary is not None:
+        assert data.summary.outcomes == {Outcome.KEPT: 2}
+    (tmp_path / "blank.txt").write_text("\n \n\n")
+    with pytest.raises(DataError, match="no example"):
+        load(str(tmp_path / "blank.txt"), streaming=streaming)
+
+
 def test_answers_cut_short_are_counted(write_jsonl, load):
     data = load(write_jsonl([{"prompt": "one", "completion": " two three four" * 20}]), max_length=16)
     assert (data.summary.num_cut, data.summary.num_examples, data.summary.longest) == (1, 1, 16)

@@ -93,6 +93,7 @@ def _check(part: Part) -> None:
                 refuse_images(example_format, row)
                 refuse_judged_answers(example_format, row)
     if num_empty == len(rows):
-        DataSummary(outcomes=Counter({Outcome.EMPTY: num_empty})).require_examples(str(source))
+        empty = Counter[Outcome]() if source.is_text() else Counter({Outcome.EMPTY: num_empty})
+        DataSummary(outcomes=empty).require_examples(str(source))
     if part.is_train and config.eval_size is not None:
         num_held_out(config.eval_size, len(rows))

@@ -89,9 +89,15 @@ class Source:
     def __str__(self) -> str:
         return f"{shown_path(self.path)} ({self.split})"
 
+    def is_text(self) -> bool:
+        """True if its rows are parts of text files, of which blank lines separate some."""
+        folder = expand_user(self.path)
+        files = known_files(folder) if folder.is_dir() and not is_saved_dataset(folder) else [self.path]
+        return {reader_of(file) for file in files} == {"text"}
+
     def is_split_into_lines(self) -> bool:
         """True if each row is a line of a text file."""
-        return self.sample_by == "line" and reader_of(self.path) == "text"
+        return self.sample_by == "line" and self.is_text()
 
 
 def open_rows(source: Source) -> Rows:

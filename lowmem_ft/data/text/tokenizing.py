@@ -54,6 +54,7 @@ class Tokenization:
         max_length: tokens beyond it are cut off, or begin a new piece of a document; None: no limit.
         source: the origin of the rows, for messages.
         vocab_size: rows of the model's embedding; None: not checked.
+        blank_is_row: whether a row without text is an example that is left out; of a text file it is none at all.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -62,6 +63,7 @@ class Tokenization:
     max_length: int | None
     source: str
     vocab_size: int | None = None
+    blank_is_row: bool = True
 
     def __call__(self, columns: dict[str, list[Any]], sample_ids: list[int]) -> dict[str, list[Any]]:
         """Return the tokenized columns of a batch of rows; documents that are too long become several rows.
@@ -102,6 +104,7 @@ class Tokenization:
             "loss_on": self.loss_on,
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
+            "blank_is_row": self.blank_is_row,
             "version": 6,  # increase it when the same values give other tokens
         }
 
@@ -167,7 +170,7 @@ class Tokenization:
         self, text: MarkedText | None, encoded: tuple[np.ndarray, np.ndarray] | None
     ) -> list[dict[str, Any]]:
         if text is None or encoded is None:
-            return [_dropped(Outcome.EMPTY)]
+            return [_dropped(Outcome.EMPTY)] if self.blank_is_row else []
         if not text.learnt:
             return [_dropped(Outcome.NO_ANSWER)]
         input_ids_T, is_learnt_T = encoded

@@ -150,7 +150,7 @@ def test_the_tokenizer_alone_is_enough(capsys, write_chats, without_limit):
 
 
 def test_raw_text_is_split(capsys, tmp_path):
-    (tmp_path / "prose.txt").write_text("word " * 400 + "\n" + "short\n" * 3)
+    (tmp_path / "prose.txt").write_text("word " * 400 + "\n\n" + "short\n\n" * 3)  # blank lines are no rows
     code, out = run(capsys, "data=prose.txt", *NO_EVAL, "--show", "0")
     assert code == 0
     assert "Raw text is split, and nothing is lost" in out
