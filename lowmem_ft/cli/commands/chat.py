@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.cli.console.exit_codes import explains_user_errors, for_stderr
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.system.signals import was_terminated
@@ -102,9 +102,8 @@ def _generation(options: argparse.Namespace) -> dict[str, Any]:
         chosen["do_sample"] = options.sample
     elif {"temperature", "top_p", "top_k", "min_p"} & chosen.keys():
         chosen["do_sample"] = True
-    if (
-        chosen.get("do_sample") is False
-    ):  # else generate warns of what the model's own settings say of sampling
+    if chosen.get("do_sample") is False:
+        # Else generate warns of what the model's own settings say of sampling.
         chosen |= {"temperature": 1.0, "top_p": 1.0, "top_k": 50}
     return chosen
 
@@ -165,7 +164,7 @@ def _answer(conversation: Conversation, text: str) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(for_stderr(text), file=sys.stderr, flush=True)
 
 
 def _problems(options: argparse.Namespace) -> list[str]:

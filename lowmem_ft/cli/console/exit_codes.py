@@ -151,7 +151,7 @@ def _say(text: str) -> None:
 
 def _tell_of_stop(words: str, exit_code: int) -> int:
     if is_main_process():
-        _say(_filled(words))
+        _say(for_stderr(words))
     return exit_code
 
 
@@ -159,13 +159,14 @@ def _tell(error: UserError) -> int:
     """Print each problem on lines of its own, filled to the terminal's width; unfilled in a file or a pipe."""
     if _speaks_for(error):
         for problem in error.problems:
-            _say(_filled(f"error: {visible(problem)}"))
+            _say(for_stderr(f"error: {visible(problem)}"))
         if isinstance(error, DoesNotFitError):
-            _say(_filled(MORE_ON_MEMORY))
+            _say(for_stderr(MORE_ON_MEMORY))
     return error.exit_code
 
 
-def _filled(text: str) -> str:
+def for_stderr(text: str) -> str:
+    """Return a text filled to the terminal's width; as it is where stderr is a file or a pipe."""
     if not sys.stderr.isatty():
         return text
     return "\n".join(filled(text, shutil.get_terminal_size().columns, hanging="  "))

@@ -156,7 +156,8 @@ def _reason_for_peft(layer: Any, x: Tensor) -> str:
     (name,) = (name for name in layer.active_adapters if name in layer.lora_A)
     if name in layer.lora_variant or layer.lora_bias[name] or layer.base_layer.weight.requires_grad:
         return "another kind of adapter, or a weight that is trained itself"
-    if not (layer.lora_A[name].weight.requires_grad and layer.lora_B[name].weight.requires_grad):
+    is_trained = layer.lora_A[name].weight.requires_grad and layer.lora_B[name].weight.requires_grad
+    if torch.is_grad_enabled() and not is_trained:
         return "a frozen adapter"
     if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
         return "weights that bitsandbytes has packed for inference on this CPU"

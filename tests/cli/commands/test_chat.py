@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import signal
+import sys
 import threading
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 from lowmem_ft.cli import main
 from lowmem_ft.cli.commands import chat
 from lowmem_ft.cli.console import exit_codes
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.training.generation.conversation import Conversation
 
 GREEDY = ("--no-sample", "--max-new-tokens", "6", "training.use_cpu=true")
@@ -54,6 +57,25 @@ def test_packed_weights_answer_on_a_processor(model_folder, capsys):
     out, err = capsys.readouterr()
     assert len(out) > 1
     assert "76.6 KiB of weights" in err  # of 161 KiB
+
+
+def test_what_is_said_of_memory_fits_a_terminal(model_folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert main(["chat", model_folder, "--once", "Hello", *GREEDY]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert "of weights on cpu" in " ".join(lines)
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
+def test_a_saved_adapter_answers_fused_and_the_log_says_one_thing(model_folder, tmp_path, capsys, caplog):
+    lora = enable_lora(
+        LlamaForCausalLM.from_pretrained(model_folder), AdapterConfig(name="lora", r=4), base_name=model_folder
+    )
+    lora.save(tmp_path)
+    caplog.set_level("INFO")
+    assert main(["chat", str(tmp_path), "--once", "Hello", *GREEDY]) == 0
+    assert [one.getMessage().split(":")[0] for one in caplog.records].count("Fused adapters") == 1
 
 
 def test_turns_are_kept_until_they_are_cleared(model_folder, capsys, monkeypatch):
