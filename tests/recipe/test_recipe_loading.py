@@ -45,6 +45,17 @@ def test_the_file_sets_what_it_names_and_defaults_the_rest(write):
     assert recipe.training.lr_scheduler_type == "cosine"
 
 
+@pytest.mark.parametrize(
+    "text, is_said", [("'out'", True), ('"out"', True), ("the 'best' out", False), ("'", False)]
+)
+def test_quotes_that_become_part_of_a_name_are_said(write, caplog, text, is_said):
+    recipe = load_recipe(write("model: {name_or_path: tiny}"), [f"training.output_dir={text}"])
+    assert recipe.training.output_dir == text
+    assert [
+        f"training.output_dir={text}: the quotes are part of the value" in said for said in caplog.messages
+    ] == ([True] if is_said else [])
+
+
 def test_a_later_setting_goes_before_an_earlier_one_and_a_contradiction_is_said(write, caplog):
     path = write(MINIMAL + "training: {seed: 1}\n")
     assert load_recipe(path, ["training.seed=2", "training.seed=3"]).training.seed == 3
@@ -276,7 +287,8 @@ def test_a_key_given_twice_in_yaml_is_refused(write):
 
 
 @pytest.mark.parametrize(
-    "text,fragment", [("- a\n- b\n", "got a list"), ("just words\n", "is not a recipe key")]
+    "text,fragment",
+    [("- a\n- b\n", "got a list"), ("just words\n", "got text that begins with 'just words'")],
 )
 def test_yaml_that_is_no_mapping_is_refused(write, text, fragment):
     path = write(text)

@@ -95,6 +95,13 @@ def _parse(path: str, text: str) -> Any:
     is_mapping = key is not None and key.takes_choices_by_name and text.lstrip().startswith("{")
     takes_text = key is not None and bool(key.choices or without_none(key.type_hint) is str)
     if takes_text and text != "null" and not is_mapping:
+        if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"":
+            logger.warning(
+                "%s=%s: the quotes are part of the value, as text is taken as it is typed; leave them out if they are "
+                "not.",
+                path,
+                text,
+            )
         return text
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)

@@ -70,7 +70,9 @@ def test_what_is_said_of_memory_fits_a_terminal(model_folder, capsys, monkeypatc
 
 def test_a_saved_adapter_answers_fused_and_the_log_says_one_thing(model_folder, tmp_path, capsys, caplog):
     lora = enable_lora(
-        LlamaForCausalLM.from_pretrained(model_folder), AdapterConfig(name="lora", r=4), base_name=model_folder
+        LlamaForCausalLM.from_pretrained(model_folder),
+        AdapterConfig(name="lora", r=4),
+        base_name=model_folder,
     )
     lora.save(tmp_path)
     caplog.set_level("INFO")
