@@ -25,6 +25,10 @@ IN_BACKWARD = ["optimizer.in_backward=true", "accumulation.order=vertical"]
 # For each rule: settings of `tiny` that break it, and the same with the way out taken.
 BROKEN_AND_MENDED = {
     "model_is_named": (["model=null"], ["model=x"]),
+    "profiled_steps_are_within_the_run": (
+        ["training.max_steps=3", "training.profile_steps=[2,4]"],
+        ["training.max_steps=4", "training.profile_steps=[2,4]"],
+    ),
     "name_is_that_of_a_folder": (["name=.."], ["name=..", "training.output_dir=x"]),
     "settings_work_with_the_strategy": (
         ["distributed.strategy=fsdp2", "optimizer.name=adafactor"],

@@ -350,8 +350,8 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
             raise _does_not_fit(folder, model, f"{subject} {what} {some_of(names)}.")
     if beyond := _layers_beyond(model):
         logger.warning(
-            "The adapter in %s has nothing for %d of the model's layers, all of them deeper than its own: %s. They stay "
-            "as they are. If it was trained on a model of less depth, name that model as its base.",
+            "The adapter in %s has nothing for %d of the model's layers, all of them deeper than its own: %s. They "
+            "stay as they are. If it was trained on a model of less depth, name that model as its base.",
             folder,
             len(beyond),
             some_of(beyond),
