@@ -54,7 +54,7 @@ class Tokenization:
         max_length: tokens beyond it are cut off, or begin a new piece of a document; None: no limit.
         source: the origin of the rows, for messages.
         vocab_size: rows of the model's embedding; None: not checked.
-        blank_is_row: whether a row without text counts, as an example that is left out; a blank line of a file does not.
+        blank_is_row: whether a row without text counts as an example, which is left out: a blank line does not.
     """
 
     tokenizer: PreTrainedTokenizerBase
