@@ -77,7 +77,7 @@ class Desk:
         self._numbers = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._process: EstimatingProcess | None = None
-        self._is_ready = False
+        self._ready: EstimatingProcess | None = None  # the one whose first answer, that it is alone, was taken
 
     def ask(
         self, tab: str, kind: str, function: Callable[..., Any], *arguments: Any
@@ -139,7 +139,6 @@ class Desk:
             if self._process is None:
                 self._process = self._make_process()
                 self._process.ask(begin_alone, tells_progress=True)
-                self._is_ready = False
 
     def close(self) -> None:
         """End the process."""
@@ -179,9 +178,9 @@ class Desk:
 
         def wait() -> None:
             try:
-                if not self._is_ready:
+                if self._ready is not process:
                     process.answer()
-                    self._is_ready = True
+                    self._ready = process
                 said.put(("doing", "reading the settings"))
                 process.ask(function, *arguments, tells_progress=True)
                 said.put(("answer", process.answer(lambda text: said.put(("doing", text)))))
