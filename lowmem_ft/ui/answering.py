@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 if sys.platform != "win32":
     import resource
 
@@ -51,7 +53,8 @@ DRAWN_WIDTHS = {"narrow": 380, "wide": 960}
 """Units across of the drawings of the timeline, for a phone and for a screen."""
 
 MOST_MEMORY_BYTES = 32 << 30
-"""The most bytes that the process may take, by which a config of absurd sizes ends it and not the machine."""
+"""The most bytes that the process may take, or all that the machine has: a config of absurd sizes ends the process and
+not the machine."""
 
 OnProgress = Callable[[str], None]
 
@@ -258,7 +261,8 @@ def begin_alone(on_progress: OnProgress) -> None:
     sys.addaudithook(_refuse_connections)
     if sys.platform != "win32":
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-        resource.setrlimit(resource.RLIMIT_DATA, (MOST_MEMORY_BYTES, hard))
+        most = min(MOST_MEMORY_BYTES, psutil.virtual_memory().total)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
 
 
 def _refuse_connections(event: str, arguments: tuple[Any, ...]) -> None:

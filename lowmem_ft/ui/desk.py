@@ -77,7 +77,9 @@ class Desk:
         self._numbers = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._process: EstimatingProcess | None = None
-        self._ready: EstimatingProcess | None = None  # the one whose first answer, that it is alone, was taken
+        self._ready: EstimatingProcess | None = (
+            None  # the one whose first answer, that it is alone, was taken
+        )
 
     def ask(
         self, tab: str, kind: str, function: Callable[..., Any], *arguments: Any

@@ -44,9 +44,9 @@ class KeptFiles:
         return cls(Path(caches, "lowmem_ft", "ui"))
 
     @property
-    def uploads(self) -> Path:
-        """The folder into which the server writes what a browser sends."""
-        return self._folder / "uploads"
+    def folder(self) -> Path:
+        """The folder itself."""
+        return self._folder
 
     def keep_config(self, content: bytes) -> str:
         """Keep a model's ``config.json`` and return its name.

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import gradio as gr  # pyright: ignore[reportMissingImports]
-from starlette.datastructures import MutableHeaders  # pyright: ignore[reportMissingImports]
+from starlette.datastructures import Headers, MutableHeaders  # pyright: ignore[reportMissingImports]
 from starlette.middleware import Middleware  # pyright: ignore[reportMissingImports]
 from starlette.middleware.trustedhost import TrustedHostMiddleware  # pyright: ignore[reportMissingImports]
+from starlette.responses import PlainTextResponse  # pyright: ignore[reportMissingImports]
 from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
@@ -48,26 +52,27 @@ def serve(port: int, on_ready: Callable[[str], object]) -> None:
     desk.start()
     page = make_page(desk, kept)
     try:
-        launch(page, kept, port, on_ready)
-        page.block_thread()
+        with tempfile.TemporaryDirectory(prefix="uploads-", dir=kept.folder) as uploads:
+            launch(page, Path(uploads), port, on_ready)
+            page.block_thread()
     finally:
         page.close(verbose=False)
         desk.close()
 
 
-def launch(page: gr.Blocks, kept: KeptFiles, port: int, on_ready: Callable[[str], object]) -> None:
+def launch(page: gr.Blocks, uploads: Path, port: int, on_ready: Callable[[str], object]) -> None:
     """Start the server in a thread of its own.
 
     Args:
         page: the page.
-        kept: the folder for what a browser sends.
+        uploads: the folder for what a browser sends.
         port: as for :func:`serve`.
         on_ready: likewise.
 
     Raises:
         UserError: if the port is taken.
     """
-    os.environ["GRADIO_TEMP_DIR"] = str(kept.uploads)
+    os.environ["GRADIO_TEMP_DIR"] = str(uploads)
     for name in _FROM_ENVIRONMENT:
         os.environ.pop(name, None)
     settings: dict[str, Any] = {"server_port": port} if port else {}
@@ -110,8 +115,28 @@ def _head() -> str:
 
 
 def _middleware() -> list[Middleware]:
-    """Return what each request passes: its host must be this machine's, and the answer names the content policy."""
-    return [Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)), Middleware(_WithHeaders)]
+    """Return what each request passes: names of this machine, pages of this server, headers of the answer."""
+    return [
+        Middleware(TrustedHostMiddleware, allowed_hosts=list(HOSTS)),
+        Middleware(_WithoutForeignPages),
+        Middleware(_WithHeaders),
+    ]
+
+
+class _WithoutForeignPages:
+    """Refuses what a page of another server sends here: a browser lets it send files and forms, unasked."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = Headers(scope=scope) if scope["type"] in ("http", "websocket") else {}
+        origin = headers.get("origin")
+        if origin is not None and urlsplit(origin).netloc != headers.get("host"):
+            refusal = PlainTextResponse("The page takes nothing from the pages of other servers.", 403)
+            await refusal(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
 
 
 class _WithHeaders:

@@ -23,7 +23,7 @@ def page(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRADIO_TEMP_DIR", "")  # which the launch sets, and is put back here
         patch.setenv("NO_PROXY", "*")
-        serving.launch(page, kept, 0, lambda address: None)
+        serving.launch(page, kept.folder / "uploads", 0, lambda address: None)
         yield page
         page.close(verbose=False)
 
@@ -54,6 +54,34 @@ def test_the_page_loads_nothing_from_elsewhere(client):
 @pytest.mark.parametrize("host, code", [("127.0.0.1:1", 200), ("localhost", 200), ("evil.example", 400)])
 def test_only_this_machines_names_are_answered(client, host, code):
     assert client.get("/", headers={"Host": host}).status_code == code
+
+
+@pytest.mark.parametrize(
+    "origin, code", [("http://evil.example", 403), ("null", 403), ("http://127.0.0.1:1", 403), (None, 200)]
+)
+def test_pages_of_other_servers_can_send_nothing(page, client, origin, code):
+    """The last row is the page's own, and sends the same."""
+    headers = {"Origin": origin or page.local_url.rstrip("/")}
+    sent = client.post("/gradio_api/upload", files={"files": ("a.json", b"{}")}, headers=headers)
+    assert sent.status_code == code
+
+
+def test_what_a_browser_sent_is_gone_after_the_end(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRADIO_TEMP_DIR", "")
+    seen = []
+
+    def stop(page, uploads, port, on_ready):
+        (uploads / "data.jsonl").write_text("{}")
+        seen.append(uploads)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(serving, "launch", stop)
+    monkeypatch.setattr(Desk, "start", lambda self: None)
+    with pytest.raises(KeyboardInterrupt):
+        serving.serve(0, lambda address: None)
+    assert list((tmp_path / "lowmem_ft" / "ui").iterdir()) == []
+    assert seen[0].parent == tmp_path / "lowmem_ft" / "ui"
 
 
 def test_no_file_of_this_machine_is_served(client):
