@@ -70,7 +70,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
         numbers=range(1, 5),
     )
     yield _wrapped(
-        "What is fair to each: `accelerate` and the ZeRO rules know no rows, adapters or kernels; their pages say so. "
+        "In fairness to each: `accelerate` and the ZeRO rules know no rows, adapters or kernels; their pages say so. "
         "FitCheck's shares on a T4 were fitted by its author to runs among these rows; this project's *ranges* were "
         "fitted to these rows, too, and its memory figures to one of them (the length of a batch that was not "
         "published). Seconds are predicted with the row left out of the fit ([the clock](clock.md)). Unsloth's table "
@@ -93,7 +93,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     yield summary_of(curves, STEPS_OF_CURVES)
     yield _wrapped(
         f"`python scripts/learning_curves.py --steps {STEPS_OF_CURVES}`: "
-        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs are made; [learning "
+        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs were made; [learning "
         "curves](learning_curves.md) has the losses."
     )
     yield "## Kills survived"
@@ -137,8 +137,8 @@ def _held() -> str:
     unseen, tried = held_when_left_out(runs, lambda run: run.source)
     alone, _ = held_when_left_out(runs, lambda run: run.name)
     return _wrapped(
-        f"A range of memory that has not seen a run holds it in {alone} of {tried} cases; one that has not seen any "
-        f"run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
+        f"A range of memory that was fitted without a run holds that run in {alone} of {tried} cases; fitted without "
+        f"any run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
     )
 
 
@@ -240,10 +240,10 @@ def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
     seconds = [abs(row.seconds.error) for row in rows if row.seconds is not None]
     num_misses = sum(not row.is_hit for row in rows)
     words = (
-        f"Of {len(rows)} runs that were measured on GPUs, memory is off by {statistics.median(memory):.1%} in the "
-        f"median ({len(memory)} runs), seconds by {statistics.median(seconds):.1%} ({len(seconds)}); {num_misses} runs "
-        "are outside the range that an estimate gives. [Every row, misses first](docs/proof.md), next to the "
-        "rules that people use (`python scripts/proof_page.py`):"
+        f"Against {len(rows)} runs measured on GPUs, the median error of an estimate is "
+        f"{statistics.median(memory):.1%} in memory ({len(memory)} runs) and {statistics.median(seconds):.1%} in seconds "
+        f"({len(seconds)}); {num_misses} runs are outside the range that it gives. [Every row, misses "
+        "first](docs/proof.md), with other people's rules of thumb on the same runs (`python scripts/proof_page.py`):"
     )
     return marked_table.with_table(text, Path(__file__).name, f"{_wrapped(words)}\n")
 

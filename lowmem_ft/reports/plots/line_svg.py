@@ -29,7 +29,7 @@ HEIGHT = 190
 """Height of the plot itself."""
 
 MOST_POINTS = 600
-"""Points of a line that are drawn apart; of more, each stretch keeps its least and its largest."""
+"""Most points that are drawn of a line; of a longer one, each stretch keeps its least and its largest."""
 
 
 def line_svg(figure: LineFigure, width: int = 420) -> str:

@@ -27,7 +27,7 @@ COLOURS: dict[Use, str] = {
     "temporary": "#56b4e9",
     "cached": "#d0d5db",
 }
-"""Colours of Okabe and Ito (2008), which colour-blind people can tell apart, with purple, brown and two greys."""
+"""Colours of Okabe and Ito (2008), which colour-blind people can tell apart, and purple, brown and two greys."""
 
 _GREYS: dict[str, str] = {"context": "var(--context)", "cached": "var(--cached)"}
 """Colours that differ on a dark page."""
@@ -46,10 +46,10 @@ PHASE_SHADES: dict[Phase, float] = {
 """Darkness of each phase's band, from 0 to 1: neighbours differ."""
 
 FONT = 12
-"""Height of the letters."""
+"""Height of the letters, in units of the drawing."""
 
 LETTER = 0.56 * FONT
-"""Width of a letter, on the average."""
+"""Average width of a letter, in the same units."""
 
 _NAMESPACE = "http://www.w3.org/2000/svg"
 
@@ -110,7 +110,7 @@ def paint(use: Use) -> str:
 
 
 def number(value: float) -> str:
-    """Return a coordinate with at most one digit behind the point."""
+    """Return a coordinate with at most one digit after the decimal point."""
     return f"{value:.1f}".removesuffix(".0")
 
 
