@@ -241,8 +241,8 @@ def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
     num_misses = sum(not row.is_hit for row in rows)
     words = (
         f"Against {len(rows)} runs measured on GPUs, the median error of an estimate is "
-        f"{statistics.median(memory):.1%} in memory ({len(memory)} runs) and {statistics.median(seconds):.1%} in seconds "
-        f"({len(seconds)}); {num_misses} runs are outside the range that it gives. [Every row, misses "
+        f"{statistics.median(memory):.1%} in memory ({len(memory)} runs) and {statistics.median(seconds):.1%} in "
+        f"seconds ({len(seconds)}); {num_misses} runs are outside the range that it gives. [Every row, misses "
         "first](docs/proof.md), with other people's rules of thumb on the same runs (`python scripts/proof_page.py`):"
     )
     return marked_table.with_table(text, Path(__file__).name, f"{_wrapped(words)}\n")
