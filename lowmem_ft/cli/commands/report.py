@@ -25,8 +25,8 @@ examples:
   lowmem-ft report runs/8b-24gb runs/8b-16gb --json
   lowmem-ft report runs/8b-24gb --html report.html
 
-A page has the same, and in addition the curves of losses, memory and speed, the timeline of a step's memory as the
-recipe is estimated for the run's device, all settings, and the commands that repeat it. It loads nothing."""
+The page has the report, the curves of losses, memory and speed, the timeline of a step's memory as estimated for the
+run's device, all settings, and the commands that repeat the run. It needs no network."""
 
 _NAMED_AS_RUN = ""
 """Value of ``--html`` without a file."""
@@ -128,7 +128,7 @@ def _parser() -> Parser:
         metavar="FILE",
         nargs="?",
         const=_NAMED_AS_RUN,
-        help="write a run as one self-contained page; without FILE: NAME_OF_THE_FOLDER.html, here",
+        help="write a run as one self-contained page; without FILE: NAME_OF_RUN_DIR.html in this folder",
     )
     parser.add_overwrite()
     return parser
