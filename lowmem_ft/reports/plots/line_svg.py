@@ -52,8 +52,8 @@ class _Drawing:
         self._figure, self._width = figure, width
         self._right = width - RIGHT
         self._title = wrapped(figure.title, width - 2 * RIGHT, FONT + 2)
-        self._key = list(_rows_of_key([one.words for one in figure.lines], width - 2 * RIGHT))
-        self._top = 16 + ROW * (len(self._title) + len(self._key)) + 10
+        self._legend = list(_rows_of_legend([one.words for one in figure.lines], width - 2 * RIGHT))
+        self._top = 16 + ROW * (len(self._title) + len(self._legend)) + 10
         self._bottom = self._top + HEIGHT
         points = [point for one in figure.lines for point in one.points]
         self._start, self._end = min(x for x, _ in points), max(x for x, _ in points)
@@ -86,7 +86,7 @@ class _Drawing:
             y += ROW
             yield text(RIGHT, y - 4, words, "head")
         place = 0
-        for row in self._key:
+        for row in self._legend:
             x, y = float(RIGHT), y + ROW
             for words in row:
                 colour = LINE_COLOURS[place % len(LINE_COLOURS)]
@@ -148,8 +148,8 @@ def _width_in_key(words: str) -> float:
     return 20 + width_of(words) + 14
 
 
-def _rows_of_key(names: Sequence[str], width: float) -> Iterator[list[str]]:
-    """Yield the names of each row of the key; a single line needs none."""
+def _rows_of_legend(names: Sequence[str], width: float) -> Iterator[list[str]]:
+    """Yield the names of each row of the legend; a single line needs none."""
     row: list[str] = []
     for words in names if len(names) > 1 else ():
         if row and sum(map(_width_in_key, (*row, words))) > width:
