@@ -92,7 +92,7 @@ class _Drawing:
                 colour = LINE_COLOURS[place % len(LINE_COLOURS)]
                 yield rectangle(x, y - 11, 14, 4, f'rx="2" fill="{colour}"')
                 yield text(x + 20, y - 4, words)
-                x, place = x + _width_in_key(words), place + 1
+                x, place = x + _width_in_legend(words), place + 1
 
     def _axes(self) -> Iterator[str]:
         figure = self._figure
@@ -144,7 +144,7 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
     return sorted(set(kept))
 
 
-def _width_in_key(words: str) -> float:
+def _width_in_legend(words: str) -> float:
     return 20 + width_of(words) + 14
 
 
@@ -152,7 +152,7 @@ def _rows_of_legend(names: Sequence[str], width: float) -> Iterator[list[str]]:
     """Yield the names of each row of the legend; a single line needs none."""
     row: list[str] = []
     for words in names if len(names) > 1 else ():
-        if row and sum(map(_width_in_key, (*row, words))) > width:
+        if row and sum(map(_width_in_legend, (*row, words))) > width:
             yield row
             row = []
         row.append(words)
