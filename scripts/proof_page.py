@@ -70,7 +70,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
         numbers=range(1, 5),
     )
     yield _wrapped(
-        "What is fair to each: `accelerate` and the ZeRO rules count every parameter as trained, and are asked of full "
+        "In fairness: `accelerate` and the ZeRO rules count every parameter as trained, and are asked of full "
         "fine-tuning on the GPU alone. They know no rows and leave activations out; they count AdamW's state in "
         "float32, which the recipes among these runs keep in 8 bits, and the gradients, which `8b-bf16` frees as they "
         "come. Unsloth's table states minima, of its own kernels, which "
@@ -96,7 +96,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     yield summary_of(curves, STEPS_OF_CURVES)
     yield _wrapped(
         f"`python scripts/learning_curves.py --steps {STEPS_OF_CURVES}`: "
-        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs are made; [learning "
+        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs were made; [learning "
         "curves](learning_curves.md) has the losses."
     )
     yield "## Kills survived"
@@ -141,8 +141,8 @@ def _held() -> str:
     unseen, tried = held_when_left_out(runs, lambda run: run.source)
     alone, _ = held_when_left_out(runs, lambda run: run.name)
     return _wrapped(
-        f"A range of memory that has not seen a run holds it in {alone} of {tried} cases; one that has not seen any "
-        f"run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
+        f"A range of memory that was fitted without a run holds that run in {alone} of {tried} cases; fitted without "
+        f"any run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
     )
 
 
@@ -244,10 +244,10 @@ def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
     seconds = [abs(row.seconds.error) for row in rows if row.seconds is not None]
     num_misses = sum(not row.is_hit for row in rows)
     words = (
-        f"Of {len(rows)} runs that were measured on GPUs, memory is off by {statistics.median(memory):.1%} in the "
-        f"median ({len(memory)} runs), seconds by {statistics.median(seconds):.1%} ({len(seconds)}); {num_misses} runs "
-        "are outside the range that an estimate gives. [Every row, misses first](docs/proof.md), next to the "
-        "rules that people use (`python scripts/proof_page.py`):"
+        f"Against {len(rows)} runs measured on GPUs, the median error of an estimate is "
+        f"{statistics.median(memory):.1%} in memory ({len(memory)} runs) and {statistics.median(seconds):.1%} in "
+        f"seconds ({len(seconds)}); {num_misses} runs are outside the range that it gives. [Every row, misses "
+        "first](docs/proof.md), with other people's rules of thumb on the same runs (`python scripts/proof_page.py`):"
     )
     return marked_table.with_table(text, Path(__file__).name, f"{_wrapped(words)}\n")
 

@@ -22,7 +22,7 @@ COMMANDS = {
     "chat": "talk to a model, an adapter or a run: chat MODEL",
     "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
     "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
-    "ui": "the same on a page in the browser, on this machine alone",
+    "ui": "estimates and plans on a page in the browser of this machine",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",
@@ -70,7 +70,7 @@ def _parser() -> Parser:
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
         + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
-        "COMMAND --help` explains a command. Pages by question are in the repository's folder docs/, from index.md on.",
+        "COMMAND --help` explains a command. docs/index.md in the repository lists its pages by question.",
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")

@@ -59,8 +59,8 @@ def _mixed(
         return datasets.interleave_datasets(list(tables), probabilities=probabilities, **options)
 
 
-MOST_TIMES = 1000
-"""The most times that an epoch is as long as all its sources: a longer one is a mistake, and takes hours to draw."""
+LONGEST_EPOCH = 1000
+"""Longest epoch, in multiples of the examples of all sources: a longer one is a mistake, and takes hours to draw."""
 
 
 def _refuse_endless_epoch(
@@ -74,16 +74,16 @@ def _refuse_endless_epoch(
     """Refuse weights with which the last source is exhausted only after a multiple of all examples.
 
     Raises:
-        DataError: if they are such.
+        DataError: names the weight to raise.
     """
     draws = [len(table) / probability for table, probability in zip(tables, probabilities, strict=True)]
-    there_are = sum(map(len, tables))
-    if stopping_strategy == "all_exhausted" and max(draws) > MOST_TIMES * there_are:
+    num_examples = sum(map(len, tables))
+    if stopping_strategy == "all_exhausted" and max(draws) > LONGEST_EPOCH * num_examples:
         one = listed[draws.index(max(draws))]
         raise DataError(
             f"data.stopping_strategy=all_exhausted ends an epoch once each source has been read: with {one.setting}="
             f"{one.path} and its weight of {one.weight:g} after about {max(draws):,.0f} examples, and there are "
-            f"{there_are:,}. Raise that weight, or set data.stopping_strategy=first_exhausted."
+            f"{num_examples:,}. Raise that weight, or set data.stopping_strategy=first_exhausted."
         )
 
 

@@ -18,10 +18,10 @@ from lowmem_ft.recipe.rules.run_rules import oversized_steps
 from lowmem_ft.recipe.space.search_space import with_settings
 
 GRID_TOKENS = 64
-"""Lengths that are tried are multiples of this."""
+"""The search tries multiples of this."""
 
 RESOLUTION = 0.03
-"""Share of the length at which a search ends."""
+"""The search ends once its bracket is this share of the length."""
 
 MOST_ESTIMATES = 10
 
@@ -35,7 +35,7 @@ class LongestRows:
 
     Args:
         tokens: tokens of the longest row that was estimated to fit; 0: none fits.
-        over_tokens: tokens of the shortest row that was estimated not to fit; None: the longest that there may be fits.
+        over_tokens: tokens of the shortest row that was estimated not to fit; None: ``most_tokens`` fit.
         most_tokens: the longest row that model and recipe allow.
         process_bytes: the process's peak at the upper end of its range, by the tokens that were tried.
     """
@@ -58,17 +58,18 @@ def longest_rows(
     kept: KeptTraces | None = None,
     on_estimate: Callable[[int, int], object] = lambda number, tokens: None,
 ) -> LongestRows:
-    """Find the longest rows with which a recipe fits, all else as it is.
+    """Find the longest rows with which a recipe fits, with all else unchanged.
 
-    Lengths are bracketed, from the recipe's own, and each next one is where a line through the two nearest peaks meets
-    the limit. The search assumes that longer rows take no less memory; what it returns was estimated to fit.
+    The search brackets the length, beginning with the recipe's own: the next one is where a line through the two
+    nearest peaks meets the limit. It assumes that longer rows take no less memory; what it returns was estimated to
+    fit.
 
     Args:
         recipe: the recipe, with its processes as ``on_gpus`` fills them in.
         gpu: the GPU.
-        extra_bytes: device memory that the GPU, and a budget, have in addition.
+        extra_bytes: bytes of device memory to add to the GPU's, and to a budget.
         kept: traces made before, as for ``estimate_memory``.
-        on_estimate: called before each estimate, with their number so far and the tokens of a row.
+        on_estimate: called before each estimate, with the number of estimates so far and the tokens of a row.
 
     Returns:
         The length, with what was tried.

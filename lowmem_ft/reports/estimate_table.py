@@ -181,7 +181,7 @@ def _range(estimate: MemoryEstimate) -> str:
 
 
 def uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
-    """Yield what takes memory, in the order it is stacked, in bytes, with a colour: tensors, then what surrounds them.
+    """Yield name, bytes and colour of each use of memory, in the order of the bar: tensors, then what surrounds them.
 
     Args:
         estimate: the estimate to show.

@@ -18,11 +18,11 @@ def visible(text: str) -> str:
 
     Line breaks stay, and so do the joiners of emoji and of Persian; our own marks ``⟦`` and ``⟧`` are escaped, too.
     """
-    return _OUR_MARKS.sub(_escape, obeyed_by_none(text))
+    return _OUR_MARKS.sub(_escape, escape_hidden(text))
 
 
-def obeyed_by_none(text: str) -> str:
-    """Return the same with our own marks as they are, for what is written with them."""
+def escape_hidden(text: str) -> str:
+    """Return a text with the same escapes, and our own marks as they are: for lines that this package marks itself."""
     return _HIDDEN.sub(_escape, text)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a model's weights, if its code does not tell: which other tokens change its output for a token."""
+"""Checks by forward passes, where a model's code does not tell: which other tokens change its output for a token."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ outliers are found over all tokens of a batch."""
 EXACT_TOLERANCE = 1e-5
 """Tolerance of float32 weights. What masked attention leaves out adds exact zeros."""
 PART_TOLERANCE = 0.02
-"""Tolerance of what a part computes with 16-bit weights, as a share of the largest value: several times rounding."""
+"""Tolerance of what a part computes with 16-bit weights, as a share of the largest value: several rounding errors."""
 
 
 def refuse_bidirectional_weights(session: Session, name: str) -> None:
@@ -138,8 +138,8 @@ def _second_document(session: Session, row: Batch) -> tuple[float, Parts]:
 def _first_leak(parts: Parts, other_parts: Parts, *, is_exact: bool) -> str | None:
     """Return the innermost part in which the first document reaches the second; None: none does.
 
-    Rounding differs where experts get other tokens and where 8-bit weights find other outliers. In 16 bits nothing is
-    said of what comes after: it may have sent tokens to other experts.
+    Rounding differs where experts get other tokens and where 8-bit weights find other outliers. In 16 bits the first
+    part that differs decides: a difference may have sent later tokens to other experts.
     """
     for (name, output), (_, other) in zip(parts, other_parts, strict=False):
         if output.shape != other.shape or torch.equal(output, other):

@@ -252,7 +252,7 @@ def measure_rows(asked: Asked, data: Path, tokenizer: Path, on_progress: OnProgr
     }
 
 
-def begin_alone(on_progress: OnProgress) -> None:
+def isolate_process(on_progress: OnProgress) -> None:
     """Cut the process that answers off from the network, and bound its memory: no answer needs either.
 
     Args:

@@ -1,4 +1,4 @@
-"""One process that answers the page's questions one after the other, with progress, a place in line, and an end."""
+"""The line of the page's questions: one process answers them one at a time, with progress, a limit and cancelling."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.ui.answering import begin_alone
+from lowmem_ft.ui.answering import isolate_process
 
 LIMIT_SECONDS = 1800.0
 """The most seconds of one answer, after which its process is ended."""
@@ -56,7 +56,7 @@ class _Ticket:
 
 
 class Desk:
-    """Takes questions of all tabs of the page; one is answered at a time, and each answer is remembered.
+    """Takes the questions of all tabs of the page, has one answered at a time, and remembers each answer.
 
     Args:
         limit_seconds: see ``LIMIT_SECONDS``.
@@ -88,9 +88,9 @@ class Desk:
 
         Args:
             tab: the browser tab; its newer question of a kind drops an older one.
-            kind: the part of the page that asks.
+            kind: the part of the page that asks, such as ``estimate``.
             function: a function of ``ui/answering.py``, which takes ``on_progress`` last.
-            *arguments: its arguments, which can be hashed.
+            *arguments: its arguments, hashable.
 
         Raises:
             UserError: if the function raised it, too many questions wait, or the answer took too long.
@@ -105,7 +105,7 @@ class Desk:
             if remembered is None:
                 if len(self._tickets) >= MOST_WAITING:
                     raise UserError(
-                        f"The page answers one question after the other, and at most {MOST_WAITING} wait, got one "
+                        f"The page answers one question at a time, and at most {MOST_WAITING} may wait, got one "
                         "more. Try again when one of them is done."
                     )
                 self._tickets[tab, kind] = ticket
@@ -140,7 +140,7 @@ class Desk:
         with self._lock:
             if self._process is None:
                 self._process = self._make_process()
-                self._process.ask(begin_alone, tells_progress=True)
+                self._process.ask(isolate_process, tells_progress=True)
 
     def close(self) -> None:
         """End the process."""
@@ -154,7 +154,7 @@ class Desk:
             ticket.dropped.set()
 
     def _in_line(self, ticket: _Ticket) -> Iterator[Progress]:
-        """Wait for a newer question, then for the turn, which the caller releases."""
+        """Wait whether a newer question comes, then for the turn, which the caller releases."""
         since = time.monotonic()
         if ticket.dropped.wait(PATIENCE_SECONDS):
             raise SupersededError
@@ -165,7 +165,7 @@ class Desk:
                 before = sum(other.number < ticket.number for other in self._tickets.values())
             doing = f"waiting for {before} other question{'' if before == 1 else 's'}"
             yield Progress(
-                doing=doing if before else "ending the work before", seconds=time.monotonic() - since
+                doing=doing if before else "ending the previous work", seconds=time.monotonic() - since
             )
 
     def _answered(
@@ -197,7 +197,7 @@ class Desk:
                     raise SupersededError
                 if seconds > self._limit_seconds:
                     raise UserError(
-                        f"An answer on the page takes at most {self._limit_seconds:.0f} s, and this one was not done. "
+                        f"An answer on the page may take at most {self._limit_seconds:.0f} s, and this took longer. "
                         "Use the command, which has no limit."
                     )
                 with contextlib.suppress(queue.Empty):

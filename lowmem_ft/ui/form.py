@@ -47,7 +47,7 @@ _NOT_HERE = ("model.trust_remote_code", "checkpointing.mode=auto", "plan.mode")
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The fields of the page as text, empty where nothing is set. All limits are in :meth:`problems`.
+    """The fields of the page as text, empty where nothing is set. All limits are in :meth:`check`.
 
     Args:
         model: a name of the catalogue, the name of a kept ``config.json``, or, for a recipe, ``FROM_RECIPE``.
@@ -75,13 +75,13 @@ class Form:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> Form:
-        """Return the form of fields by name, as text; what is missing keeps its default, what is unknown is ignored."""
+        """Return the form of fields by name, as text; missing ones keep their default, unknown ones are ignored."""
         names = {field.name for field in dataclasses.fields(cls)}
         return cls(**{name: _text(value) for name, value in values.items() if name in names})
 
     @classmethod
     def of_query(cls, query: str) -> Form:
-        """Return the form that a query of an address means; a long one means the defaults."""
+        """Return the form of an address's query; of a query that is too long, the defaults."""
         return cls.of(values_of(query))
 
     @property
@@ -123,18 +123,18 @@ class Form:
 
     def _problems(self, files: KeptFiles) -> Iterator[str]:
         if self.method not in METHODS:
-            yield f"The method is one of {', '.join(METHODS)}, got {self.method!r}. Choose one."
+            yield f"The method must be one of {', '.join(METHODS)}, got {self.method!r}. Choose one."
         yield from self._problems_with_model(files)
         if self.method == RECIPE and self.recipe not in shipped_recipes():
             yield _not_listed("recipe", self.recipe, shipped_recipes())
         if self.gpu and self.gpu not in load_gpus():
             yield _not_listed("GPU", self.gpu, load_gpus())
         if self.gpus not in map(str, GPU_COUNTS):
-            yield f"The number of GPUs is one of {', '.join(map(str, GPU_COUNTS))}, got {self.gpus!r}. Choose one."
+            yield f"The number of GPUs must be one of {', '.join(map(str, GPU_COUNTS))}, got {self.gpus!r}. Choose one."
         if not self.gpu and not self.budget:
             yield "An estimate is for a GPU or for a budget, got neither. Choose a GPU, or set a budget in GiB."
         if not self.gpu and self.gpus != "1":
-            yield f"Several GPUs need a type, got {self.gpus} of none. Choose a GPU."
+            yield f"Several GPUs need a type, got {self.gpus} without one. Choose a GPU."
         yield from _problem_of_number("tokens of a row", self.length, 2, MOST_TOKENS, is_whole=True)
         yield from _problem_of_number("rows at once", self.rows, 1, MOST_ROWS, is_whole=True)
         yield from _problem_of_number("budget", self.budget, 1, MOST_GIB)
@@ -157,7 +157,7 @@ class Form:
     def _problems_with_more(self) -> Iterator[str]:
         if len(self.more) > MOST_MORE_CHARACTERS:
             yield (
-                f"Further settings have at most {MOST_MORE_CHARACTERS} characters, got {len(self.more)}. Write a "
+                f"Further settings may have at most {MOST_MORE_CHARACTERS} characters, got {len(self.more)}. Write a "
                 "recipe file, and use the command."
             )
             return
@@ -167,7 +167,7 @@ class Form:
             key = recipe_keys().get(path)
             if not equals or key is None:
                 yield (
-                    f"A further setting is key=value with a key of a recipe, got {setting!r}. See `lowmem-ft recipes "
+                    f"A further setting must be key=value with a recipe key, got {setting!r}. See `lowmem-ft recipes "
                     "NAME`."
                 )
             elif path in _OWN_FIELDS:
@@ -176,13 +176,13 @@ class Form:
                 yield f"The page does not take {setting}. Use the command `lowmem-ft estimate` or `plan`."
             elif not (key.choices or _is_bounded(without_none(key.type_hint))) or not _PLAIN.fullmatch(value):
                 yield (
-                    f"Further settings on the page are numbers, switches and names of a fixed list, got {setting!r}. "
-                    "Use the command for text, paths and lists."
+                    f"Further settings on the page must be numbers, switches or names of a fixed list, got "
+                    f"{setting!r}. Use the command for text, paths and lists."
                 )
 
 
 def values_of(query: str) -> dict[str, str]:
-    """Return the fields of a query by name, empty ones too; of a query beyond any that the page writes, nothing."""
+    """Return the fields of a query by name, empty ones too; none of a query longer than the page writes."""
     if len(query) > MOST_QUERY_CHARACTERS:
         return {}
     try:
@@ -195,7 +195,7 @@ _PLAIN = re.compile(r"[\w.+-]{1,64}")
 
 
 def _is_bounded(hint: Any) -> bool:
-    """Return whether a type has no values of text, by which a file or a program could be named."""
+    """Return whether a type has no text among its values: text could name a file or a program."""
     members = get_args(hint) if get_origin(hint) is not None else (hint,)
     return all(member in (int, float, bool, type(None)) for member in members)
 
@@ -208,11 +208,14 @@ def _problem_of_number(
     pattern = r"\d{1,9}" if is_whole else r"\d{1,9}(\.\d{1,3})?"
     if re.fullmatch(pattern, text) is None or not least <= float(text) <= most:
         kind = "a whole number" if is_whole else "a number of GiB"
-        yield f"The field {what!r} is {kind} from {least:,} to {most:,}, got {text!r}. Correct it, or empty the field."
+        yield (
+            f"The field {what!r} must be {kind} from {least:,} to {most:,}, got {text!r}. Correct it, or empty the "
+            "field."
+        )
 
 
 def _not_listed(what: str, name: str, names: Mapping[str, Any]) -> str:
-    return f"The {what} is one of the page's list, got {name!r}.{did_you_mean(name, names)}"
+    return f"The {what} must be one of the page's list, got {name!r}.{did_you_mean(name, names)}"
 
 
 def _text(value: Any) -> str:

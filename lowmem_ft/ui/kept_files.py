@@ -1,4 +1,4 @@
-"""Files that were dropped on the page: kept in a folder of their own, under names made of their content."""
+"""Files that were dropped on the page: kept in one folder, under names made from their content."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _KEPT_NAME = re.compile(r"(?:config|data|tokenizer)-[0-9a-f]{16}")
 
 
 def is_kept_name(name: str) -> bool:
-    """Return whether a name is of the form of a kept file's: no path is."""
+    """Return whether a name has the form of a kept file's name, which no path has."""
     return _KEPT_NAME.fullmatch(name) is not None
 
 
@@ -80,12 +80,12 @@ class KeptFiles:
             suffix: the suffix of its name.
 
         Raises:
-            UserError: if it is too large, or of a kind that is not read.
+            UserError: if it is too large, or its suffix is not in ``DATA_SUFFIXES``.
         """
         if suffix not in DATA_SUFFIXES:
             raise UserError(
-                f"A data file ends in {', '.join(DATA_SUFFIXES)}, got {suffix or 'no suffix'!r}. Convert it, or use "
-                "`lowmem-ft data`."
+                f"A data file must end in {', '.join(DATA_SUFFIXES)}, got {suffix or 'no suffix'!r}. Convert it, or "
+                "use `lowmem-ft data`."
             )
         _check_size(content, "data file", MOST_DATA_BYTES)
         return self._keep("data", f"data{suffix}", content)
@@ -141,6 +141,6 @@ def _json_object(content: bytes, what: str, most_bytes: int) -> dict[str, Any]:
 def _check_size(content: bytes, what: str, most_bytes: int) -> None:
     if len(content) > most_bytes:
         raise UserError(
-            f"A {what} on the page has at most {most_bytes:,} bytes, got {len(content):,}. Use the command, which "
+            f"A {what} on the page may have at most {most_bytes:,} bytes, got {len(content):,}. Use the command, which "
             "takes a path."
         )

@@ -58,7 +58,7 @@ class _Page:
 
     def build(self, page: gr.Blocks) -> None:
         """Lay out the components and connect their events."""
-        gr.HTML("<h1>lowmem-ft</h1><p>What fine-tuning a model needs, before a GPU is rented.</p>")
+        gr.HTML("<h1>lowmem-ft</h1><p>What fine-tuning a model needs, before you rent a GPU.</p>")
         with gr.Row():
             with gr.Column(scale=1, min_width=300):
                 self._lay_out_form()
@@ -111,13 +111,13 @@ class _Page:
                 label="config.json of another model", file_types=[".json"], elem_id="config-file", height=110
             )
             self.data_file = gr.File(
-                label="Data: the longest row becomes the tokens of a row",
+                label="Data: its longest row sets the tokens of a row",
                 file_types=list(DATA_SUFFIXES),
                 elem_id="data-file",
                 height=110,
             )
             self.tokenizer_file = gr.File(
-                label="tokenizer.json, by which data is counted",
+                label="tokenizer.json, which counts the tokens of data",
                 file_types=[".json"],
                 elem_id="tokenizer-file",
                 height=110,
@@ -330,9 +330,7 @@ class _Page:
         try:
             if data is None or tokenizer is None:
                 missing = (
-                    "data file"
-                    if data is None
-                    else "tokenizer.json of the model, by which its tokens are counted"
+                    "data file" if data is None else "tokenizer.json of the model, which counts its tokens"
                 )
                 yield gr.skip(), f"<p>Drop the {missing} too.</p>"
                 return

@@ -24,7 +24,7 @@ from lowmem_ft.ui.page import make_page
 
 HOST = "127.0.0.1"
 HOSTS = (HOST, "localhost")
-"""Names under which the page is answered: another one would be a foreign page that a name server points here."""
+"""Host names that the server answers to; another comes from a foreign page whose name points here (DNS rebinding)."""
 
 CONTENT_POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -97,12 +97,12 @@ def launch(page: gr.Blocks, uploads: Path, port: int, on_ready: Callable[[str], 
                 "openapi_url": None,
             },
             theme=gr.themes.Base(font=_FONTS, font_mono=_MONO),
-            head=_head(),  # Gradio's own argument for style sheets loses what is for narrow screens
+            head=_head(),  # Gradio's own argument for style sheets loses rules for narrow screens
             **settings,
         )
     except OSError as error:
         raise UserError(
-            f"--port is a port of this machine that is free, got {port}: {error}. Name another, or 0 for any."
+            f"--port must be a free port of this machine, got {port}: {error}. Name another, or 0 for any."
         ) from error
     on_ready(address)
 
@@ -140,7 +140,7 @@ class _WithoutForeignPages:
 
 
 class _WithHeaders:
-    """Adds the content policy, and says no referrer to anybody."""
+    """Adds the content policy to each answer, and has browsers send no referrer."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -96,9 +96,9 @@ def lengths_html(answer: Mapping[str, Any]) -> str:
     gained = more["tokens"] - now["tokens"]
     words = [_length_words(now)]
     if more["tokens"] == more["most_tokens"] == now["tokens"]:
-        words.append("One GiB more buys no longer rows.")
+        words.append("One GiB more buys nothing: rows are as long as the model takes.")
     else:
-        words.append(f"One GiB more buys rows of {more['tokens']:,} tokens, which are {gained:,} more.")
+        words.append(f"One GiB more buys rows of {more['tokens']:,} tokens, {gained:,} more.")
     rows = [[f"{tokens:,}", format_bytes(size)] for tokens, size in now["process_bytes"]]
     table = Table(("tokens of a row", "upper end of the peak"), rows, left=())
     return "".join(f"<p>{escape(each)}</p>" for each in words) + html_of(table)
@@ -126,12 +126,12 @@ def rows_html(answer: Mapping[str, Any]) -> str:
 
 def _length_words(found: Mapping[str, Any]) -> str:
     if not found["tokens"]:
-        return f"Memory ends before rows of {found['over_tokens']:,} tokens: none was found that fits."
+        return f"Rows of {found['over_tokens']:,} tokens do not fit, and no shorter ones were found that do."
     if found["over_tokens"] is None:
         return f"Rows of {found['tokens']:,} tokens fit, the longest that the model takes."
     return (
-        f"Memory ends after rows of {found['tokens']:,} tokens; {found['over_tokens']:,} were estimated not to fit, or "
-        "may not."
+        f"Rows of {found['tokens']:,} tokens fit; rows of {found['over_tokens']:,} were estimated not to fit, or may "
+        "not."
     )
 
 

@@ -53,7 +53,7 @@ class Formula:
     """One rule.
 
     Args:
-        title: head of its column.
+        title: heading of its column.
         words: the rule in words, as Markdown.
         source: the page or file that states it.
         num_bytes: the rule; None where it says nothing.

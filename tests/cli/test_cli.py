@@ -129,7 +129,7 @@ def test_what_does_not_fit_names_the_page_on_memory(trained, monkeypatch, capsys
 
 def test_help_names_the_first_page(capsys):
     assert main(["--help"]) == 0
-    assert "folder docs/, from index.md on" in " ".join(capsys.readouterr().out.split())
+    assert "docs/index.md in the repository lists its pages" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

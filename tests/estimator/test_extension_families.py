@@ -158,7 +158,9 @@ def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
 def numbers(estimate: MemoryEstimate) -> dict[str, Any]:
     """All that an estimate says, but for its timeline, whose frees may be in another order, and the time it took."""
     fields = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
-    return {name: value for name, value in fields.items() if name not in ("timeline", "trace_seconds")}
+    return {
+        name: value for name, value in fields.items() if name not in ("timeline", "playback", "trace_seconds")
+    }
 
 
 def totals(trace: Trace) -> dict[str, int]:

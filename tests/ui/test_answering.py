@@ -103,7 +103,7 @@ def test_lengths_end_where_the_model_does_or_the_budget(asked):
     assert (now["tokens"], now["over_tokens"], now["most_tokens"]) == (1024, None, 1024)
     assert more["tokens"] == 1024
     assert "the longest that the model takes" in views.lengths_html(answer)
-    assert "buys no longer rows" in views.lengths_html(answer)
+    assert "One GiB more buys nothing" in views.lengths_html(answer)
 
 
 def test_no_connection_is_made():

@@ -9,7 +9,7 @@ import pytest
 from lowmem_ft.estimator.child_process import ChildFailedError
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.ui import desk as desk_module
-from lowmem_ft.ui.answering import begin_alone
+from lowmem_ft.ui.answering import isolate_process
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError
 
 
@@ -29,7 +29,7 @@ class Process:
 
     def answer(self, on_progress=lambda progress: None):
         function, arguments = self.questions.pop(0)
-        if function is begin_alone:
+        if function is isolate_process:
             self.begin()
             return None
         for argument in arguments:
@@ -184,7 +184,7 @@ def test_too_many_questions_are_refused(desk, monkeypatch):
     waiting = [desk.ask(f"tab {number}", "estimate", wait_for, threading.Event()) for number in range(2)]
     until_working(waiting[0])
     next(waiting[1])
-    with pytest.raises(UserError, match="at most 2 wait"):
+    with pytest.raises(UserError, match="at most 2 may wait"):
         next(desk.ask("third", "estimate", double, 1))
     for events in waiting:
         events.close()
@@ -193,7 +193,7 @@ def test_too_many_questions_are_refused(desk, monkeypatch):
 
 def test_an_answer_that_takes_too_long_ends(desk):
     desk._limit_seconds = 0.05
-    with pytest.raises(UserError, match="takes at most 0 s"):
+    with pytest.raises(UserError, match="may take at most 0 s"):
         list(desk.ask("tab", "estimate", wait_for, threading.Event()))
     desk._limit_seconds = 60.0
     assert answer_of(desk.ask("tab", "estimate", double, 1)) == 2

@@ -44,7 +44,7 @@ def test_data_is_of_a_known_kind(files):
     name = files.keep_data(b'{"text": "a"}\n', ".jsonl")
     assert files.data(name).read_bytes() == b'{"text": "a"}\n'
     for suffix in ("", ".py", ".jsonl/../../x"):
-        with pytest.raises(UserError, match="A data file ends in"):
+        with pytest.raises(UserError, match="A data file must end in"):
             files.keep_data(b"", suffix)
 
 

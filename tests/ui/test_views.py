@@ -75,5 +75,5 @@ def test_lengths_say_where_memory_ends():
         "process_bytes": [[1024, GIB], [1088, 2 * GIB]],
     }
     html = views.lengths_html({"now": found, "with_one_gib_more": {**found, "tokens": 2048}})
-    assert "Memory ends after rows of 1,024 tokens" in html
-    assert "rows of 2,048 tokens, which are 1,024 more" in html
+    assert "Rows of 1,024 tokens fit; rows of 1,088 were estimated not to" in html
+    assert "rows of 2,048 tokens, 1,024 more" in html

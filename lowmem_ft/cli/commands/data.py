@@ -27,8 +27,8 @@ examples:
 Rows are tokenized as in training, which then finds them in the cache. It needs the tokenizer, and no weights: without
 access to the hub, name a folder with model.tokenizer_name_or_path=FOLDER.
 
-Exit codes: 0 all is well; 4 something is, of which training warns too: it would be lost or learnt wrongly; 2 the data
-cannot be used, or the input is at fault."""
+Exit codes: 0 all is well; 4 the data can be used, but training would lose or wrongly learn some of it, and warns of
+that too; 2 the data cannot be used, or the input is at fault."""
 
 
 @explains_user_errors
@@ -104,7 +104,7 @@ def _parser() -> Parser:
         nargs="?",
         const="-",
         metavar="FILE|-",
-        help="write the result as JSON; - or nothing is stdout, then JSON alone",
+        help="write the result as JSON; - or no FILE: to stdout, and nothing else there",
     )
     parser.add_overwrite()
     return parser

@@ -25,10 +25,10 @@ examples:
   lowmem-ft report runs/8b-24gb runs/8b-16gb --json
   lowmem-ft report runs/8b-24gb --html report.html
 
-A page has the same, and in addition the curves of losses, memory and speed, the timeline of a step's memory as the
-recipe is estimated for the run's device, all settings, and the commands that repeat it. It loads nothing."""
+The page has the report, the curves of losses, memory and speed, the timeline of a step's memory as estimated for the
+run's device, all settings, and the commands that repeat the run. It needs no network."""
 
-_OF_ITS_NAME = ""
+_NAMED_AS_RUN = ""
 """Value of ``--html`` without a file."""
 
 
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Raise an error for a page that could not be written; name it as its run where it has no name."""
+    """Name the page after its run if the user gave no name, and refuse one that could not be written."""
     if options.html is None:
         return
     problems = []
@@ -79,7 +79,7 @@ def _check(options: argparse.Namespace) -> None:
     if options.json:
         problems.append("--html and --json are two forms of the same report, got both. Leave one out.")
     raise_problems(problems)
-    if options.html == _OF_ITS_NAME:
+    if options.html == _NAMED_AS_RUN:
         options.html = f"{expand_user(options.runs[0]).resolve().name}.html"
     raise_problems([*file_problems(options, "html")])
 
@@ -127,8 +127,8 @@ def _parser() -> Parser:
         "--html",
         metavar="FILE",
         nargs="?",
-        const=_OF_ITS_NAME,
-        help="write a run as one self-contained page; without FILE: NAME_OF_THE_FOLDER.html, here",
+        const=_NAMED_AS_RUN,
+        help="write a run as one self-contained page; without FILE: NAME_OF_RUN_DIR.html in this folder",
     )
     parser.add_overwrite()
     return parser

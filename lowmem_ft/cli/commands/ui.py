@@ -20,9 +20,9 @@ examples:
   lowmem-ft ui --port 0 --open
 
 The page is served to this machine alone, on 127.0.0.1, until Ctrl-C. It looks nothing up in the network: models are
-those of `lowmem-ft models`, or a config.json that is dropped on the page, which never brings code. Dropped files are
-kept in ~/.cache/lowmem_ft/ui, the newest of them alone. One answer is worked on at a time, in a process of its own.
-From another machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST.
+those of `lowmem-ft models`, or a config.json that is dropped on the page, which never brings code. The newest dropped
+files are kept in ~/.cache/lowmem_ft/ui. The page answers one question at a time, in a process of its own. From another
+machine: ssh -L {PORT}:127.0.0.1:{PORT} HOST.
 
 Needs the extra ui: pip install 'lowmem-ft[ui]'."""
 
@@ -39,15 +39,15 @@ def main(arguments: list[str]) -> int:
     """
     options, others = _parser().parse_options(arguments)
     if others:
-        raise UserError(f"The page has its settings on it, got {' '.join(others)}. Leave that out.")
+        raise UserError(f"`lowmem-ft ui` takes no settings, got {' '.join(others)}. Set them on the page.")
     if options.port is None:
         options.port = PORT
     if not 0 <= options.port <= MOST_PORT:
         raise UserError(
-            f"--port is a number from 0 to {MOST_PORT}, got {options.port}. Leave it out for {PORT}."
+            f"--port must be a number from 0 to {MOST_PORT}, got {options.port}. Leave it out for {PORT}."
         )
     require_package("lowmem-ft ui", "gradio", "ui")
-    # Before the libraries that read them: the page asks neither a hub nor those who count its users.
+    # Set before the libraries read them: the page asks no hub, and sends no telemetry.
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", GRADIO_ANALYTICS_ENABLED="False")
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # a proxy is another machine
     with progress_line("loading torch and gradio"):

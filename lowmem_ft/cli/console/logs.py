@@ -11,7 +11,7 @@ from rich.text import Text
 
 from lowmem_ft.reports.text.document import Pairs
 from lowmem_ft.system.launch_variables import is_main_process
-from lowmem_ft.system.visible import obeyed_by_none
+from lowmem_ft.system.visible import escape_hidden
 
 
 def set_up_logging() -> None:
@@ -34,10 +34,10 @@ def set_up_logging() -> None:
 
 
 class _Visible(logging.Formatter):
-    """Formatter of lines that may hold other people's text, such as names and paths, which no terminal obeys."""
+    """Formats log lines, which may quote names and paths of other people, without characters that a terminal obeys."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return obeyed_by_none(super().format(record))
+        return escape_hidden(super().format(record))
 
 
 class _TerminalHandler(RichHandler):

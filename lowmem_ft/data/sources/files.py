@@ -177,7 +177,7 @@ _HALF_CHARACTER = re.compile("[\ud800-\udfff]")
 
 
 class _KeyTwiceError(Exception):
-    """A JSON object names a key twice, which Arrow refuses, and Python takes the last of."""
+    """Error for a JSON object that names a key twice: Arrow refuses it, and Python takes the last value."""
 
 
 def _with_each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

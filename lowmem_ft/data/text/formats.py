@@ -513,7 +513,7 @@ def _message(raw: Row, column: str) -> Message:
 
 
 def _check_marks(message: Row, column: str) -> None:
-    """Refuse a mark that says whether a turn is learnt and is of another type, which would count as none."""
+    """Refuse a mark of the wrong type, which would be ignored; marks (``weight``, ``train``) say what is learnt."""
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise DataError(

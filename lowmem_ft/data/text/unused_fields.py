@@ -140,7 +140,7 @@ _KNOWN_OF_MESSAGES |= {"weight", "train", "training", "loss"}
 
 
 def _is_written(name: str, value: Any, text: str) -> bool:
-    """Return whether a text has a value: all of its strings, or what says of tools how they are called."""
+    """Return whether a text has a value: all of its strings; of tools, their names, descriptions and parameters."""
     if name in TOOLS:
         return all(is_described(tool, text) for tool in read_tools(value, name))
     if isinstance(value, list):

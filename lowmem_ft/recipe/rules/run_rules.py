@@ -147,7 +147,7 @@ def metric_of_best_model_is_used(recipe: Recipe) -> Iterator[str]:
 
 @reads("training.profile_steps", "training.max_steps")
 def profiled_steps_are_within_the_run(recipe: Recipe) -> Iterator[str]:
-    """If the number of steps follows from the data, training compares it once it has read the data."""
+    """Profiled steps are steps of the run; if the data decides their number, training checks it once that is read."""
     if recipe.training.max_steps >= 1:
         yield from recipe.training.profiled_after(recipe.training.max_steps)
 
@@ -228,7 +228,7 @@ def constant_schedule_has_no_warmup(recipe: Recipe) -> Iterator[str]:
 
 @reads("training.warmup_steps", "training.max_steps")
 def warmup_ends_within_the_run(recipe: Recipe) -> Iterator[str]:
-    """If the number of steps follows from the data, training compares it once it has read the data."""
+    """Warm-up ends within the run; if the data decides the number of steps, training checks it once that is read."""
     training = recipe.training
     if 1 <= training.max_steps < training.warmup_steps:  # below 1: -1, or refused elsewhere
         yield (

@@ -155,7 +155,7 @@ class LineFigure:
         lines: at least one, with at least one point.
         limits: ordinates that are drawn as lines across; only for bytes.
         shade: ordinates of a band across the figure; None: no band.
-        starts_at_zero: whether other numbers begin at 0, too, and not near the lowest point.
+        starts_at_zero: whether an axis of other numbers than bytes begins at 0, too, and not near the lowest point.
     """
 
     title: str

@@ -29,7 +29,7 @@ HEIGHT = 190
 """Height of the plot itself."""
 
 MOST_POINTS = 600
-"""Points of a line that are drawn apart; of more, each stretch keeps its least and its largest."""
+"""Most points that are drawn of a line; of a longer one, each stretch keeps its least and its largest."""
 
 
 def line_svg(figure: LineFigure, width: int = 420) -> str:
@@ -52,8 +52,8 @@ class _Drawing:
         self._figure, self._width = figure, width
         self._right = width - RIGHT
         self._title = wrapped(figure.title, width - 2 * RIGHT, FONT + 2)
-        self._key = list(_rows_of_key([one.words for one in figure.lines], width - 2 * RIGHT))
-        self._top = 16 + ROW * (len(self._title) + len(self._key)) + 10
+        self._legend = list(_rows_of_legend([one.words for one in figure.lines], width - 2 * RIGHT))
+        self._top = 16 + ROW * (len(self._title) + len(self._legend)) + 10
         self._bottom = self._top + HEIGHT
         points = [point for one in figure.lines for point in one.points]
         self._start, self._end = min(x for x, _ in points), max(x for x, _ in points)
@@ -86,13 +86,13 @@ class _Drawing:
             y += ROW
             yield text(RIGHT, y - 4, words, "head")
         place = 0
-        for row in self._key:
+        for row in self._legend:
             x, y = float(RIGHT), y + ROW
             for words in row:
                 colour = LINE_COLOURS[place % len(LINE_COLOURS)]
                 yield rectangle(x, y - 11, 14, 4, f'rx="2" fill="{colour}"')
                 yield text(x + 20, y - 4, words)
-                x, place = x + _width_in_key(words), place + 1
+                x, place = x + _width_in_legend(words), place + 1
 
     def _axes(self) -> Iterator[str]:
         figure = self._figure
@@ -144,15 +144,15 @@ def _thinned(points: Sequence[tuple[float, float]]) -> Sequence[tuple[float, flo
     return sorted(set(kept))
 
 
-def _width_in_key(words: str) -> float:
+def _width_in_legend(words: str) -> float:
     return 20 + width_of(words) + 14
 
 
-def _rows_of_key(names: Sequence[str], width: float) -> Iterator[list[str]]:
-    """Yield the names of each row of the key; a single line needs none."""
+def _rows_of_legend(names: Sequence[str], width: float) -> Iterator[list[str]]:
+    """Yield the names of each row of the legend; a single line needs none."""
     row: list[str] = []
     for words in names if len(names) > 1 else ():
-        if row and sum(map(_width_in_key, (*row, words))) > width:
+        if row and sum(map(_width_in_legend, (*row, words))) > width:
             yield row
             row = []
         row.append(words)

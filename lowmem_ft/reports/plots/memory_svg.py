@@ -213,7 +213,7 @@ class _Drawing:
         return y, elements
 
     def _rest(self, left: float, right: float, y: float) -> tuple[float, list[str]]:
-        """Return the key of the phases, with their seconds, and the other parts of the run."""
+        """Return the legend of the phases, with their seconds, and the other parts of the run."""
         figure, elements = self._figure, []
         x, y = left, y + ROW
         for phase, length in self._length_by_phase().items():

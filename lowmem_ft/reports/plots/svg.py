@@ -27,7 +27,7 @@ COLOURS: dict[Use, str] = {
     "temporary": "#56b4e9",
     "cached": "#d0d5db",
 }
-"""Colours of Okabe and Ito (2008), which colour-blind people can tell apart, with purple, brown and two greys."""
+"""Colours of Okabe and Ito (2008), which colour-blind people can tell apart, and purple, brown and two greys."""
 
 _GREYS: dict[str, str] = {"context": "var(--context)", "cached": "var(--cached)"}
 """Colours that differ on a dark page."""
@@ -46,10 +46,10 @@ PHASE_SHADES: dict[Phase, float] = {
 """Darkness of each phase's band, from 0 to 1: neighbours differ."""
 
 FONT = 12
-"""Height of the letters."""
+"""Height of the letters, in units of the drawing."""
 
 LETTER = 0.56 * FONT
-"""Width of a letter, on the average."""
+"""Average width of a letter, in the same units."""
 
 _NAMESPACE = "http://www.w3.org/2000/svg"
 
@@ -110,7 +110,7 @@ def paint(use: Use) -> str:
 
 
 def number(value: float) -> str:
-    """Return a coordinate with at most one digit behind the point."""
+    """Return a coordinate with at most one digit after the decimal point."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -133,7 +133,7 @@ def rectangle(x: float, y: float, width: float, height: float, paint: str) -> st
 
 
 def width_of(words: str, font: float = FONT) -> float:
-    """Return about how wide words are."""
+    """Return the approximate width of words, in units of the drawing."""
     return len(words) * LETTER * font / FONT
 
 
@@ -143,7 +143,7 @@ def wrapped(words: str, width: float, font: float = FONT) -> list[str]:
 
 
 def ticks(top: float, most: int, *, start: float = 0.0) -> list[float]:
-    """Return round numbers from ``start`` to ``top``, at most so many."""
+    """Return at most ``most`` round numbers from ``start`` to ``top``."""
     span = max(top - start, 1e-12)
     power = 10.0**-9
     while True:
@@ -158,7 +158,7 @@ def ticks(top: float, most: int, *, start: float = 0.0) -> list[float]:
 
 
 def size_ticks(top_bytes: float, most: int) -> list[int]:
-    """Return round sizes from 0 to a size, at most so many."""
+    """Return at most ``most`` round sizes, in bytes, from 0 to ``top_bytes``."""
     unit = next((unit for unit in (TIB, GIB, MIB, KIB) if unit <= top_bytes), 1)
     steps = [unit * digit * 10**power for power in range(3) for digit in (1, 2, 5)]
     step = next(step for step in steps if top_bytes < most * step)
@@ -166,7 +166,7 @@ def size_ticks(top_bytes: float, most: int) -> list[int]:
 
 
 def tick_words(values: Sequence[float]) -> list[str]:
-    """Return numbers with as many digits as their distance asks for."""
+    """Return numbers as text, with as many decimals as tell neighbours apart."""
     if len(values) < 2:
         return [f"{value:g}" for value in values]
     digits = next((digits for digits in range(10) if round(values[1] - values[0], digits) > 0), 0)

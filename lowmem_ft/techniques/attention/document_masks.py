@@ -1,8 +1,8 @@
 """Masks of packed rows in models that do not tell transformers where documents begin.
 
 Transformers' mask functions keep the documents of a row apart if they get its ``position_ids``, which restart with each
-document. Some models (gpt-oss, Falcon, AFMoE, Bloom and others) call these functions without: their masks are then
-causal alone, and each document sees the one before it.
+document. Some models (gpt-oss, Falcon, AFMoE, Bloom and others) call these functions without them: their masks are
+then only causal, and each document sees those before it.
 """
 
 from __future__ import annotations

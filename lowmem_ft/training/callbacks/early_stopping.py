@@ -9,7 +9,7 @@ from lowmem_ft.training.callbacks.events import EvaluationEvent, Stop
 
 @dataclass(frozen=True)
 class EarlyStopping:
-    """End of a run whose evaluations no longer get better; what is better, ``run/best_model.py`` decides.
+    """End of a run whose evaluations no longer get better, as ``training/evaluation/best_model.py`` compares them.
 
     Args:
         patience: ``training.early_stopping_patience``.

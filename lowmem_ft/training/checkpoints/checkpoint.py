@@ -109,7 +109,10 @@ def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
         raise
 
 
-OF_A_RUN = "Earlier checkpoints are untouched; free some space, then resume with training.resume_from_checkpoint=auto."
+FREE_SPACE_AND_RESUME = (
+    "Earlier checkpoints are untouched; free some space, then resume with "
+    "training.resume_from_checkpoint=auto."
+)
 
 
 @contextlib.contextmanager
@@ -124,7 +127,7 @@ def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explaining_write_errors(folder: Path, way_out: str = OF_A_RUN) -> Iterator[None]:
+def explaining_write_errors(folder: Path, way_out: str = FREE_SPACE_AND_RESUME) -> Iterator[None]:
     """Turn any write error into one sentence with a way out.
 
     Args:

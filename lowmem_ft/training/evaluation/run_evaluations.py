@@ -110,7 +110,7 @@ class RunEvaluations:
     def _held_out_result(self) -> EvaluationResult | None:
         """Evaluate on the held-out data, source by source; None if a signal cut it short."""
         if not (by_source := self._data.evaluation_by_source):
-            assert self._data.evaluation is not None, "callers have looked"
+            assert self._data.evaluation is not None, "callers check that there is held-out data"
             return self._result_on(self._data.evaluation)
         results = {name: self._result_on(examples) for name, examples in by_source.items()}
         finished = {name: one for name, one in results.items() if one is not None}

@@ -19,7 +19,7 @@ from lowmem_ft.training.export.llama_cpp import GGUF_TYPES
 
 logger = logging.getLogger(__name__)
 
-NOTHING_LEFT = "Nothing is left of it; free some space, or name a folder on another disk."
+FREE_SPACE_AND_REPEAT = "Nothing is left of it; free some space, or name a folder on another disk."
 """The way out where a write fails all the same."""
 
 _SMALL_FILES_BYTES = 64 * 2**20

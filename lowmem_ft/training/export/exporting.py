@@ -29,7 +29,13 @@ from lowmem_ft.training.checkpoints.atomic_io import (
 )
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.compared_answers import Answer, Comparison, greedy_answer
-from lowmem_ft.training.export.disk_room import NOTHING_LEFT, gguf_bytes, nf4_bytes, plain_bytes, require_room
+from lowmem_ft.training.export.disk_room import (
+    FREE_SPACE_AND_REPEAT,
+    gguf_bytes,
+    nf4_bytes,
+    plain_bytes,
+    require_room,
+)
 from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged
 from lowmem_ft.training.export.model_card import merged_model_card
@@ -86,7 +92,7 @@ def export_quantized(
     bits = ModelConfig(quantization="nf4", quantize_partly=True)
     loader: Any = AutoModelForCausalLM
     with (
-        explaining_write_errors(target, NOTHING_LEFT),
+        explaining_write_errors(target, FREE_SPACE_AND_REPEAT),
         _plain_folder(source, model, tokenizer, target, dtype) as folder,
         whole_folder(target) as partial,
     ):
@@ -158,7 +164,7 @@ def export_gguf(
     answer, weights_dtype = greedy_answer(model, tokenizer), model.dtype
     _remove_interrupted(target)
     with (
-        explaining_write_errors(target, NOTHING_LEFT),
+        explaining_write_errors(target, FREE_SPACE_AND_REPEAT),
         _plain_folder(source, model, tokenizer, target) as folder,
         whole_folder(target) as partial,
     ):

@@ -24,7 +24,7 @@ from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
-from lowmem_ft.training.export.disk_room import NOTHING_LEFT, plain_bytes, require_room
+from lowmem_ft.training.export.disk_room import FREE_SPACE_AND_REPEAT, plain_bytes, require_room
 from lowmem_ft.training.export.model_card import merged_model_card
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ def merge_into_base(
     config = check_merge(adapter, target, base=base)
     require_room(target, {"the merged model": plain_bytes(config, dtype)})
     model, tokenizer = load_merged(config, adapter, dtype=dtype, track=track)
-    with explaining_write_errors(target, NOTHING_LEFT), whole_folder(target) as partial:
+    with explaining_write_errors(target, FREE_SPACE_AND_REPEAT), whole_folder(target) as partial:
         save_model(model, tokenizer, partial)
         card = merged_model_card(target.name, adapter, config.name_or_path or "")
         (partial / "README.md").write_text(card, "utf-8")

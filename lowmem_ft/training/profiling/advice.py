@@ -21,9 +21,9 @@ from lowmem_ft.recipe import Recipe
 
 LARGE_DATA, LARGE_RECOMPUTATION, LARGE_UPDATE, LARGE_WAIT = 0.05, 0.1, 0.25, 0.03
 LARGE_UNFUSED, LARGE_MODULE = 0.05, 0.05
-"""Shares of a step from which a part is worth a word."""
+"""Shares of a step from which a part is worth a sentence."""
 MOST_SENTENCES = 5
-"""Sentences of advice: the tables have the rest."""
+"""Most sentences of advice; the tables have the rest."""
 BUSY_DEVICE = 0.8
 """Share of a step for which a device computes if the host is fast enough."""
 TIMES_THE_CLOCK, SHARE_OF_OPERATOR = 2.0, 0.05

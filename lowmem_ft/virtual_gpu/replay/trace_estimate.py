@@ -32,7 +32,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
-from lowmem_ft.virtual_gpu.replay.timing.reached import step_clock
+from lowmem_ft.virtual_gpu.replay.timing.step_clock import step_clock
 
 OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (
