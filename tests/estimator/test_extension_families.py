@@ -156,7 +156,8 @@ def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
 
 
 def numbers(estimate: MemoryEstimate) -> dict[str, Any]:
-    """All that an estimate says, but for its timeline, whose frees may be in another order, and the time it took."""
+    """All that an estimate says, but for its timeline as traced and played, whose frees may come in another order, and
+    the time it took."""
     fields = {field.name: getattr(estimate, field.name) for field in dataclasses.fields(estimate)}
     return {
         name: value for name, value in fields.items() if name not in ("timeline", "playback", "trace_seconds")
