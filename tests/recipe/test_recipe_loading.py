@@ -276,7 +276,8 @@ def test_a_key_given_twice_in_yaml_is_refused(write):
 
 
 @pytest.mark.parametrize(
-    "text,fragment", [("- a\n- b\n", "got a list"), ("just words\n", "is not a recipe key")]
+    "text,fragment",
+    [("- a\n- b\n", "got a list"), ("just words\n", "got text that begins with 'just words'")],
 )
 def test_yaml_that_is_no_mapping_is_refused(write, text, fragment):
     path = write(text)
