@@ -89,12 +89,12 @@ def _parts(by_task: dict[str, TaskResults], steps: int) -> Iterator[str]:
         "Does a rung of the [memory ladder](memory_ladder.md) learn as well as float32? SmolLM2-135M-Instruct is "
         f"fine-tuned in full for {steps} steps, with float32 AdamW and with each number format; all runs of a seed see "
         "the same data in the same order. Weights of other rungs than float32 are bfloat16, and so is what a layer "
-        "computes: the row `split16`, whose optimizer is exact, has this rounding alone. A processor took the steps; "
+        "computes: the row `split16`, whose optimizer is exact, has this rounding alone. The steps ran on a CPU; "
         "products of bfloat16 are computed in float32 and rounded once, as tensor cores do."
     )
     yield _wrapped(
         f"Runs made so far: **{len(rows)} of {planned}** ({len(TASKS)} tasks, {NUM_SEEDS} seeds, {len(RUNGS)} rungs). "
-        "This makes those that are missing, and writes this page again after each:"
+        "This command makes the missing ones, and writes this page again after each:"
     )
     yield f"```\npython scripts/learning_curves.py --steps {steps}\n```"
     if not rows:
