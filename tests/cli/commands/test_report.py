@@ -60,7 +60,7 @@ def test_two_runs_stand_side_by_side_within_80_columns(finished, run, capsys, mo
     killed = run("killed[lr=1]", {"step": 0, "estimated": PEAKS}, {"step": 1, **STEP}, model=False)
     assert main(["report", finished, killed]) == 0
     shown = capsys.readouterr().out
-    assert all(len(line) <= 80 or str(folder) in line for line in shown.splitlines())  # paths are not cut
+    assert max(map(len, shown.splitlines())) <= 80
     assert "killed[lr=1]" in shown
     lines = {line.split("  ")[0]: line for line in shown.splitlines()}
     assert lines["status"].split()[1:] == ["finished", "unfinished"]
