@@ -154,6 +154,7 @@ class MemoryEstimate:
         allocated_peak_bytes: bytes of tensors, as ``torch.cuda.max_memory_allocated`` counts.
         reserved_peak_bytes: bytes of the caching allocator's segments, as ``torch.cuda.max_memory_reserved`` counts.
         process_peak_bytes: bytes of the process, as ``nvidia-smi`` shows: reserved, CUDA context, libraries.
+        paged_peak_bytes: the part of that which is paged optimizer state, outside the allocator; not in the JSON.
         process_range: range of that number; None: not known.
         fits_at_low_end: whether it would fit at the lower end of the range, if it does not fit.
         host_peak_bytes: host memory of the process, without pages of files (``system/process_memory.py``).
@@ -197,6 +198,7 @@ class MemoryEstimate:
     step: StepTime | None
     budget: BudgetVerdict
     fits: bool
+    paged_peak_bytes: int = 0
     process_range: ProcessRange | None = None
     fits_at_low_end: bool = False
     processes: Processes | None = None

@@ -22,6 +22,7 @@ from lowmem_ft.reports.wording import (
     PHASE_WORDS,
     budget_below_device,
     caution,
+    context_words,
     from_to,
     module_words,
     seconds_range,
@@ -192,11 +193,7 @@ def uses(estimate: MemoryEstimate) -> Iterator[tuple[str, int, str]]:
     if cached := estimate.reserved_peak_bytes - estimate.allocated_peak_bytes:
         yield "cached, not in use", cached, "blue"
     if outside := estimate.process_peak_bytes - estimate.reserved_peak_bytes:
-        yield (
-            "context, estimated" if estimate.gpu.context_is_estimate else "context, libraries",
-            outside,
-            "blue",
-        )
+        yield context_words(estimate), outside, "blue"
     memory, others = _whole(estimate)
     if others:
         yield "held by others", others, "magenta"

@@ -47,6 +47,13 @@ def short_name(model: str) -> str:
     return model if len(path.parts) <= 2 else str(Path(*path.parts[-2:]))
 
 
+def context_words(estimate: MemoryEstimate) -> str:
+    """Return what a GPU's process holds outside the allocator: context and libraries, and state that is paged."""
+    if estimate.paged_peak_bytes:
+        return "context, paged state"
+    return "context, estimated" if estimate.gpu.context_is_estimate else "context, libraries"
+
+
 def module_words(module: str) -> str:
     """Return a module's name for people: ``model.layers.3.mlp.down_proj`` is ``mlp.down_proj of layer 3``."""
     numbered = re.search(r"(?:^|\.)(\d+)(?:\.(.+))?$", module)

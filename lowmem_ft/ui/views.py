@@ -17,6 +17,7 @@ _COLOURS = {words: COLOURS[category] for category, words in CATEGORY_WORDS.items
     "cached, not in use": COLOURS["cached"],
     "context, libraries": COLOURS["context"],
     "context, estimated": COLOURS["context"],
+    "context, paged state": COLOURS["context"],
     "held by others": "#444c56",
     "free": "transparent",
     "missing": "var(--bad)",
@@ -128,7 +129,13 @@ def _length_words(found: Mapping[str, Any]) -> str:
     if not found["tokens"]:
         return f"Rows of {found['over_tokens']:,} tokens do not fit, and no shorter ones were found that do."
     if found["over_tokens"] is None:
-        return f"Rows of {found['tokens']:,} tokens fit, the longest that the model takes."
+        is_longest = found["tokens"] >= found["most_tokens"]
+        rest = (
+            ", the longest that the model takes with these settings"
+            if is_longest
+            else "; no longer ones were tried"
+        )
+        return f"Rows of {found['tokens']:,} tokens fit{rest}."
     return (
         f"Rows of {found['tokens']:,} tokens fit; rows of {found['over_tokens']:,} were estimated not to fit, or may "
         "not."

@@ -19,6 +19,7 @@ from lowmem_ft.reports.estimate_table import (
     format_dollars,
     price_per_million_tokens,
 )
+from lowmem_ft.reports.plots.memory_figure import memory_figure
 
 PRICE = Price(provider="somebody", usd_per_hour=0.72, date="2026-10-01", source="https://example.org")
 
@@ -113,6 +114,13 @@ def test_a_context_that_nobody_has_read_is_said_to_be_estimated(estimate, as_tex
     lengths = bar_lengths(as_text(estimate_table(dataclasses.replace(estimate, gpu=gpu))))
     assert "context, estimated" in lengths
     assert "context, libraries" not in lengths
+
+
+def test_paged_state_is_not_called_libraries(estimate, as_text):
+    paged = dataclasses.replace(estimate, paged_peak_bytes=100 * MIB)
+    assert "context, paged state" in bar_lengths(as_text(estimate_table(paged)))
+    assert "context, paged state" in [layer.words for layer in memory_figure(paged).layers]
+    assert "context, libraries" in [layer.words for layer in memory_figure(estimate).layers]
 
 
 def test_what_others_hold_has_a_bar(estimate, as_text):

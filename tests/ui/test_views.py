@@ -67,6 +67,16 @@ def test_what_a_browser_gets_is_escaped():
         assert "&lt;script&gt;" in html
 
 
+def test_a_search_that_ends_before_the_longest_row_does_not_call_its_last_the_longest():
+    found = {"tokens": 1024, "over_tokens": None, "most_tokens": 4096, "process_bytes": [[1024, GIB]]}
+    html = views.lengths_html({"now": found, "with_one_gib_more": found})
+    assert "1,024 tokens fit; no longer ones were tried" in html
+    found["most_tokens"] = 1024
+    assert "1,024 tokens fit, the longest that the model takes" in views.lengths_html(
+        {"now": found, "with_one_gib_more": found}
+    )
+
+
 def test_lengths_say_where_memory_ends():
     found = {
         "tokens": 1024,

@@ -17,6 +17,7 @@ from lowmem_ft.reports.wording import (
     HOST_PART_WORDS,
     PHASE_WORDS,
     budget_below_device,
+    context_words,
     from_to,
     module_words,
     short_name,
@@ -249,7 +250,5 @@ def _use_words(estimate: MemoryEstimate, use: Use) -> str:
     if use == "cached":
         return HOST_PART_WORDS["heap"] if estimate.is_of_cpu else "cached, not in use"
     if use == "context":
-        if estimate.is_of_cpu:
-            return HOST_PART_WORDS["process"]
-        return "context, estimated" if estimate.gpu.context_is_estimate else "context, libraries"
+        return HOST_PART_WORDS["process"] if estimate.is_of_cpu else context_words(estimate)
     return CATEGORY_WORDS[use]

@@ -168,6 +168,7 @@ def estimate_on_gpu(
         gpu=device,
         reserved_peak_bytes=reserved_peak,
         process_peak_bytes=process,
+        paged_peak_bytes=process - reserved_peak - outside,
         process_range=process_range,
         budget=budget,
         fits=fits and is_host_enough,

@@ -213,7 +213,9 @@ def test_a_program_that_caps_itself_too_low_does_not_run_on_the_largest_gpu():
 
 
 def test_managed_memory_takes_what_is_left_and_the_rest_moves_to_the_host():
-    assert estimate(trace_of(300, place="managed")).process_peak_bytes == 400 * MIB
+    found = estimate(trace_of(300, place="managed"))
+    assert (found.process_peak_bytes, found.paged_peak_bytes) == (400 * MIB, 300 * MIB)
+    assert estimate(trace_of(300)).paged_peak_bytes == 0
     spilled = estimate(trace_of(5000, place="managed"))
     assert spilled.process_peak_bytes == GIB
     assert spilled.fits
