@@ -157,10 +157,6 @@ BROKEN_AND_MENDED = {
         ["training.max_steps=4", "training.warmup_steps=5"],
         ["training.max_steps=4", "training.warmup_steps=4"],
     ),
-    "profiled_steps_are_within_the_run": (
-        ["training.max_steps=4", "training.profile_steps=[4,5]"],
-        ["training.max_steps=4", "training.profile_steps=[3,4]"],
-    ),
     "columns_differ": (
         ["data.prompt_column=text", "data.completion_column=text"],
         ["data.prompt_column=text", "data.completion_column=answer"],
