@@ -147,8 +147,9 @@ class VirtualRuntime(Runtime):
                 self.machine.warm_up_allocator(bytes_of_weights(model))
         model = self.machine.place(model, device, self._without_memory if keeps_rows else None)
         set_other_parts(model, other_parts_of(config))
-        num_rows = len(model.get_input_embeddings().weight)  # type: ignore[union-attr,arg-type]
-        set_new_rows(model, range(num_rows - len(config.new_tokens), num_rows))
+        if config.new_tokens:
+            num_rows = len(model.get_input_embeddings().weight)  # type: ignore[union-attr,arg-type]
+            set_new_rows(model, range(num_rows - len(config.new_tokens), num_rows))
         if keeps_rows:
             self._keep_rows(model)
         if host is not None and host.files_for("parameter") is not None:

@@ -112,14 +112,18 @@ def test_the_chunked_loss_gives_the_same_gradients(tied, tiles, dtype):
         if chunked:
             enable_chunked_loss(model, LossConfig(chunk_tokens=8), TilingConfig(head=tiles))
         model(input_ids=IDS, labels=IDS).loss.backward()
-        return {name: one.grad.float() for name, one in lora.parameters().items() if "delta" in name}
+        return {
+            name: one.grad.float()
+            for name, one in lora.parameters().items()
+            if "delta" in name and one.grad is not None
+        }
 
     plain, chunked = gradients(False), gradients(True)
     assert len(plain) == 2 - tied
     for name, gradient in plain.items():
         tolerance = 1e-5 if dtype == torch.float32 else 2e-2
         torch.testing.assert_close(
-            chunked[name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max()
+            chunked[name], gradient, rtol=tolerance, atol=tolerance * gradient.abs().max().item()
         )
         assert gradient.abs().max() > 0
 
@@ -152,7 +156,7 @@ def test_a_step_makes_no_copy_of_the_table():
 @pytest.mark.parametrize(
     "rows, model, settings, says",
     [
-        (range(0), {}, {}, "and there are none. Name some in model.add_tokens"),
+        (range(0), {}, {}, "did not have, got 0. Name some in model.add_tokens"),
         (
             ROWS,
             {},
@@ -178,7 +182,7 @@ def test_a_head_with_a_bias_is_refused_as_peft_would_leave_it_out():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_runs_continue_bit_for_bit_merge_and_answer(tiny, metrics, tmp_path, dtype):
+def test_runs_continue_bit_for_bit_merge_and_evaluate(tiny, metrics, tmp_path, dtype, caplog):
     plain = ("training.max_steps=2", "training.eval_steps=null")
     base = train(tiny(*plain, output_dir=tmp_path / "base")).model_folder
     settings = (
@@ -187,7 +191,9 @@ def test_runs_continue_bit_for_bit_merge_and_answer(tiny, metrics, tmp_path, dty
         *("training.max_steps=4", "training.save_steps=2", "training.eval_steps=4"),
     )
     whole, parted = tmp_path / "whole", tmp_path / "parted"
+    caplog.set_level("INFO")
     result = train(tiny(*settings, output_dir=whole))
+    assert "rows 512 to 514 of model.embed_tokens and lm_head are trained" in caplog.text
     train(tiny(*settings, "training.max_steps=2", output_dir=parted))
     resumed = train(tiny(*settings, "training.resume_from_checkpoint=auto", output_dir=parted))
     assert metrics(parted) == metrics(whole)
@@ -201,9 +207,11 @@ def test_runs_continue_bit_for_bit_merge_and_answer(tiny, metrics, tmp_path, dty
     ids = torch.tensor([tokenizer("drizzle <|tool|>quixotic")["input_ids"]])
     loaded = AutoPeftModelForCausalLM.from_pretrained(result.model_folder)  # resizes by the tokenizer
     torch.testing.assert_close(merged(ids).logits, loaded(ids).logits, rtol=1e-4, atol=1e-5)
+    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    records = [record for record in records if "eval_loss" in record]
     source = find_model(str(result.model_folder))
     held_out = evaluate_saved(forward_recipe(source, ["training.use_cpu=true"]), adapter=source.adapter)
-    assert held_out.loss == pytest.approx(result.eval_loss, rel=1e-3 if dtype == "bfloat16" else 1e-5)
+    assert held_out.loss == pytest.approx(records[-1]["eval_loss"], rel=1e-3 if dtype == "bfloat16" else 1e-5)
 
 
 def test_recipes_that_cannot_train_them_alone_are_refused(tiny, tmp_path):
@@ -228,4 +236,5 @@ def test_estimates_count_gradients_and_state_of_these_rows_alone(tiny, tmp_path)
     whole = estimated("adapter.modules_to_save=[embed_tokens]")
     num_frozen = 512 * 32
     assert whole.model.trainable_parameters - rows.model.trainable_parameters == num_frozen
-    assert whole.model.parameters == rows.model.parameters
+    one, other = (estimate.by_category_at_peak["optimizer_state"] for estimate in (whole, rows))
+    assert one - other == pytest.approx(8 * num_frozen, rel=0.01)

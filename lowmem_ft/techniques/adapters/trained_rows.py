@@ -9,6 +9,7 @@ Axes: N tokens, R trained rows, V rows of the table, H hidden size.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,6 +22,8 @@ from torch.autograd.function import once_differentiable
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.techniques.adapters.modules_to_save import TRAINABLE, is_tied
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
+
+logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "lowmem_ft_trained_rows"
 _OF_PEFT = "token_adapter", "trainable_tokens_delta"
@@ -66,7 +69,7 @@ def check_rows(model: Any, rows: range, saved_whole: list[nn.Module], *, of_seve
         )
     if not rows:
         problems.append(
-            "adapter.train_new_tokens=true trains rows of tokens that the tokenizer did not have, and there are none. "
+            "adapter.train_new_tokens=true trains rows of tokens that the tokenizer did not have, got 0. "
             "Name some in model.add_tokens, or set it to false."
         )
     for name, layer in _ends(model).items():
@@ -103,9 +106,9 @@ def train_rows(model: Any, rows: range) -> Iterator[Callable[[], object]]:
         model: a causal LM whose embedding and head are frozen and for which :func:`check_rows` has raised nothing.
         rows: the numbers of the rows.
     """
-    ends = list(_ends(model).values())
+    ends = _ends(model)
     shared: TrainedRows | None = None
-    for layer in ends:
+    for layer in ends.values():
         assert rows.stop <= len(layer.weight), "a table has been given a row for each token"
         is_first = shared is None or not is_tied(model)
         if is_first:
@@ -116,6 +119,12 @@ def train_rows(model: Any, rows: range) -> Iterator[Callable[[], object]]:
         yield set_attribute(layer, _ATTRIBUTE, shared)
         around = _embed if isinstance(layer, nn.Embedding) else _project
         yield call_around(layer, "forward", partial(around, layer, shared))
+    logger.info(
+        "Adapter: rows %d to %d of %s are trained, and no others, %s parameters in their own type%s.",
+        *(rows.start, rows.stop - 1, " and ".join(ends)),
+        f"{sum(parameter.numel() for parameter in trained_parameters(model)):,}",
+        ", the head's with the embedding's" if is_tied(model) else "",
+    )
 
 
 def trained_parameters(model: Any) -> set[nn.Parameter]:

@@ -34,7 +34,7 @@ def saved_adapter(folder: Path | None) -> Callable[[PreTrainedModel], object] | 
         return None
 
     def add(model: PreTrainedModel) -> object:
-        resize_for_adapter(model, folder, model.name_or_path)
+        resize_for_adapter(model, folder, model.name_or_path or "")
         return add_saved_adapter(model, folder, other_parts(model))
 
     return add
