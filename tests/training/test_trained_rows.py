@@ -7,8 +7,9 @@ import json
 
 import pytest
 import torch
+from ground_truth.families import FAMILIES
 from tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("peft")
 
@@ -18,6 +19,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import add_saved_adapter, enable_lora, merge_adapter
+from lowmem_ft.techniques.adapters.trained_rows import trained_rows_of
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
@@ -99,6 +101,21 @@ def test_training_equals_pefts_and_vanilla_peft_loads_the_files(tmp_path, tied):
     assert [name for name, _ in again.named_parameters()] == [name for name, _ in merged.named_parameters()]
     assert all(one.requires_grad for one in again.parameters())
     assert again.model.embed_tokens(IDS).requires_grad
+
+
+def test_a_factor_on_the_embedding_is_part_of_the_gradient():
+    config = AutoConfig.for_model(model_type="gemma2", **FAMILIES["gemma2"])
+    gradients = []
+    for rows in (range(config.vocab_size), ROWS):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+        if rows == ROWS:
+            enable_lora(model, CONFIG, new_rows=rows)
+        model(input_ids=IDS, labels=IDS).loss.backward()
+        table = model.get_input_embeddings()
+        trained = trained_rows_of(table)
+        gradients.append(table.weight.grad[61:64] if trained is None else trained.parameter_RH.grad)
+    torch.testing.assert_close(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("tied", [False, True])
