@@ -344,6 +344,8 @@ def _adapter(recipe: Recipe) -> list[str]:
         [] if recipe.model.quantization == "none" else [f"linear layers in {recipe.model.quantization}"]
     )
     whole = [f"{name} trained whole" for name in recipe.adapter.modules_to_save]
+    if recipe.adapter.train_new_tokens:
+        whole.append("rows of new tokens")
     return [*quantized, f"adapters of rank {recipe.adapter.r}", *whole]
 
 

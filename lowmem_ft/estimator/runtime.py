@@ -24,6 +24,7 @@ from lowmem_ft.models.loading import (
     weights_dtype,
 )
 from lowmem_ft.models.master_weights import MasterWeights
+from lowmem_ft.models.new_tokens import set_new_rows
 from lowmem_ft.models.other_parts import set_other_parts
 from lowmem_ft.models.quantizing.quantization import check_quantization, quantization_config, quantize_weights
 from lowmem_ft.models.quantizing.stored_quantizers import pack_as_stored, packed_format
@@ -146,6 +147,9 @@ class VirtualRuntime(Runtime):
                 self.machine.warm_up_allocator(bytes_of_weights(model))
         model = self.machine.place(model, device, self._without_memory if keeps_rows else None)
         set_other_parts(model, other_parts_of(config))
+        if config.new_tokens:
+            num_rows = len(model.get_input_embeddings().weight)  # type: ignore[union-attr,arg-type]
+            set_new_rows(model, range(num_rows - len(config.new_tokens), num_rows))
         if keeps_rows:
             self._keep_rows(model)
         if host is not None and host.files_for("parameter") is not None:

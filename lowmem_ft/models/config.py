@@ -39,7 +39,8 @@ class ModelConfig:
     add_tokens: tuple[str, ...] = knob(
         (),
         "New tokens, in the tokenizer and as rows of the embedding and head, drawn around the mean of the others by "
-        "training.seed. Adapters need adapter.modules_to_save=[embed_tokens, lm_head] to train them.",
+        "training.seed. Adapters need adapter.train_new_tokens=true, or "
+        "adapter.modules_to_save=[embed_tokens, lm_head], to train them.",
     )
     add_special_tokens: tuple[str, ...] = knob(
         (), "The same for special tokens, which decoding may skip: [<|im_start|>, <|im_end|>]."

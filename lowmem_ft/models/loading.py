@@ -47,7 +47,7 @@ from lowmem_ft.models.files.stored_quantization import (
     refuse_other_types,
 )
 from lowmem_ft.models.load_report import report_held
-from lowmem_ft.models.new_tokens import resize_embeddings, with_new_rows
+from lowmem_ft.models.new_tokens import resize_embeddings, set_new_rows, with_new_rows
 from lowmem_ft.models.other_parts import OtherParts, language_config, language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
 from lowmem_ft.models.quantizing.quantization import (
@@ -64,6 +64,7 @@ from lowmem_ft.models.quantizing.stored_quantizers import (
     unpacking_config,
 )
 from lowmem_ft.models.tokenizer import load_tokenizer as load_tokenizer  # many import it from here
+from lowmem_ft.models.tokenizer import new_token_ids
 from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
 logger = logging.getLogger(__name__)
@@ -178,7 +179,9 @@ def load_model(
     """
     model = _loaded(config, hf_config, attn_implementation, device, seed, mixed_precision)
     if config.new_tokens:
-        resize_embeddings(model, len(load_tokenizer(config)), seed, config.name_or_path or "")
+        tokenizer = load_tokenizer(config)
+        resize_embeddings(model, len(tokenizer), seed, config.name_or_path or "")
+        set_new_rows(model, new_token_ids(tokenizer, config))
     return model
 
 

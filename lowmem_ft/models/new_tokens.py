@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.foundation.errors import ModelError, UserError
@@ -14,6 +15,8 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.other_parts import other_parts
 
 logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "lowmem_ft_new_rows"
 
 
 def with_new_rows(hf_config: PretrainedConfig, config: ModelConfig) -> PretrainedConfig:
@@ -27,6 +30,16 @@ def with_new_rows(hf_config: PretrainedConfig, config: ModelConfig) -> Pretraine
     text: Any = hf_config.get_text_config()
     text.vocab_size += len(config.new_tokens)
     return hf_config
+
+
+def set_new_rows(model: nn.Module, rows: range) -> None:
+    """Remember with a model the rows of its new tokens."""
+    vars(model)[_ATTRIBUTE] = rows
+
+
+def new_rows(model: nn.Module) -> range:
+    """Return the rows of a model's new tokens, in its embedding and head."""
+    return vars(model).get(_ATTRIBUTE, range(0))
 
 
 def resize_embeddings(model: PreTrainedModel, num_tokens: int, seed: int, name: str) -> None:
@@ -58,13 +71,18 @@ def resize_embeddings(model: PreTrainedModel, num_tokens: int, seed: int, name: 
     logger.info("New tokens: the embedding has %d rows now, in place of %d.", num_tokens, num_rows)
 
 
-def refuse_untrained_rows(model: PreTrainedModel, config: ModelConfig) -> None:
+def refuse_untrained_rows(model: PreTrainedModel, config: ModelConfig, *, trained_alone: bool) -> None:
     """Refuse to freeze the rows of new tokens, which mean nothing before they are trained.
+
+    Args:
+        model: with its adapters.
+        config: names the tokens.
+        trained_alone: whether these rows are trained, and no others.
 
     Raises:
         UserError: if the embedding or the head is frozen.
     """
-    if not config.new_tokens:
+    if not config.new_tokens or trained_alone:
         return
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     frozen = [
@@ -76,6 +94,6 @@ def refuse_untrained_rows(model: PreTrainedModel, config: ModelConfig) -> None:
     if frozen:
         raise UserError(
             f"model.add_tokens=[{', '.join(config.new_tokens)}] makes rows that would stay untrained, as "
-            f"adapter.name=lora freezes {' and '.join(frozen)}. Add {', '.join(frozen)} to adapter.modules_to_save, or "
-            "train all weights with adapter.name=none."
+            f"adapter.name=lora freezes {' and '.join(frozen)}. Set adapter.train_new_tokens=true, "
+            f"or add {', '.join(frozen)} to adapter.modules_to_save, or train all weights with adapter.name=none."
         )

@@ -49,6 +49,19 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def new_token_ids(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> range:
+    """Return the ids at the end of a vocabulary that are the recipe's new tokens, at a run's start and when it resumes.
+
+    Those that the tokenizer had before are not among them, unless they were its last.
+    """
+    vocabulary = tokenizer.get_vocab()
+    named = {vocabulary[token] for token in config.new_tokens}
+    first = stop = max(vocabulary.values()) + 1
+    while first - 1 in named:
+        first -= 1
+    return range(first, stop)
+
+
 def _add_new_tokens(tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
     """Add the recipe's new tokens that a tokenizer does not have yet."""
     if not config.new_tokens:

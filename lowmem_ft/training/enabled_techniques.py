@@ -26,7 +26,7 @@ from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.loading import compute_dtype
 from lowmem_ft.models.master_weights import MasterWeights
-from lowmem_ft.models.new_tokens import refuse_untrained_rows
+from lowmem_ft.models.new_tokens import new_rows, refuse_untrained_rows
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
@@ -40,6 +40,7 @@ from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_ac
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.adapters.trained_rows import trained_parameters
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
@@ -156,8 +157,9 @@ def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
             base_name=base_name,
             base_revision=recipe.model.revision,
             whole=other_parts(model),
+            new_rows=new_rows(model),
         )
-        refuse_untrained_rows(model, recipe.model)
+        refuse_untrained_rows(model, recipe.model, trained_alone=recipe.adapter.train_new_tokens)
 
 
 def techniques_in_forward(
@@ -257,10 +259,11 @@ def _initialize_masters(
     """Initialize the masters of bfloat16 weights with the bits of a float32 checkpoint that the weights have lost."""
     if not isinstance(optimizer, ChunkedOptimizer):
         return
+    drawn = trained_parameters(model)  # by the run: no checkpoint has finer ones
     parameters = {
         name: parameter
         for name, parameter in model.named_parameters()
-        if parameter in optimizer.state and optimizer.master_of(parameter).tensors
+        if parameter in optimizer.state and optimizer.master_of(parameter).tensors and parameter not in drawn
     }
     finer = finer_weights() if parameters else None
     if finer is None:

@@ -67,6 +67,10 @@ BROKEN_AND_MENDED = {
             "adapter.modules_to_save=[embed_tokens, lm_head]",
         ],
     ),
+    "rows_alone_are_of_new_tokens_on_the_device": (
+        ["adapter.name=lora", "adapter.train_new_tokens=true"],
+        ["adapter.name=lora", "adapter.train_new_tokens=true", "model.add_tokens=[drizzle]"],
+    ),
     "quantization_needs_safetensors": (
         ["model=weights.gguf", "model.quantization=nf4", "adapter.name=lora"],
         ["model=weights.gguf", "model.quantization=none", "adapter.name=lora"],

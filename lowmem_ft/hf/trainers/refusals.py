@@ -282,6 +282,11 @@ def problems_of_whole_runs(recipe: Recipe) -> Iterator[str]:
             f"adapter.modules_to_save is for runs of lowmem-ft, got [{', '.join(whole)}]. Leave it out: a trainer "
             "trains what its peft.LoraConfig names in modules_to_save."
         )
+    if recipe.adapter.train_new_tokens:
+        yield (
+            "adapter.train_new_tokens is for runs of lowmem-ft, got true. Leave it out: a trainer trains the rows that "
+            "its peft.LoraConfig names in trainable_token_indices."
+        )
     if new := recipe.model.new_tokens:
         yield (
             f"model.add_tokens is for runs of lowmem-ft, got [{', '.join(new)}]. Add them to the trainer's tokenizer, "

@@ -15,7 +15,10 @@ WHERE_BFLOAT16_IS = "on a GPU of 2020 (Ampere) or newer"
 """Words for GPUs with bfloat16: a recipe does not know its GPU, and users ask for fp16 where there is no bfloat16."""
 
 
-@reads("training.mixed_precision", "model.dtype", "adapter.name", "adapter.modules_to_save")
+@reads(
+    *("training.mixed_precision", "model.dtype"),
+    *("adapter.name", "adapter.modules_to_save", "adapter.train_new_tokens"),
+)
 def fp16_needs_float32_weights(recipe: Recipe) -> Iterator[str]:
     """The loss scaler cannot unscale half-precision gradients; gradients of adapters are float32."""
     dtype, trained = recipe.model.dtype, recipe.adapter.trains_model_weights
@@ -44,14 +47,35 @@ def quantization_needs_an_adapter(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@reads("model.add_tokens", "model.add_special_tokens", "adapter.name", "adapter.modules_to_save")
+_KEYS_OF_NEW_TOKENS = ("model.add_tokens", "model.add_special_tokens", "adapter.train_new_tokens")
+
+
+@reads(*_KEYS_OF_NEW_TOKENS, "adapter.name", "adapter.modules_to_save")
 def new_rows_are_trained(recipe: Recipe) -> Iterator[str]:
     """Adapters freeze the embedding and the head; which of these a model has apart is known once it is loaded."""
     if recipe.model.new_tokens and not recipe.adapter.trains_model_weights:
         yield (
             f"model.add_tokens=[{', '.join(recipe.model.new_tokens)}] makes rows of the embedding and head that would "
-            "stay untrained with adapter.name=lora. Set adapter.modules_to_save=[embed_tokens, lm_head], or leave out "
-            "tokens that the tokenizer has already."
+            "stay untrained with adapter.name=lora. Set adapter.train_new_tokens=true, or "
+            "adapter.modules_to_save=[embed_tokens, lm_head], or leave out tokens that the tokenizer has already."
+        )
+
+
+@reads(*_KEYS_OF_NEW_TOKENS, *keys_with("weights on host"))
+def rows_alone_are_of_new_tokens_on_the_device(recipe: Recipe) -> Iterator[str]:
+    """Rows are trained where they are in their table, and a streamed table is on the host."""
+    if not recipe.adapter.train_new_tokens:
+        return
+    if not recipe.model.new_tokens:
+        yield (
+            "adapter.train_new_tokens=true trains the rows of new tokens, got model.add_tokens=[]. Name them there or "
+            "in model.add_special_tokens, or set adapter.train_new_tokens=false."
+        )
+    if on_host := key_with(recipe, "weights on host"):
+        yield (
+            "adapter.train_new_tokens=true needs the embedding and head on the device, got "
+            f"{on_host.setting_in(recipe)}. Set {on_host.setting(on_host.default)}, or train them whole with "
+            "adapter.modules_to_save=[embed_tokens, lm_head]."
         )
 
 

@@ -50,6 +50,11 @@ class AdapterConfig:
         "Names of modules that are trained and saved whole with the adapters, in their own type: [embed_tokens, "
         "lm_head]; of a tied model embed_tokens is both.",
     )
+    train_new_tokens: bool = knob(
+        False,
+        "Train the rows of model.add_tokens and model.add_special_tokens in the embedding and head, and no other row "
+        "of them (PEFT's trainable_token_indices).",
+    )
     use_dora: bool = knob(False, "DoRA: adapters for the direction of each row, and a trained magnitude.")
     use_rslora: bool = knob(False, "rsLoRA: scale by sqrt(r), so that high ranks learn as fast as low ones.")
     kernel: Literal["fused", "peft"] = knob(
@@ -65,8 +70,8 @@ class AdapterConfig:
 
     @property
     def trains_model_weights(self) -> bool:
-        """True if weights of the model itself are trained, in their own type: all, or some whole modules."""
-        return self.name == "none" or bool(self.modules_to_save)
+        """True if weights of the model itself are trained, in their own type: all, some whole modules, or new rows."""
+        return self.name == "none" or bool(self.modules_to_save) or self.train_new_tokens
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""

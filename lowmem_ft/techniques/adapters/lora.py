@@ -32,6 +32,12 @@ from lowmem_ft.techniques.adapters.target_modules import (
     with_another_forward,
 )
 from lowmem_ft.techniques.adapters.target_parameters import target_parameters
+from lowmem_ft.techniques.adapters.trained_rows import (
+    check_rows,
+    peft_setting,
+    train_rows,
+    trained_parameters,
+)
 from lowmem_ft.techniques.adapters.whole_model import (
     WholeModel,
     for_language_model,
@@ -73,20 +79,20 @@ class Lora(Technique):
         peft_model: Any,
         *undo: Callable[[], object],
         whole: WholeModel | None = None,
-        saved_modules: Iterable[nn.Module] = (),
+        own_weights: Iterable[nn.Parameter] = (),
     ) -> None:
         super().__init__(*undo)
         self.model = model
         self.peft_model = peft_model
         self._whole = whole
-        self._saved_whole = {parameter for module in saved_modules for parameter in module.parameters()}
+        self._own_weights = set(own_weights)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The adapters' parameters and those of modules saved whole, the only trained ones, by their names."""
+        """The adapters' parameters and the trained ones of the model itself, by their names: no others are trained."""
         return {
             name: parameter
             for name, parameter in self.model.named_parameters()
-            if "lora_" in name or parameter in self._saved_whole
+            if "lora_" in name or parameter in self._own_weights
         }
 
     def save(self, folder: Path, *, writes: bool = True) -> bool:
@@ -139,9 +145,9 @@ class Lora(Technique):
         """Key tensors by their names in files, which omit the adapter's name within the model."""
         from peft import get_peft_model_state_dict
 
-        saved_whole = {name: tensor for name, tensor in named.items() if not _is_of_adapter(name)}
-        of_adapter = {name: tensor for name, tensor in named.items() if name not in saved_whole}
-        return saved_whole | get_peft_model_state_dict(
+        of_model = {name: tensor for name, tensor in named.items() if not _is_of_adapter(name)}
+        of_adapter = {name: tensor for name, tensor in named.items() if name not in of_model}
+        return of_model | get_peft_model_state_dict(
             self.peft_model, state_dict=of_adapter, save_embedding_layers=False
         )
 
@@ -174,6 +180,7 @@ def enable_lora(
     base_name: str | None = None,
     base_revision: str | None = None,
     whole: WholeModel | None = None,
+    new_rows: range = range(0),
 ) -> Lora:
     """Add low-rank adapters to linear layers and fused experts, in place, and freeze all else.
 
@@ -185,7 +192,8 @@ def enable_lora(
     weight alone a fused kernel reads (``out_proj`` of Mamba) are left out. Experts that are one tensor get adapters
     where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the family and they are not
     packed; routers are frozen unless they are named. Modules of ``adapter.modules_to_save`` are trained in place, in
-    their own type, where PEFT trains a copy of each: their gradients and state are those of full fine-tuning. PEFT's
+    their own type, where PEFT trains a copy of each: their gradients and state are those of full fine-tuning. With
+    ``adapter.train_new_tokens`` the rows of new tokens are trained in place, without PEFT's copy of the table. PEFT's
     own forward computes the whole sum of a layer's experts and adapter, and none of packed ones:
     :func:`enable_fused_adapters` does both. The adapters are float32, the frozen weights keep their type, norms and
     embeddings too. PEFT copies a layer's input to float32 for its adapter; under autocast that copy is left out, since
@@ -199,6 +207,7 @@ def enable_lora(
         base_name: the base that the saved adapter names, a hub id or folder; None: the model's own name.
         base_revision: the hub revision of that base.
         whole: the model whose language model this is, and for which the adapters are saved; None: it is a whole one.
+        new_rows: for ``config.train_new_tokens``, the rows of the new tokens in the embedding and head.
 
     Returns:
         A handle that saves and loads the adapters; ``remove()`` gives the plain model back, and ``requires_grad``.
@@ -216,6 +225,8 @@ def enable_lora(
     parameters = target_parameters(model, config)
     targets = target_modules(model, config, whole)
     saved_modules = modules_to_save(model, config, whole)
+    if config.train_new_tokens:
+        check_rows(model, new_rows, list(saved_modules.values()), of_several_parts=whole is not None)
     undo = [*_restore_requires_grad(model), *_restore_config(model)]
     lora_config = LoraConfig(
         r=config.r,
@@ -254,6 +265,12 @@ def enable_lora(
             module.requires_grad_(True)
         lora_config.modules_to_save = list(config.modules_to_save)
         lora_config.ensure_weight_tying = is_tied(model)
+    own_weights = {weight for module in saved_modules.values() for weight in module.parameters()}
+    take_off = [peft_model.unload]
+    if config.train_new_tokens:
+        take_off += train_rows(model, new_rows)
+        lora_config.trainable_token_indices = peft_setting(model)
+        own_weights |= trained_parameters(model)
     if whole is not None and targets == ALL_LINEAR:
         # PEFT has made it a list of every layer's name; in the files it is a short pattern.
         lora_config.target_modules = sorted({short_name(name) for name in layers})
@@ -261,9 +278,7 @@ def enable_lora(
         existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
     _log(model, config, layers, saved_modules)
-    return Lora(
-        model, peft_model, *undo, peft_model.unload, whole=whole, saved_modules=saved_modules.values()
-    )
+    return Lora(model, peft_model, *undo, *take_off, whole=whole, own_weights=own_weights)
 
 
 def merge_adapter(
@@ -289,8 +304,6 @@ def merge_adapter(
         UserError: if the adapter is not one for this model.
         CheckpointError: if its weights are damaged.
     """
-    from peft.utils.other import TrainableTokensWrapper
-
     peft_model = add_saved_adapter(model, folder, whole)
     layers = list(adapted_layers(model).values())
     for layer in track(layers):
@@ -299,16 +312,13 @@ def merge_adapter(
         layer.merge(safe_merge=True)
         weight = _adapted_weight(layer)
         weight.data = weight.data.to(dtype)
-    for module in model.modules():
-        if isinstance(module, TrainableTokensWrapper):  # of adapters that PEFT has trained
-            module.token_adapter.merge(safe_merge=True)
     peft_model.unload()
     model.to(dtype)  # type: ignore[call-arg]
     return len(layers)
 
 
 def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | None = None) -> Any:
-    """Add a saved adapter to its base model, in place, as PEFT does.
+    """Add a saved adapter to its base model, in place, as PEFT does; rows that were trained alone join their tables.
 
     Args:
         model: the adapter's base, its weights plain or packed.
@@ -316,7 +326,7 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
         whole: the model whose language model this is, if the adapter is named for that.
 
     Returns:
-        PEFT's model around it; ``unload()`` takes the adapter off again.
+        PEFT's model around it; ``unload()`` takes the adapter off again, except for such rows.
 
     Raises:
         UserError: if the adapter is not one for this model, or not finite.
@@ -348,6 +358,7 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
         if names:
             subject = WEIGHTS_FILE if what == "lacks" else "the model"
             raise _does_not_fit(folder, model, f"{subject} {what} {some_of(names)}.")
+    _put_rows_in_tables(model)
     if beyond := _layers_beyond(model):
         logger.warning(
             "The adapter in %s has nothing for %d of the model's layers, all of them deeper than its own: %s. They "
@@ -382,6 +393,16 @@ def _layers_beyond(model: nn.Module) -> list[str]:
         and (kind := _NUMBER.sub(".N.", name, count=1)) in last
     }
     return list(left_out) if all(left_out.values()) else []
+
+
+def _put_rows_in_tables(model: nn.Module) -> None:
+    """Write rows that were trained alone to their tables, which PEFT's own layers would copy for each forward."""
+    from peft.utils.other import TrainableTokensWrapper
+
+    for name, module in list(model.named_modules()):
+        if isinstance(module, TrainableTokensWrapper):
+            module.token_adapter.merge(safe_merge=True)
+            model.set_submodule(name, module.token_adapter.get_base_layer())
 
 
 def _does_not_fit(folder: Path, model: PreTrainedModel, why: str) -> UserError:

@@ -20,7 +20,7 @@ from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
 
-_TRAINABLE = (torch.float32, torch.bfloat16)
+TRAINABLE = (torch.float32, torch.bfloat16)
 
 
 def modules_to_save(
@@ -62,7 +62,7 @@ def modules_to_save(
             problems.append(
                 f"adapter.modules_to_save trains parameters, and {name} has none. Leave it out, or name its layers."
             )
-        elif wrong := types.difference(_TRAINABLE):
+        elif wrong := types.difference(TRAINABLE):
             problems.append(
                 f"adapter.modules_to_save trains weights in float32 or bfloat16, and those of {name} are "
                 f"{str(sorted(wrong, key=str)[0]).removeprefix('torch.')}. Leave it out, or set model.dtype=bfloat16 "

@@ -21,6 +21,7 @@ from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
+from lowmem_ft.techniques.adapters.trained_rows import trained_rows_of
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
@@ -221,6 +222,7 @@ class _Loss:
             loss_factor=1 / num_items,
             head_tiles=self.head_tiles,
             sums_in_product=self.sums_in_product,
+            trained_rows=trained_rows_of(self.head.linear),
         )
         self.is_running = False
         return loss

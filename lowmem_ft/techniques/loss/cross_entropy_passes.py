@@ -48,6 +48,15 @@ class WantedGradients:
     hidden: bool
     weight: bool
     bias: bool
+    weight_rows: range | None = None
+    """Rows of the weight whose gradient is wanted; None: all."""
+
+    def rows_in(self, tile: slice) -> slice:
+        """Return those of a tile's rows whose gradient is wanted, none of them if start and stop are equal."""
+        if self.weight_rows is None:
+            return tile
+        start = min(max(tile.start, self.weight_rows.start), tile.stop)
+        return slice(start, max(start, min(tile.stop, self.weight_rows.stop)))
 
     @property
     def any(self) -> bool:
@@ -237,7 +246,8 @@ class HeadLoss:
         logits_CW.copy_(d_exact_CW)
 
     def _new_weight_gradient(self, rows: slice) -> WeightGradient | None:
-        if not self._wanted.weight:
+        rows = self._wanted.rows_in(rows)
+        if not self._wanted.weight or rows.start == rows.stop:
             return None
         shape = torch.Size((rows.stop - rows.start, self._weight_VH.shape[1]))
         return WeightGradient(
@@ -254,11 +264,15 @@ class HeadLoss:
         if self.d_bias_V is not None:
             self.d_bias_V[rows] += d_logits_CW.sum(0, dtype=self._exact["dtype"])
         if d_weight is not None:
+            trained = self._wanted.rows_in(rows)
+            if trained != rows:
+                # A copy: it may be kept, and a view would keep all logits.
+                d_logits_CW = d_logits_CW[:, trained.start - rows.start : trained.stop - rows.start].clone()
             d_weight.add(d_logits_CW, hidden_CH)
 
     def _hand_over(self, rows: slice, d_weight: WeightGradient | None) -> None:
         if d_weight is not None:
-            self._tiles.add_gradient(rows, d_weight.finish())
+            self._tiles.add_gradient(self._wanted.rows_in(rows), d_weight.finish())
 
 
 @dataclass(frozen=True)

@@ -39,14 +39,17 @@ class ResidentTiles:
     Args:
         weight_VH: the weight.
         sums: whether its ``.grad`` is the sum to which products are added.
+        trained_rows: the only rows that have a gradient; None: all.
 
     Attributes:
-        d_weight_VH: its gradient, once tiles of it have been added; rows that were not added are undefined.
+        d_weight_VH: its gradient, once tiles of it have been added; rows that were not added are undefined. With
+            ``trained_rows`` it has these alone.
     """
 
-    def __init__(self, weight_VH: Tensor, *, sums: bool = False) -> None:
+    def __init__(self, weight_VH: Tensor, *, sums: bool = False, trained_rows: range | None = None) -> None:
         self.d_weight_VH: Tensor | None = None
         self._weight_VH = weight_VH
+        self._trained_rows = range(len(weight_VH)) if trained_rows is None else trained_rows
         self._sums = sums
 
     def weight(self, rows: slice) -> Tensor:
@@ -61,9 +64,10 @@ class ResidentTiles:
         """Copy the gradient of these rows to its place, unless it is part of the sum."""
         if self._sums:
             return
-        if d_weight_WH.shape == self._weight_VH.shape:
+        if len(d_weight_WH) == len(self._trained_rows):
             self.d_weight_VH = d_weight_WH
             return
+        first, stop = self._trained_rows.start, self._trained_rows.stop
         if self.d_weight_VH is None:
-            self.d_weight_VH = torch.empty_like(self._weight_VH)
-        self.d_weight_VH[rows] = d_weight_WH
+            self.d_weight_VH = torch.empty_like(self._weight_VH[first:stop])
+        self.d_weight_VH[rows.start - first : rows.stop - first] = d_weight_WH

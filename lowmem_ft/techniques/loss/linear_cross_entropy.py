@@ -4,8 +4,8 @@ Chunking alone frees nothing, because autograd keeps every chunk's logits for ba
 in the same pass as the loss, so nothing else is kept. With the vocabulary in tiles there are two passes, one for the
 loss and one for the gradients, because a token's probabilities are known only after all tiles.
 
-Axes: N tokens, C tokens of one chunk, H hidden size, V vocabulary, W vocabulary of one tile; a trailing 1 is an axis of
-length one.
+Axes: N tokens, C tokens of one chunk, H hidden size, V vocabulary, R its trained rows, W vocabulary of one tile; a
+trailing 1 is an axis of length one.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
 from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.gradients.weight_gradient import row_slices
 from lowmem_ft.techniques.loss.cross_entropy_passes import Head, HeadLoss, WantedGradients
@@ -38,6 +39,7 @@ def linear_cross_entropy_sum(
     loss_factor: float | Tensor = 1.0,
     head_tiles: HeadTiles | None = None,
     sums_in_product: bool = False,
+    trained_rows: TrainedRows | None = None,
 ) -> Tensor:
     """Return the summed negative log-likelihood, never holding the logits of more than ``chunk_tokens`` tokens.
 
@@ -70,6 +72,7 @@ def linear_cross_entropy_sum(
             be 1: pass it as ``loss_factor``. None: the weight is on the device, and its gradient goes through autograd.
         sums_in_product: whether the products add to the weight's float32 ``.grad`` while forward runs; the factor on
             the result must be 1 then, too. Not with ``head_tiles``.
+        trained_rows: the only rows of a frozen weight that get a gradient. Not with ``head_tiles``.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs), connected to the graph even if N is 0.
@@ -86,13 +89,18 @@ def linear_cross_entropy_sum(
     # not whether a gradient is wanted.
     wanted = WantedGradients(
         hidden=torch.is_grad_enabled() and hidden_NH.requires_grad,
-        weight=torch.is_grad_enabled() and weight_VH.requires_grad,
+        weight=torch.is_grad_enabled() and (weight_VH.requires_grad or trained_rows is not None),
         bias=torch.is_grad_enabled() and bias_V is not None and bias_V.requires_grad,
+        weight_rows=None if trained_rows is None else trained_rows.rows,
     )
+    assert trained_rows is None or head_tiles is None, "rows of a weight that is elsewhere are not trained"
+    rows_RH = None if trained_rows is None else trained_rows.parameter_RH
     served = None if head_tiles is None else _Served(weight_VH, head_tiles)
     resident_VH = weight_VH if served is None else None
     sums = sums_in_product and served is None
-    return _LinearCrossEntropySum.apply(hidden_NH, resident_VH, bias_V, labels_N, head, wanted, served, sums)
+    return _LinearCrossEntropySum.apply(
+        hidden_NH, resident_VH, bias_V, rows_RH, labels_N, head, wanted, served, sums
+    )
 
 
 def _tile_rows(weight_VH: Tensor, vocabulary_tiles: int) -> int:
@@ -116,6 +124,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         hidden_NH: Tensor,
         weight_VH: Tensor | None,
         bias_V: Tensor | None,
+        rows_RH: Tensor | None,
         labels_N: Tensor,
         head: Head,
         wanted: WantedGradients,
@@ -126,7 +135,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             weight_VH, tiles = served.weight_VH, served.tiles
         else:
             assert weight_VH is not None
-            tiles = ResidentTiles(weight_VH, sums=sums)
+            tiles = ResidentTiles(weight_VH, sums=sums, trained_rows=wanted.weight_rows)
         work = HeadLoss(
             hidden_NH,
             weight_VH,
@@ -140,8 +149,9 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         with _without_autocast(hidden_NH.device.type):
             loss = work.in_one_pass() if head.tile_rows >= len(weight_VH) else work.in_two_passes()
         d_weight_VH = tiles.d_weight_VH if isinstance(tiles, ResidentTiles) else None
-        ctx.gradients = [work.d_hidden_NH, d_weight_VH, work.d_bias_V]
-        ctx.dtypes = [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V)]
+        of_weight = (d_weight_VH, None) if rows_RH is None else (None, d_weight_VH)
+        ctx.gradients = [work.d_hidden_NH, of_weight[0], work.d_bias_V, of_weight[1]]
+        ctx.dtypes = [None if t is None else t.dtype for t in (hidden_NH, weight_VH, bias_V, rows_RH)]
         ctx.late_factor = work.late_factor
         ctx.is_weight_gradient_gone = (served is not None or sums) and wanted.weight
         return loss * head.loss_factor

@@ -16,6 +16,7 @@ from lowmem_ft.techniques.adapters.lora import add_saved_adapter
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, load_planned_model
 from lowmem_ft.training.enabled_techniques import techniques_in_forward
+from lowmem_ft.training.export.adapter_rows import resize_for_adapter
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import ForwardSession
@@ -29,7 +30,14 @@ def runtime_of(recipe: Recipe) -> RunRuntime:
 
 def saved_adapter(folder: Path | None) -> Callable[[PreTrainedModel], object] | None:
     """Return what adds the adapter of a folder to its base; None: there is no adapter."""
-    return None if folder is None else lambda model: add_saved_adapter(model, folder, other_parts(model))
+    if folder is None:
+        return None
+
+    def add(model: PreTrainedModel) -> object:
+        resize_for_adapter(model, folder, model.name_or_path or "")
+        return add_saved_adapter(model, folder, other_parts(model))
+
+    return add
 
 
 def build_forward_session(

@@ -9,21 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.stored_quantization import FORMATS
 from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
-from lowmem_ft.models.new_tokens import resize_embeddings
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
-from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.lora import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
+from lowmem_ft.training.export.adapter_rows import resize_for_adapter
 from lowmem_ft.training.export.disk_room import FREE_SPACE_AND_REPEAT, plain_bytes, require_room
 from lowmem_ft.training.export.model_card import merged_model_card
 
@@ -103,22 +101,11 @@ def load_merged(
         return model, tokenizer
     if stored is None:
         _warn_of_rounded_base(adapter)
-    resize_embeddings(
-        model, _rows_in(adapter, model), 0, config.name_or_path or ""
-    )  # the adapter has the values
+    resize_for_adapter(model, adapter, config.name_or_path or "")
     num_layers = merge_adapter(model, adapter, new_dtype, track, other_parts(model))
     rounded = "" if new_dtype == torch.float32 else f" and rounded to {name_of_dtype}"
     logger.info("%d layers merged in float32%s.", num_layers, rounded)
     return model, tokenizer
-
-
-def _rows_in(adapter: Path, model: PreTrainedModel) -> int:
-    """Return the rows of the embedding that was saved with an adapter; 0: none was."""
-    table = model.get_input_embeddings()
-    (name,) = (name for name, module in model.named_modules() if module is table)
-    saved = f"base_model.model.{name}.weight"
-    with safe_open(adapter / WEIGHTS_FILE, framework="pt") as file:
-        return file.get_slice(saved).get_shape()[0] if saved in file.keys() else 0  # noqa: SIM118
 
 
 def _tokenizer_of(adapter: Path, config: ModelConfig) -> PreTrainedTokenizerBase:

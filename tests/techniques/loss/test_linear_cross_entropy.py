@@ -8,6 +8,7 @@ from sweeps import few_quick
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
@@ -217,6 +218,34 @@ def test_tiles_bound_what_is_held_beside_the_gradients():
     at_work = max((2 + 4) * chunk * tile, 2 * n * tile)  # a chunk in fp32, or what waited joined together
     slack = 4 * chunk * h + 64 * n  # a product before it is summed; a few numbers for each token
     assert tracker.peak_bytes <= gradients_and_sum + waiting_and_one_tile + at_work + slack
+
+
+@pytest.mark.parametrize("tiles", [1, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_a_frozen_weight_have_their_part_of_the_gradient(tiles, dtype):
+    hidden, weight, _, labels = problem(dtype, n=64, h=8, v=1024)
+    options = {"chunk_tokens": 16, "vocabulary_tiles": tiles}
+    of_hidden, whole = gradients(linear_cross_entropy_sum(hidden, weight, labels, **options), hidden, weight)
+    frozen = weight.detach()
+    rows = TrainedRows(torch.nn.Parameter(frozen[200:600]), range(200, 600))  # the first three of four tiles
+    loss = linear_cross_entropy_sum(hidden, frozen, labels, trained_rows=rows, **options)
+    mine_of_hidden, mine = gradients(loss, hidden, rows.parameter_RH)
+    assert torch.equal(mine_of_hidden, of_hidden)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(mine, whole[200:600], rtol=4 * eps, atol=4 * eps)
+
+
+def test_what_waits_of_trained_rows_keeps_no_logits():
+    n, h, v, num_rows = 96, 64, 4096, 256
+    hidden, weight, _, labels = problem(torch.bfloat16, n=n, h=h, v=v)
+    frozen = weight.detach()
+    peaks = []
+    for rows in (None, TrainedRows(torch.nn.Parameter(frozen[:num_rows]), range(num_rows))):
+        with StorageTracker() as tracker:
+            linear_cross_entropy_sum(hidden, frozen, labels, chunk_tokens=32, trained_rows=rows)
+        peaks.append(tracker.peak_bytes)
+    waiting = 2 * n * (num_rows + h)
+    assert peaks[1] - peaks[0] < 2 * waiting + 4 * num_rows * h
 
 
 class Served:
