@@ -17,6 +17,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import RecipeError, UserError
+from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import add_saved_adapter, enable_lora, merge_adapter
 from lowmem_ft.techniques.adapters.trained_rows import trained_rows_of
@@ -241,6 +242,13 @@ def test_recipes_that_cannot_train_them_alone_are_refused(tiny, tmp_path):
         tiny(*TOKENS, *rows, "distributed.strategy=fsdp2", output_dir=tmp_path)
     with pytest.raises(RecipeError, match=r"on the device, got offload\.parameters=stream\. Set"):
         tiny(*TOKENS, *rows, "offload.parameters=stream", "checkpointing.mode=full", output_dir=tmp_path)
+
+
+def test_a_trainer_is_told_of_pefts_own_key(tiny, tmp_path):
+    recipe = tiny(*TOKENS, "adapter.name=lora", "adapter.train_new_tokens=true", output_dir=tmp_path)
+    first, *_ = problems_of_whole_runs(recipe)
+    assert "adapter.train_new_tokens is for runs" in first
+    assert "trainable_token_indices" in first
 
 
 def test_estimates_count_gradients_and_state_of_these_rows_alone(tiny, tmp_path):
