@@ -19,7 +19,8 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import add_saved_adapter, enable_lora, merge_adapter
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter, merge_adapter
 from lowmem_ft.techniques.adapters.trained_rows import trained_rows_of
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import add_saved_adapter
+from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, load_planned_model
 from lowmem_ft.training.enabled_techniques import techniques_in_forward

@@ -18,7 +18,7 @@ from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
-from lowmem_ft.techniques.adapters.lora import merge_adapter
+from lowmem_ft.techniques.adapters.saved_adapter import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter

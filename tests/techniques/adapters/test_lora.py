@@ -20,7 +20,8 @@ import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import add_saved_adapter, enable_lora, merge_adapter
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter, merge_adapter
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss

@@ -13,7 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import enable_lora, merge_adapter
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.adapters.saved_adapter import merge_adapter
 
 IDS = torch.arange(40).view(2, 20) % 64
 
