@@ -406,7 +406,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of a saved adapter by the names in its file.
 
     Raises:
-        CheckpointError: if there are none, or the file is damaged.
+        CheckpointError: if the folder has no such file, or the file is damaged.
     """
     try:
         return load_file(folder / WEIGHTS_FILE)
