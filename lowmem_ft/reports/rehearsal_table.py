@@ -19,6 +19,9 @@ from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_w
 
 MOST_WARNINGS = 20
 
+USUAL_WAITS = 1
+"""A step reads its loss once."""
+
 
 def rehearsal_table(rehearsal: Rehearsal) -> Document:
     """Return the results of a rehearsal.
@@ -106,7 +109,13 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     yield from _files(rehearsal)
     yield from _waits(rehearsal.longest.waits)
     races = estimate.races
-    yield "races", "none between streams" if not races else f"{len(races)}, each a bug in the program"
+    yield (
+        "races",
+        "none between streams"
+        if not races
+        else f"{len(races)}: a stream may read memory before another has written it, so that results would be wrong at "
+        "times. Please report each; one that names a file of yours needs torch.cuda.Stream.wait_stream there.",
+    )
     yield from (("", str(race)) for race in races)
     yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
     warnings = rehearsal.warnings
@@ -188,6 +197,12 @@ def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     yield "host waits", f"{total:,} in a step of the largest shape" + (", at" if total else "")
     for place, times in waits.items():
         yield "", place if times == 1 else f"{place}, {times:,} times"
+    if total > USUAL_WAITS:
+        yield (
+            "",
+            "At each the GPU runs out of work. One a step, to read the loss, is usual; in code of yours, read values "
+            "(.item(), .tolist(), print) after the step.",
+        )
 
 
 def _shapes(rehearsal: Rehearsal) -> Table:

@@ -68,6 +68,15 @@ def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearse, rehearse
     assert "expandable_segments:True needs less" in printed(again)
 
 
+def test_waits_beyond_the_usual_one_say_what_to_do(rehearse, recipe, chats):
+    found = rehearse(recipe(f"data={chats([5] * 8)}"), "rtx-4090")
+    assert sum(found.longest.waits.values()) == 1
+    assert ".item()" not in printed(found)
+    waiting = dataclasses.replace(found.longest, waits={"train.py:3": 5})
+    steps = tuple(waiting if step.is_exact else step for step in found.steps)
+    assert ".item()" in printed(dataclasses.replace(found, steps=steps))
+
+
 def printed(found: Rehearsal) -> str:
     """What a rehearsal prints, as one line."""
     console = Console(file=io.StringIO(), width=80)
