@@ -69,7 +69,7 @@ def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearse, rehearse
 
 
 def test_waits_beyond_the_usual_one_say_what_to_do(rehearse, recipe, chats):
-    found = rehearse(recipe(f"data={chats([5] * 8)}"), "rtx-4090")
+    found = rehearse(recipe(f"data={chats([5] * 64)}"), "rtx-4090")
     assert sum(found.longest.waits.values()) == 1
     assert ".item()" not in printed(found)
     waiting = dataclasses.replace(found.longest, waits={"train.py:3": 5})
