@@ -70,7 +70,7 @@ def _parser() -> Parser:
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
         + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
-        "COMMAND --help` explains a command. docs/index.md in the repository lists its pages by question.",
+        "COMMAND --help` explains a command. Pages by question are in the folder docs/ of the repository.",
     )
     parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")

@@ -129,7 +129,9 @@ def test_what_does_not_fit_names_the_page_on_memory(trained, monkeypatch, capsys
 
 def test_help_names_the_first_page(capsys):
     assert main(["--help"]) == 0
-    assert "docs/index.md in the repository lists its pages" in " ".join(capsys.readouterr().out.split())
+    assert "Pages by question are in the folder docs/ of the repository" in " ".join(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.parametrize(
