@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 
 import pytest
 import torch
@@ -126,6 +127,61 @@ def test_others_go_on(before, after, case, forks, finished, metrics, tmp_path):
     assert saved.keys() == got.keys()
     for name in saved:
         torch.testing.assert_close(got[name], saved[name], rtol=0, atol=weight)
+
+
+SCRIPTED = """
+import os, signal, sys
+from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training.evaluation import run_evaluations
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
+from lowmem_ft.training.loop import TrainingRun, train
+
+killed_after, losses, *settings = sys.argv[1:]
+left, evaluate, step = map(float, losses.split(",")), run_evaluations.evaluate, TrainingRun.step
+
+def scripted(*args, **kwargs):
+    return EvaluationResult(next(left), evaluate(*args, **kwargs).num_label_tokens)
+
+def dying(run):
+    record = step(run)
+    if record["step"] == int(killed_after):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return record
+
+run_evaluations.evaluate, TrainingRun.step = scripted, dying
+result = train(load_recipe("tiny", settings))
+assert (result.steps, result.best_step, result.evaluation.loss) == (8, 4, 1.0), result
+assert (result.stopped is not None) == (os.environ["RANK"] == "0")  # callbacks are the main process's
+"""
+BEST = (
+    "training.max_steps=20",
+    "training.eval_steps=2",
+    "training.save_steps=null",
+    "training.save_total_limit=1",
+    "training.load_best_model_at_end=true",
+    "training.early_stopping_patience=2",
+    "training.use_cpu=true",
+    "budget.preflight=false",
+)
+
+
+@pytest.mark.parametrize("strategy", ["zero2", "zero3"])
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_killed_run_goes_on_stops_early_and_finishes_with_its_best_model(
+    strategy, adapter, forks, tmp_path
+):
+    """Held-out losses fall until step 4, and rise from there; the run is killed in between."""
+    of_run = (*BEST, f"distributed.strategy={strategy}", f"adapter.name={adapter}")
+    folder = tmp_path / "run"
+    killed = forks.run_several(2, SCRIPTED, "5", "3,1", *of_run, f"training.output_dir={folder}")
+    assert [process.returncode for process in killed] == [-signal.SIGKILL] * 2, killed[0].stderr
+    assert sorted(file.name for file in folder.glob("checkpoint-*")) == ["checkpoint-4"]
+    expected = tensors(folder / "checkpoint-4")
+    for process in forks.run_several(2, SCRIPTED, "0", "2,3", *of_run, f"training.output_dir={folder}", AUTO):
+        assert process.returncode == 0, process.stderr
+    got = tensors(folder / "model")
+    assert got
+    assert [name for name in got if not torch.equal(expected[name], got[name])] == []
 
 
 @pytest.mark.parametrize("strategy", ["zero2", "zero3"])
