@@ -64,7 +64,8 @@ def test_own_code_that_looks_ahead_is_found_out_by_its_weights(tiny, own_model):
 def test_own_code_that_does_not_look_ahead_trains(tiny, own_model):
     recipe = tiny(*ONE_STEP, f"model={own_model(is_causal=True)}", "model.trust_remote_code=true")
     finished = train(recipe).model_folder
-    AutoModelForCausalLM.from_pretrained(finished, trust_remote_code=True)
+    loaded = AutoModelForCausalLM.from_pretrained(finished, trust_remote_code=True)
+    assert type(loaded).__name__ == "OwnForCausalLM"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
