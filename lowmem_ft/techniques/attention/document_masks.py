@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
@@ -21,6 +22,9 @@ from lowmem_ft.upstream.patches import wrap
 
 _OWN_CODE = "transformers.models."
 _POSITIONS = "position_ids"
+
+_found: WeakKeyDictionary[nn.Module, set[tuple[ModuleType, str]]] = WeakKeyDictionary()
+"""Mask functions by model: each forward asks, and a model has thousands of modules to look through."""
 
 
 @contextlib.contextmanager
@@ -33,7 +37,9 @@ def masks_keep_documents_apart(model: nn.Module, position_ids_BT: Tensor | None)
     """
     with contextlib.ExitStack() as undo:
         if position_ids_BT is not None:
-            for module, name in _mask_functions(model):
+            if model not in _found:
+                _found[model] = _mask_functions(model)
+            for module, name in _found[model]:
                 wrap(undo, module, name, _with_positions(position_ids_BT))
         yield
 
