@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.comparison import Peaks, compared, peaks_in
@@ -21,6 +21,8 @@ from lowmem_ft.training.generation.generations_file import (
 )
 from lowmem_ft.training.run.replaced_run import METRICS_FILE, PROFILE_FILE, RECIPE_FILE, REHEARSAL_FILE
 from lowmem_ft.training.run.run_folder import RunFolder
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,35 +152,36 @@ def read_run(path: Path) -> RunRecord:
 
 
 def _rehearsal_in(path: Path) -> dict[str, Any] | None:
-    """Return what ``lowmem-ft rehearse`` has written for this report; None: it was not rehearsed.
+    """Return what ``lowmem-ft rehearse`` has written for this report; None: it was not rehearsed."""
 
-    Raises:
-        UserError: if this package did not write the file.
-    """
-    file = path / REHEARSAL_FILE
-    if not file.is_file():
-        return None
-    try:
-        values = json.loads(file.read_text("utf-8"))
+    def read(values: Any) -> dict[str, Any]:
         return {key: values[key] for key in ("peaks", "run", "recipe")}
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is not the result of a rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`."
-        ) from error
+
+    return _read_file(
+        path / REHEARSAL_FILE,
+        read,
+        "the result of a rehearsal. Delete it, or rehearse the run again with `lowmem-ft rehearse`.",
+    )
 
 
 def _profile_in(path: Path) -> StepProfile | None:
-    """Return what ``training.profile_steps`` has written; None: no step was profiled.
+    """Return what ``training.profile_steps`` has written; None: no step was profiled."""
+    return _read_file(
+        path / PROFILE_FILE,
+        StepProfile.from_json,
+        "the profile of a run. Delete it, or profile the run again with training.profile_steps.",
+    )
+
+
+def _read_file(file: Path, read: Callable[[Any], T], what: str) -> T | None:
+    """Return what a file of JSON holds; None: it does not exist.
 
     Raises:
         UserError: if this package did not write the file.
     """
-    file = path / PROFILE_FILE
     if not file.is_file():
         return None
     try:
-        return StepProfile.from_json(json.loads(file.read_text("utf-8")))
+        return read(json.loads(file.read_text("utf-8")))
     except (ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{file} is not the profile of a run. Delete it, or profile the run again with training.profile_steps."
-        ) from error
+        raise UserError(f"{file} is not {what}") from error

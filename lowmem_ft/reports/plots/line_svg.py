@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from lowmem_ft.reports.plots.figure import LineFigure
 from lowmem_ft.reports.plots.svg import (
     FONT,
+    LEFT,
     LINE_COLOURS,
+    RIGHT,
+    ROW,
     document,
     line,
     number,
@@ -23,8 +26,6 @@ from lowmem_ft.reports.plots.svg import (
 
 __all__ = ["line_svg"]
 
-ROW = FONT + 6
-LEFT, RIGHT = 62, 10
 HEIGHT = 190
 """Height of the plot itself."""
 

@@ -9,7 +9,10 @@ from lowmem_ft.memory.category import Phase
 from lowmem_ft.reports.plots.figure import Band, MemoryFigure
 from lowmem_ft.reports.plots.svg import (
     FONT,
+    LEFT,
     PHASE_SHADES,
+    RIGHT,
+    ROW,
     document,
     line,
     number,
@@ -31,9 +34,7 @@ NARROWEST = 320
 WIDE = 720
 """Width from which the legend is next to the plot, and not below it."""
 
-ROW = FONT + 6
 LEGEND = 270
-LEFT, RIGHT = 62, 10
 STRIP = FONT + 5
 """Height of the strip of phases, and of that of micro-batches."""
 

@@ -47,6 +47,9 @@ PHASE_SHADES: dict[Phase, float] = {
 
 FONT = 12
 """Height of the letters, in units of the drawing."""
+ROW = FONT + 6
+LEFT, RIGHT = 62, 10
+"""Room for the words of the axis on the left of a plot, and for half a word on its right."""
 
 LETTER = 0.56 * FONT
 """Average width of a letter, in the same units."""
