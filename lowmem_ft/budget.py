@@ -8,7 +8,7 @@ from lowmem_ft.foundation.knob import knob
 from lowmem_ft.foundation.units import parse_bytes
 
 DRIVER_SHARE = 0.05
-"""Share of a GPU's nominal memory: a GPU sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4 % less)."""
+"""Share of a GPU's nominal memory: a GPU sold with 24 GB hands out 23.6 GiB, one with 8 GB 7.65 GiB (4.4% less)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,7 +53,7 @@ CHECKED = 4
 """Number of a file's rows, from its first to its last, that are estimated again before others join them."""
 
 NEAR = 1e-3
-"""Relative difference up to which a row counts as what is estimated now: plans are compared by 1 % and more."""
+"""Relative difference up to which a row counts as what is estimated now: plans are compared by 1% and more."""
 
 PLANS = DATA / "plans.json"
 PAGE = Path(__file__).parents[1] / "docs" / "planning.md"

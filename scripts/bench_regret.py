@@ -4,7 +4,7 @@
 
 A space leaves two to four knobs free, drawn at random, of a recipe whose other knobs are drawn too; its budget is drawn
 so that one of its combinations, or nearly, just fits; a second and a third are larger. Every combination is estimated,
-and a plan's choice is compared with all that fit: none may be faster by more than 1 %, nor be as fast within 1 % with
+and a plan's choice is compared with all that fit: none may be faster by more than 1%, nor be as fast within 1% with
 fewer changes, unless something with less memory is faster than that. No weights, no data, no network, no GPU.
 """
 
@@ -132,7 +132,7 @@ def regret_of(fitting: Sequence[tuple[Need, int]], seconds: float | None, change
     fastest = min(need.seconds for need, _ in fitting)
     enough = (1 + NEARLY_AS_FAST) * fastest
     if seconds > enough:
-        return f"{100 * (seconds / fastest - 1):.1f} % slower than the fastest"
+        return f"{100 * (seconds / fastest - 1):.1f}% slower than the fastest"
 
     def is_slower_than_with_less(need: Need) -> bool:
         return need.seconds > seconds and any(

@@ -41,6 +41,7 @@ WORDS = {
     r"whose ever": "whoever's",
     r"mend(s|ed|ing)?": "fix",
     r"without\s+a\s+word": "silently",
+    r"(\d+f?|N)(?=\s%%?(?![\w(%.]))": "6%, without a space",
 }
 """Patterns and their replacements."""
 
@@ -112,9 +113,7 @@ def _messages(tree: ast.Module) -> Iterator[tuple[int, str]]:
         if id(node) not in within and isinstance(node, ast.Constant) and isinstance(node.value, str):
             text = node.value
         elif isinstance(node, ast.JoinedStr):
-            text = "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
-            )
+            text = "".join(str(part.value) if isinstance(part, ast.Constant) else "N" for part in node.values)
         if len(text.split()) >= FEWEST_WORDS and NOT_PROSE.match(text) is None:
             yield getattr(node, "lineno", 1), text
 

@@ -62,10 +62,10 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     yield "## Each predictor"
     yield _wrapped(
         "Memory is what the caching allocator reserves (of the mixtures, what is allocated). *Too low by more than "
-        "6 %* is the error that costs: a run that was promised to fit, and does not."
+        "6%* is the error that costs: a run that was promised to fit, and does not."
     )
     yield _table(
-        ("predictor", "rows it answers", "median error", "largest", "too low by more than 6 %"),
+        ("predictor", "rows it answers", "median error", "largest", "too low by more than 6%"),
         _predictors(rows),
         numbers=range(1, 5),
     )

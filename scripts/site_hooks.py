@@ -1,7 +1,7 @@
 """Hooks of the site's build: what is right in the repository, and would not be on a page of its own.
 
 ``mkdocs.yml`` names this file. Links out of ``docs/`` become paths of the repository, as no address is published; the
-page of Python names gets each module's docstrings.
+page of Python names gets each module's docstrings, and less weight in searches.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     markdown = _OUT_OF_DOCS.sub(lambda found: f"{found[1]} (`{found[2] or f'docs/{found[3]}'}`)", markdown)
     if page.file.src_uri != "python_api.md":
         return markdown
+    page.meta["search"] = {"boost": 0.5}  # it has nearly every word, and would come before pages that answer
     head, *sections = _MODULE.split(markdown)
     named = zip(sections[::2], sections[1::2], strict=True)
     return head + "".join(f"## `{name}`\n{table}{_docstrings(name)}\n" for name, table in named)

@@ -29,7 +29,7 @@ MASKS_READ = 10_000
 """Examples whose masks are read at a time."""
 
 PACKING_BUFFER_EXAMPLES = 1000
-"""Streamed examples that are packed together: enough for rows about 99 % full, few enough to hold in memory."""
+"""Streamed examples that are packed together: enough for rows about 99% full, few enough to hold in memory."""
 
 
 OF_UNUSED = ", the first with a field that the model does not see,"

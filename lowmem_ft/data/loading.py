@@ -225,7 +225,7 @@ class _Loader:
             pack_to=self.config.max_length if self.config.packing else None,
         )
         for part, probability in zip(parts, probabilities or (), strict=bool(probabilities)):
-            logger.info("Of the examples of an epoch, %.1f %% come from %s.", 100 * probability, part.source)
+            logger.info("Of the examples of an epoch, %.1f%% come from %s.", 100 * probability, part.source)
         evaluation = {part.listed.name: self._held_out_stream(part) for part in held_out_parts(self.config)}
         return PreparedData(
             train=train,
@@ -335,7 +335,7 @@ class _Loader:
         for one, first_id, read in zip(of_each, first_ids, num_read, strict=True):
             logger.log(
                 logging.INFO if one.examples else logging.WARNING,  # a source that is never drawn
-                "An epoch takes %s of %s, %s tokens, %.1f %% of all (%s); examples %d to %d are its rows.",
+                "An epoch takes %s of %s, %s tokens, %.1f%% of all (%s); examples %d to %d are its rows.",
                 *(counted(one.examples, "example"), one.source, f"{one.tokens:,}", 100 * one.share, one.name),
                 *(first_id, first_id + read - 1),
             )

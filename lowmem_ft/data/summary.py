@@ -295,7 +295,7 @@ def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrain
         )
     if share > MUCH_UNKNOWN:
         logger.warning(
-            "%.0f %% of the learnt tokens are %r, the tokenizer's token for unknown text. Check that model and "
+            "%.0f%% of the learnt tokens are %r, the tokenizer's token for unknown text. Check that model and "
             "tokenizer belong together, and are made for this kind of text.",
             100 * share,
             tokenizer.unk_token,

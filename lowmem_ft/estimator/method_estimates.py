@@ -79,7 +79,7 @@ def estimate_methods(
 
     For each GPU, the method's fastest recipe that fits there is chosen. GPUs with bfloat16 share one trace of a recipe,
     and so do those without, each with its own workspaces. Their attention kernels differ: these took the same memory
-    when compared, and the same time within 1 %. A recipe is tried where its weights have room, from the GPU with the
+    when compared, and the same time within 1%. A recipe is tried where its weights have room, from the GPU with the
     most room down. Each GPU gets the same answer as when it is estimated alone.
 
     Args:

@@ -166,7 +166,7 @@ class MemoryEstimate:
             there is room, and not counted as such.
         balanced_peak_bytes: ``process_peak_bytes`` of a mixture whose experts all compute as many rows; the other
             numbers are those of the routing that needs most, except for the time. None: the routing decides less than
-            1 % of it.
+            1% of it.
         by_category_at_peak: allocated bytes at the moment of the allocated peak; they sum to it.
         by_phase: allocated peak of each phase.
         peak_phase: phase of the allocated peak.

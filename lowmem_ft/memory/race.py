@@ -78,8 +78,8 @@ class Race:
         )
         if self.is_reuse:
             return (
-                f"{self.second} may get memory that is still in use: its {memory} may be memory freed after "
-                f"{self.first}, and it does not wait for that."
+                f"{self.second} may get memory that is still in use: its {memory} may be memory that was freed after "
+                f"{self.first}, and it does not wait until that is done."
             )
         verb = "overwrites" if self.second.writes else "reads"
         verb = "gives back" if self.second.gives_back else verb

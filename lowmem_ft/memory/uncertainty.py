@@ -14,28 +14,28 @@ The numbers, from ``tests/data/measured``; ``tests/estimator/test_against_public
 compare the estimates with them:
 
 ==============================  ===========================================================================
-allocated                       0.1 % at most in 20 16-bit LoRA runs on a T4, 4 % in 41 with 4-bit weights;
-                                0.04 % in steps on a CPU
-reserved, 16-bit weights        0.3 % in the median and 3.0 % at most in 44 runs on a T4, an RTX 4080 and an L40S, full
+allocated                       0.1% at most in 20 16-bit LoRA runs on a T4, 4% in 41 with 4-bit weights;
+                                0.04% in steps on a CPU
+reserved, 16-bit weights        0.3% in the median and 3.0% at most in 44 runs on a T4, an RTX 4080 and an L40S, full
                                 fine-tuning and batches of many lengths among them (:data:`RESERVED_SHARE`)
-reserved, 4-bit weights         1.2 % in the median and 6.0 % at most in 26 runs (:data:`QUANTIZED_RESERVED_SHARE`),
+reserved, 4-bit weights         1.2% in the median and 6.0% at most in 26 runs (:data:`QUANTIZED_RESERVED_SHARE`),
                                 under libraries that this package accepts; transformers 5.0 loads in random order:
-                                12.6 %. ``scripts/fit_ranges.py`` fits both shares, and with them 65 of 70 runs from
+                                12.6%. ``scripts/fit_ranges.py`` fits both shares, and with them 65 of 70 runs from
                                 sources that the fit had not seen were within the range
-                                context, measured               two A100 differ by 1 %, 14 runs on a T4 not at all;
+                                context, measured               two A100 differ by 1%, 14 runs on a T4 not at all;
                                 other drivers are not
                                 known: an allowance (:data:`CONTEXT_SHARE`)
-                                context, an estimate            the catalogue's formula is 18 % low on a T4, 5 % low on
-                                an L4, 4 % high on an A100, 2 % high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
+                                context, an estimate            the catalogue's formula is 18% low on a T4, 5% low on
+                                an L4, 4% high on an A100, 2% high on an H100 (:data:`ESTIMATED_CONTEXT_SHARE`)
                                 process without a GPU           362 MiB and a KiB for each token of the vocabulary.
-                                Whole runs on an AMD processor held, in addition to their tensors, 9 % less to 41 %
+                                Whole runs on an AMD processor held, in addition to their tensors, 9% less to 41%
                                 more, including memory kept by the heap (``whole-runs-cpu.json``); builds of torch for
-                                CUDA, which add 140 MiB, 2 % less to 3 % more (:data:`CPU_PROCESS_SHARE`) heap, without
+                                CUDA, which add 140 MiB, 2% less to 3% more (:data:`CPU_PROCESS_SHARE`) heap, without
                                 a GPU             memory that the C library keeps of freed tensors, as a share of those
                                 in it at the peak. In runs of this package, whose tensors above 4 MiB
-                                ``system/malloc.py`` keeps out of it, 8 % (:data:`HEAP_SHARE_OF_RUNS`), chosen by the
+                                ``system/malloc.py`` keeps out of it, 8% (:data:`HEAP_SHARE_OF_RUNS`), chosen by the
                                 rows of ``whole-runs-cpu.json`` and tried on no others. In other programs' scripts,
-                                below 32 MiB: 6 to 9 % with adapters, 11 to 13 % with float32 weights, 25 to 57 % if
+                                below 32 MiB: 6 to 9% with adapters, 11 to 13% with float32 weights, 25 to 57% if
                                 bfloat16 weights are trained, including kernels, and not the same when repeated
                                 (:data:`HEAP_SHARE`)
 ==============================  ===========================================================================

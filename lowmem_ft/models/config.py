@@ -77,7 +77,7 @@ class ModelConfig:
         leaves={"layers": _quantized, "gathered": _quantized},
     )
     quantize_partly: bool = knob(
-        False, "Accept that model.quantization leaves more than 5 % of the decoder's weights in their type."
+        False, "Accept that model.quantization leaves more than 5% of the decoder's weights in their type."
     )
     attn_implementation: Literal[
         "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"

@@ -122,7 +122,7 @@ def chosen_in_words(found: MemoryPlan) -> str:
     words = [f"fits with {format_bytes(min(spare))} to spare" if spare else "fits"]
     if not found.fits:
         missing = found.missing_device_bytes + found.missing_host_bytes
-        lacks = f"lacks {format_bytes(missing)} with 6 % to spare" if missing else "does not fit"
+        lacks = f"lacks {format_bytes(missing)} with 6% to spare" if missing else "does not fit"
         words = [f"the smallest that it can choose, which {lacks}"]
         words += [f"{found.smallest_gpu} would do"] if found.smallest_gpu is not None else []
     return f"checkpointing.mode=auto: {config.mode}{skipped} ({', '.join([*words, *_gain(found)])})"
@@ -135,7 +135,7 @@ def _gain(found: MemoryPlan) -> list[str]:
     if found.estimate.step is None or not seconds or not seconds[0]:
         return []
     gain = 1 - found.estimate.step.seconds / seconds[0]
-    return [f"{100 * gain:.1f} % faster than every layer checkpointed"] if gain >= _LEAST_GAIN else []
+    return [f"{100 * gain:.1f}% faster than every layer checkpointed"] if gain >= _LEAST_GAIN else []
 
 
 def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:

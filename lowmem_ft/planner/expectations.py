@@ -10,7 +10,7 @@ without its level; that of device bytes is 0.06 for the 8B and 0.1 for the 1B. T
 rates are read where an expectation is made, and are no part of the shares.
 
 Searches among the kept combinations alone, in 18 budgets, found the best of them each time in 132 estimates (60 of the
-8B, 72 of the 1B). With twelve shares set by hand on the 8B they took 124 (61 and 63), and were once 0.1 % slower than
+8B, 72 of the 1B). With twelve shares set by hand on the 8B they took 124 (61 and 63), and were once 0.1% slower than
 the best. Another replacement, bounds times a learned factor, found the same plan for an 8B in 24 GiB in 192 CPU seconds
 instead of 109.
 """

@@ -14,7 +14,7 @@ that out, a search would have to estimate whatever a search with less memory cou
 slower. Bounds do not: kernels that are no products take a tenth of any step, and of an 8B some hundred combinations
 remain between the bound and the best. Nor is it known what the others choose without searching for them, each in 7 to
 24 estimates and as long as this search takes; a plan has time for one. On surfaces where the choices multiply, as the
-beliefs assume, none of 70 larger budgets is slower, also where each combination is off by 2 % on its own; by 5 %, 4 are
+beliefs assume, none of 70 larger budgets is slower, also where each combination is off by 2% on its own; by 5%, 4 are
 (``tests/planner/test_search.py``).
 
 Axes: N combinations, D dimensions.

@@ -111,9 +111,9 @@ def _on_one_gpu(recipe: Recipe, gpu: str | Gpu | None) -> tuple[Recipe, Gpu]:
     if recipe.distributed.num_processes not in (None, 1):
         raise UserError(
             f"A rehearsal is for one process, got distributed.num_processes={recipe.distributed.num_processes}. "
-            "`lowmem-ft estimate` with the same settings and --gpu shows what each of several processes needs; with "
-            "distributed.strategy=none distributed.num_processes=1 and one GPU, data, warnings and files are "
-            "rehearsed."
+            "`lowmem-ft estimate` with the same settings and --gpu shows what each of several processes needs. To "
+            "rehearse data, warnings and files, set distributed.strategy=none distributed.num_processes=1 and name one "
+            "GPU."
         )
     spec, _ = choose_gpu(named, recipe.budget, use_cpu=False)
     if spec is None:

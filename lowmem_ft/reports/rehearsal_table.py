@@ -102,8 +102,8 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         f"{counted(rehearsal.num_steps, 'step')}{part}; {rehearsal.tokens:,} tokens, "
         f"{rehearsal.label_tokens:,} of them learnt",
     )
-    yield "memory", _peaks("these batches", estimate)
-    yield "", _peaks("the recipe's worst", worst)
+    yield "memory", _peaks("your batches", estimate)
+    yield "", _peaks("the largest batch that the recipe allows", worst)
     yield "host", host_need(estimate)
     yield from _time(rehearsal)
     yield from _files(rehearsal)
@@ -113,8 +113,9 @@ def _lines(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         "races",
         "none between streams"
         if not races
-        else f"{len(races)}: a stream may read memory before another has written it, so that results would be wrong at "
-        "times. Please report each; one that names a file of yours needs torch.cuda.Stream.wait_stream there.",
+        else f"{len(races)}: a stream may use memory before another stream is done with it, so that some results would "
+        "be wrong. Where a file of your own is named, let the stream there wait (torch.cuda.Stream.wait_stream); "
+        "please report the others.",
     )
     yield from (("", str(race)) for race in races)
     yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
@@ -155,13 +156,13 @@ def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
     if rehearsal.rounding > 0:
         yield (
             "",
-            f"shapes have {rehearsal.rounding:.1%} more tokens than the batches, whose seconds are interpolated "
-            f"between the shapes{_within(rehearsal.interpolation_error)}",
+            f"the seconds of a batch are interpolated between the traced shapes, which are padded to "
+            f"{rehearsal.rounding:.1%} more tokens than your batches{_within(rehearsal.interpolation_error)}",
         )
 
 
 def _within(error: float) -> str:
-    return f" (each shape is within {error:.1%} of the interpolation between the others)" if error else ""
+    return f"; interpolated likewise, the traced ones would be off by {error:.1%} at most" if error else ""
 
 
 def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
@@ -172,7 +173,7 @@ def _files(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         most = f"{format_bytes(saved.weight_bytes)} of weights, {state} of optimizer state"
         # The newest is written before the oldest of those to keep is deleted.
         together = min(kept + 1, rehearsal.num_checkpoints) * saved.total_bytes
-        yield "", f"{most}; they take at most {format_bytes(together)} of disk, {kept} at the end"
+        yield "", f"{most}; they take at most {format_bytes(together)} of disk, {kept} stay at the end"
     elif rehearsal.num_checkpoints:
         first = rehearsal.recipe.training.save_steps
         yield (
@@ -200,8 +201,9 @@ def _waits(waits: Mapping[str, int]) -> Iterator[tuple[str, str]]:
     if total > USUAL_WAITS:
         yield (
             "",
-            "At each the GPU runs out of work. One a step, to read the loss, is usual; in code of yours, read values "
-            "(.item(), .tolist(), print) after the step.",
+            "At each of these lines the host waits until the GPU has done all its work, and the GPU then waits for "
+            "the host. One a step, to read the loss, is usual. In code of your own, read values (.item(), .tolist(), "
+            "print) once the step is over.",
         )
 
 
@@ -222,7 +224,7 @@ def _shapes(rehearsal: Rehearsal) -> Table:
 
 
 def _shape_words(traced: TracedShape) -> str:
-    return f"{traced.shape}{', exact' if traced.is_exact else ''}"
+    return f"{traced.shape}{', not padded' if traced.is_exact else ''}"
 
 
 def _numbers(traced: TracedShape) -> tuple[str, ...]:

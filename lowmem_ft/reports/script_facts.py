@@ -44,7 +44,8 @@ def script_facts(found: ScriptEstimate) -> Iterator[tuple[str, str]]:
     waits = found.host_waits_per_step
     if waits is not None:
         often = {0: "never", 1: "once", 2: "twice"}.get(waits, f"{waits} times")
-        yield "host waits", f"{often} a step, as for .item(), .cpu() and synchronize"
+        why = ": .item(), .cpu() and synchronize make it wait for the GPU" if waits else ""
+        yield "host waits", f"{often} a step{why}"
 
 
 def ways_to_fit(found: Sequence[ScriptEstimate], *, is_all: bool) -> str:

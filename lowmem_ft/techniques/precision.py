@@ -130,7 +130,7 @@ class LostUpdateMeter(Technique):
         if is_known and fraction > 0.5 and not self._warned and self._last_rate >= 0.5 * self._peak_rate:
             self._warned = True
             logger.warning(
-                "%.1f %% of the updates of the last step did not change a weight: at learning rate %.2g they are "
+                "%.1f%% of the updates of the last step did not change a weight: at learning rate %.2g they are "
                 "smaller than the rounding of the weights' type, and the model hardly learns. Set "
                 "optimizer.master=split24 or =split16, or raise training.learning_rate.",
                 100 * fraction,
@@ -152,7 +152,7 @@ class LostUpdateMeter(Technique):
         if not self._total or not _is_known(self._total):
             return
         logger.warning(
-            "%.1f %% of the sampled weight updates were lost to rounding in %s (model.dtype); float32 weights lose "
+            "%.1f%% of the sampled weight updates were lost to rounding in %s (model.dtype); float32 weights lose "
             "no update.",
             100 * self.total_fraction,
             " and ".join(sorted(str(dtype) for dtype in self._dtypes if dtype.itemsize < 4)),

@@ -74,7 +74,7 @@ class Runtime(MixedPrecision, Processes, ABC):
 
     @abstractmethod
     def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """Return the checkpoint's weights, on the host, if finer than the model's; otherwise, or in a trace, None."""
+        """Return the checkpoint's weights on the host if they are more precise than the model's; None in a trace."""
 
     @abstractmethod
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:

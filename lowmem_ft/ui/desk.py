@@ -21,8 +21,10 @@ LIMIT_SECONDS = 1800.0
 
 MOST_WAITING = 8
 MOST_REMEMBERED = 128
-PATIENCE_SECONDS = 0.4
-"""Seconds that a question waits for a newer one of the same browser tab, such as the next digit of a number."""
+PATIENCE_SECONDS = 0.2
+"""Seconds that a question waits for a newer one of the same browser tab, such as the next click through a list: a
+question that was dropped while it was answered costs a new process. An answer from a kept trace waits as long, too.
+"""
 
 _TICK_SECONDS = 0.2
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from curves.runs import NUM_SEEDS, REFERENCE, ROOT, RUNGS
 from curves.tasks import TASKS
+
+from lowmem_ft.reports.plots.figure import Line, LineFigure
+from lowmem_ft.reports.plots.line_svg import line_svg
+from lowmem_ft.reports.plots.svg import stacked
 
 PAGE = ROOT / "docs" / "learning_curves.md"
 PICTURE = PAGE.with_suffix(".svg")
@@ -38,19 +41,35 @@ class TaskResults:
         losses = [final_loss(row) for row in self.of(REFERENCE).values()]
         return max(losses) - min(losses) if len(losses) > 1 else None
 
-    def differences(self, rung: str, point: int = -1) -> list[float]:
-        """Return a rung's loss less float32's with the same seed, at one of the evaluations, by seed."""
-        reference = self.of(REFERENCE)
-        return [
-            row["held_out"][point][1] - reference[seed]["held_out"][point][1]
-            for seed, row in sorted(self.of(rung).items())
+    def losses(self, rung: str) -> dict[int, list[float]]:
+        """Return a rung's held-out losses by step."""
+        return _by_step(row["held_out"] for row in self.of(rung).values())
+
+    def differences(self, rung: str) -> dict[int, list[float]]:
+        """Return a rung's loss less float32's with the same seed, by step; empty where no seed has both."""
+        reference = {seed: dict(row["held_out"]) for seed, row in self.of(REFERENCE).items()}
+        return _by_step(
+            [(step, loss - reference[seed][step]) for step, loss in row["held_out"]]
+            for seed, row in self.of(rung).items()
             if seed in reference
-        ]
+        )
+
+    def final_differences(self, rung: str) -> list[float]:
+        """Return the same after the last step."""
+        by_step = self.differences(rung)
+        return by_step[max(by_step)] if by_step else []
 
     def differs(self, rung: str) -> bool | None:
         """Return whether the mean difference is more than the seeds' spread; None without a spread or a difference."""
-        differences, spread = self.differences(rung), self.spread
+        differences, spread = self.final_differences(rung), self.spread
         return abs(statistics.mean(differences)) > spread if differences and spread is not None else None
+
+
+def _by_step(curves: Iterable[Iterable[tuple[int, float]]]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for step, value in sorted(point for curve in curves for point in curve):
+        found.setdefault(step, []).append(value)
+    return found
 
 
 def final_loss(result: Result) -> float:
@@ -61,12 +80,22 @@ def final_loss(result: Result) -> float:
 def write_page(results: Sequence[Result], steps: int) -> None:
     """Write page and picture of the runs with a number of steps."""
     PAGE.write_text(page_of(results, steps), "utf-8")
-    _draw({task: of_task for task, of_task in _by_task(results, steps).items() if of_task.results}, PICTURE)
+    if any(row["steps"] == steps for row in results):
+        PICTURE.write_text(picture_of(results, steps), "utf-8")
 
 
 def page_of(results: Sequence[Result], steps: int) -> str:
     """Return the page of the runs with a number of steps."""
     return "\n\n".join(_parts(_by_task(results, steps), steps)) + "\n"
+
+
+def picture_of(results: Sequence[Result], steps: int) -> str:
+    """Return the picture of the runs with a number of steps, of which there is at least one."""
+    by_task = _by_task(results, steps)
+    figures = [
+        figure for task in by_task if by_task[task].results for figure in _figures(task, by_task[task])
+    ]
+    return stacked([line_svg(figure) for figure in figures])
 
 
 def summary_of(results: Sequence[Result], steps: int) -> str:
@@ -144,7 +173,7 @@ def _final_table(of_task: TaskResults) -> str:
         if rows:
             loss = statistics.mean(map(final_loss, rows))
             distances = [row["distance"] for row in rows if row["distance"] is not None]
-            apart = "" if rung == REFERENCE else _range_words(of_task.differences(rung))
+            apart = "" if rung == REFERENCE else _range_words(of_task.final_differences(rung))
             far = f"{statistics.mean(distances):.3f}" if distances else ""
             lines.append(f"| `{rung}` | {len(rows)} | {loss:.4f} | {apart} | {far} |")
     return "\n".join(lines)
@@ -164,17 +193,15 @@ def _spread_words(of_task: TaskResults) -> str:
 
 
 def _table_of_points(of_task: TaskResults) -> str:
-    steps = sorted({step for row in of_task.results for step, _ in row["held_out"]})
+    losses = {rung: of_task.losses(rung) for rung in filter(of_task.of, RUNGS)}
+    steps = sorted({step for by_step in losses.values() for step in by_step})
     lines = [
         f"| held-out loss after step | {' | '.join(map(str, steps))} |",
         f"|---|{'---|' * len(steps)}",
     ]
-    for rung in RUNGS:
-        losses = [dict(row["held_out"]) for row in of_task.of(rung).values()]
-        if losses:
-            means = [[loss[step] for loss in losses if step in loss] for step in steps]
-            cells = [f"{statistics.mean(values):.4f}" if values else "" for values in means]
-            lines.append(f"| `{rung}` | {' | '.join(cells)} |")
+    for rung, by_step in losses.items():
+        cells = [f"{statistics.mean(by_step[step]):.4f}" if step in by_step else "" for step in steps]
+        lines.append(f"| `{rung}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -196,39 +223,25 @@ def _wrapped(text: str, indent: str = "") -> str:
     return textwrap.fill(text, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
-def _draw(by_task: dict[str, TaskResults], path: Path) -> None:
-    if not by_task:
-        return
-    # Without pyplot, which would look for a display.
-    from matplotlib import rc_context  # pyright: ignore[reportMissingImports]
-    from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
+def _figures(task: str, of_task: TaskResults) -> Iterator[LineFigure]:
+    """Yield the mean losses, and each seed's differences from float32 with their mean; float32's are the line at 0."""
+    losses, differences = [], []
+    for rung in filter(of_task.of, RUNGS):
+        losses.append(Line(words=rung, points=_means(of_task.losses(rung)), shows_points=True))
+        by_step = of_task.differences(rung)
+        if by_step:
+            each = [(step, value) for step, values in by_step.items() for value in values]
+            scattered = () if rung == REFERENCE else each
+            differences.append(Line(words=rung, points=_means(by_step), scattered=scattered))
+    yield LineFigure(title=f"{task}: nats per token", axis_words="step", unit="number", lines=losses)
+    if len(differences) > 1:
+        spread = of_task.spread
+        title = (
+            f"{task}: difference from float32{'' if spread is None else ' (grey: the spread of its seeds)'}"
+        )
+        shade = None if spread is None else (-spread, spread)
+        yield LineFigure(title=title, axis_words="step", unit="number", lines=differences, shade=shade)
 
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "learning curves"}):
-        figure = Figure(figsize=(10, 3.6 * len(by_task)), layout="constrained")
-        grid = figure.subplots(len(by_task), 2, squeeze=False)
-        for (task, of_task), (losses, differences) in zip(by_task.items(), grid, strict=True):
-            _draw_task(task, of_task, losses, differences)
-        grid[0][0].legend(frameon=False)
-        figure.savefig(path, format="svg", metadata={"Date": None})
 
-
-def _draw_task(task: str, of_task: TaskResults, losses: Any, differences: Any) -> None:
-    """Draw the mean losses in one frame, and in another each seed's difference from float32 and their mean."""
-    for place, rung in enumerate(RUNGS):
-        rows = list(of_task.of(rung).values())
-        if not rows:
-            continue
-        colour, steps = f"C{place}", [step for step, _ in rows[-1]["held_out"]]
-        count = len(steps)
-        means = [statistics.mean(row["held_out"][k - count][1] for row in rows) for k in range(count)]
-        losses.plot(steps, means, "o-", color=colour, label=rung, markersize=3)
-        if rung != REFERENCE and of_task.differences(rung):
-            points = [of_task.differences(rung, k - count) for k in range(count)]
-            differences.plot(steps, [statistics.mean(point) for point in points], "-", color=colour)
-            for step, point in zip(steps, points, strict=True):
-                differences.plot([step] * len(point), point, "o", color=colour, markersize=3)
-    if of_task.spread is not None:
-        differences.axhspan(-of_task.spread, of_task.spread, color="black", alpha=0.06, linewidth=0)
-    differences.axhline(0, color="black", linewidth=0.8)
-    losses.set(title=f"{task}: held-out loss", xlabel="step", ylabel="nats per token")
-    differences.set(title=f"{task}: less float32's (grey: the seeds' spread)", xlabel="step")
+def _means(by_step: dict[int, list[float]]) -> list[tuple[float, float]]:
+    return [(step, statistics.mean(values)) for step, values in by_step.items()]

@@ -262,7 +262,7 @@ FORMULAS = (
         title="FitCheck",
         words="weights (of 4-bit models embeddings, head and norms in float32), adapter, gradients, AdamW. Activations "
         "with checkpointing: a hidden state a layer, and the larger of the logits (3.5 float32 copies; 4 with 4-bit "
-        "weights) and one layer. Shares for fragmentation, fitted to T4 runs by its author, 5 % elsewhere. Its context "
+        "weights) and one layer. Shares for fragmentation, fitted to T4 runs by its author, 5% elsewhere. Its context "
         "is left out here, as the allocator's bytes are compared",
         source="[fitcheck-llm 0.3.1](https://pypi.org/project/fitcheck-llm/0.3.1/), `fitcheck/memory/` and "
         "`fitcheck/overhead_db.py`",

@@ -144,7 +144,7 @@ def test_answers_that_many_examples_lose_are_a_warning_with_the_length_that_hold
     assert "data.max_length=80 keeps 95% of the examples whole (longest: 200)" in warning
     caplog.clear()
     all_examples(load(path, max_length=80, streaming=streaming, packing=packing).train)
-    assert warnings_of(caplog) == []  # one of 20 is no more than 5 %
+    assert warnings_of(caplog) == []  # one of 20 is no more than 5%
     assert "truncated 1 of 20 (5.0%) at data.max_length" in caplog.text
 
 

@@ -150,7 +150,7 @@ def test_streams_are_drawn_by_weight_from_the_same_seed(files, load, rows_of, ca
     assert first != rows_of(data.train, epoch=2)
     assert counts(first)["b"] == 10
     assert 0 < counts(first)["a"] < 15
-    assert "75.0 % come from" in caplog.text
+    assert "75.0% come from" in caplog.text
     after = [example.sample_id for row in data.train.order(0, 1, start=5) for example in row]
     assert after == [example.sample_id for row in data.train.order(0, 1) for example in row][5:]
     everything = load(None, sources=sources, streaming=True, stopping_strategy="all_exhausted")

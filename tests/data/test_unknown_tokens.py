@@ -31,4 +31,4 @@ def test_text_of_nothing_but_unknown_tokens_is_refused(load, write_jsonl, words_
 def test_text_with_many_unknown_tokens_is_warned_of(load, write_jsonl, words_tokenizer, caplog, text, warned):
     with caplog.at_level(logging.WARNING, "lowmem_ft"):
         load(write_jsonl([{"text": text}]), tokenizer=words_tokenizer)
-    assert ("33 % of the learnt tokens are '[UNK]'" in caplog.text) is warned
+    assert ("33% of the learnt tokens are '[UNK]'" in caplog.text) is warned

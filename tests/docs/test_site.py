@@ -35,6 +35,7 @@ QUESTIONS = {
     "## Which special tokens are added?": "my_data.md",
     "CUDA out of memory": "out_of_memory.md",
     "## Where is my peak?": "out_of_memory.md",
+    "## Cost per epoch": "rehearsing.md",
     "slower than": "slower.md",
     "## 32B on 24 GB": "which_gpu.md",
     "## On a bigger machine": "training.md",
@@ -154,6 +155,7 @@ def test_generated_pages_are_those_of_the_code(module, write):
 class FakePage:
     def __init__(self, name):
         self.file = type("File", (), {"src_uri": name})()
+        self.meta = {}
 
 
 def test_links_out_of_the_docs_become_paths_on_the_site():
@@ -162,6 +164,8 @@ def test_links_out_of_the_docs_become_paths_on_the_site():
 
 
 def test_each_published_module_has_its_docstrings_on_the_site():
-    page = site_hooks.on_page_markdown(PAGES["docs/python_api.md"], page=FakePage("python_api.md"))
+    fake = FakePage("python_api.md")
+    page = site_hooks.on_page_markdown(PAGES["docs/python_api.md"], page=fake)
     assert "\n::: lowmem_ft.estimator\n" in page
     assert page.count("\n::: ") == PAGES["docs/python_api.md"].count("\n## `") - 1
+    assert fake.meta["search"]["boost"] < 1, "it would be found before the pages that answer"

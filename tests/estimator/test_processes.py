@@ -123,7 +123,7 @@ def test_kept_bytes_are_those_of_processes_that_train_over_gloo(forks, num_proce
         assert kept(trace, "parameter", clipped) - rotary_bytes == real["parameter"]
         assert kept(trace, "optimizer_state", clipped) == real["optimizer_state"]
         assert kept(trace, "gradient", clipped) == real["gradient"]
-        # DDP's peak was measured 8 KB, 0.3 %, above what its traced buckets give.
+        # DDP's peak was measured 8 KB, 0.3%, above what its traced buckets give.
         least = real["peak"] if strategy == "fsdp2" else 0.99 * real["peak"]
         assert least <= max(trace.timeline.live_bytes()) < 1.05 * real["peak"]
 

@@ -13,8 +13,8 @@ from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight, with_headroom
 
 ROOT = Path(__file__).parents[2]
 PROMISES = {
-    "docs/planning.md": r"and (\d+) % of each is left: what fits tightly is no plan",
-    "docs/estimating.md": r"\*\*tight\*\* if less than (\d+) % of the limit",
+    "docs/planning.md": r"and (\d+)% of each is left: what fits tightly is no plan",
+    "docs/estimating.md": r"\*\*tight\*\* if less than (\d+)% of the limit",
 }
 
 

@@ -138,7 +138,7 @@ def test_what_is_counted_is_what_the_update_keeps_also_where_a_hyperparameter_is
 @pytest.mark.parametrize("state", get_args(StateName))
 @pytest.mark.parametrize("name,device", EVERY_ROW + on_virtual_gpu(OPTIMIZERS))
 def test_the_table_states_the_bytes_of_state(name, device, state):
-    """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2 % here."""
+    """On one matrix; what the table leaves out (step counters, Adafactor's row and column) is below 2% here."""
     with running_on(device) as (device, _):
         assert_held_is_stated(name, device, state)
 

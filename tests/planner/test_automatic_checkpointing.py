@@ -240,10 +240,10 @@ def test_what_was_chosen_is_said_in_a_line(recipe_of, at_once):
         for device in ("20GiB", "8GiB", "4GiB")
     ]
     assert said == [
-        "checkpointing.mode=auto: none (fits with 8.00 GiB to spare, 25.0 % faster than every layer checkpointed)",
-        "checkpointing.mode=auto: full, skip_last_layers=22 (fits with 512 MiB to spare, 13.7 % faster than every "
+        "checkpointing.mode=auto: none (fits with 8.00 GiB to spare, 25.0% faster than every layer checkpointed)",
+        "checkpointing.mode=auto: full, skip_last_layers=22 (fits with 512 MiB to spare, 13.7% faster than every "
         "layer checkpointed)",
-        "checkpointing.mode=auto: full (the smallest that it can choose, which lacks 261 MiB with 6 % to spare, "
+        "checkpointing.mode=auto: full (the smallest that it can choose, which lacks 261 MiB with 6% to spare, "
         "rtx-4060 would do)",
     ]
 

@@ -31,6 +31,6 @@ def test_what_a_plan_could_have_had_is_seen():
     assert bench_regret.regret_of(fitting, 10.05, 1) == ""
     assert bench_regret.regret_of(fitting, 10.0, 3) == "changes of 3, where 1 would do"
     assert bench_regret.regret_of([(need(10.0, 8), 3), *fitting], 10.0, 3) == "", "with less memory"
-    assert bench_regret.regret_of(fitting, 10.2, 0) == "2.0 % slower than the fastest"
+    assert bench_regret.regret_of(fitting, 10.2, 0) == "2.0% slower than the fastest"
     assert bench_regret.regret_of(fitting, None, 0)
     assert bench_regret.regret_of([], None, 0) == ""

@@ -13,6 +13,7 @@ from curves import page, runs
 from curves.cpu_products import float32_products
 from curves.runs import REFERENCE, RUNGS, Curve, planned, run_curve
 from curves.tasks import definitions
+from drawings import elements
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe
@@ -136,20 +137,25 @@ def test_the_page_compares_differences_with_the_spread_of_the_seeds(written, tmp
     assert "- demo: `split16` differ by less than the seeds' spread." in text
     assert "| `split16` | 2 | 2.0100 | +0.0000 (-0.0050 to +0.0050) | 0.250 |" in text
     assert "split24, 8bit" not in text
-    assert "<svg" in (tmp_path / "page.svg").read_text()
+    losses, differences = elements((tmp_path / "page.svg").read_text(), "svg")[1:]
+    assert losses.get("aria-label") == "demo: nats per token: float32, split16, split24, bf16 state"
+    assert [one for one in differences.iter() if one.get("class") == "band"]
+    circles = [one for one in differences.iter() if one.tag.endswith("circle")]
+    assert len(circles) == 2 * 2 * 2  # two rungs, seeds and steps; float32's own are the line at 0
 
 
-def test_one_seed_is_not_judged(written):
+def test_one_seed_is_not_judged(written, tmp_path):
     text = written([result(REFERENCE, 0, 2.0), result("split16", 0, 2.5)])
     assert "`split16` cannot be judged yet, for want of a second seed." in text
     assert "differ from float32 by more" not in text
+    assert 'class="band"' not in (tmp_path / "page.svg").read_text()
 
 
 def test_the_page_is_that_of_the_kept_results():
     results = runs.read_results()
     assert results
     assert page.PAGE.read_text("utf-8") == page.page_of(results, results[0]["steps"])
-    assert page.PICTURE.exists()
+    assert page.PICTURE.read_text("utf-8") == page.picture_of(results, results[0]["steps"])
 
 
 def test_products_of_bfloat16_are_those_of_float32_rounded_once():

@@ -34,6 +34,13 @@ def test_words_are_found_in_messages_but_not_in_keys_values_or_schemas():
     assert lines_of(source) == [1, 3, 6]
 
 
+def test_percent_follows_its_number():
+    source = (
+        '"""About 6 % of it, or 6%."""\nlog("%.1f %% of")\nlog(f"at most {share} %")\nlog(f"{x}% of %s %d")\n'
+    )
+    assert lines_of(source) == [1, 2, 3]
+
+
 def test_words_are_found_in_pages_but_not_in_their_code_and_addresses():
     page = "# A page\n\nIt goes on.\n\n```\nbeside\n```\n\nA `card` and a\n[link](beside.md); a card.\n"
     assert sorted(line for line, _ in lint_english.findings_in_page(page)) == [3, 10]

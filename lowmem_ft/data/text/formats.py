@@ -517,7 +517,7 @@ def _check_marks(message: Row, column: str) -> None:
     weight = message.get("weight", 1)
     if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not math.isfinite(weight):
         raise DataError(
-            f"{column}: the weight of a message is 0, which is not learnt, or 1; got {_seen(weight)}. Write a number."
+            f"{column}: the weight of a message must be 0 (it is not learnt) or 1, got {_seen(weight)}. Write 0 or 1."
         )
     for name in ("train", "training", "loss"):
         if not isinstance(mark := message.get(name, True), bool):

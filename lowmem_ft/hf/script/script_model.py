@@ -204,7 +204,7 @@ def _quantization(model: Any, reading: Reading) -> Any:
     elif quantization == "none" and getattr(model, "hf_quantizer", None) is not None:
         method = getattr(model.config, "quantization_config", None)
         reading.problem(
-            f"A recipe's quantization is nf4 or int8 of bitsandbytes, and the model has {type(method).__name__}."
+            f"A recipe knows bitsandbytes' nf4 and int8, but the model is quantized by {type(method).__name__}."
         )
     return quantization
 

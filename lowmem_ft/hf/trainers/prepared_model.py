@@ -63,7 +63,7 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
 
 
 def finer_weights(model: Any) -> MasterWeights | None:
-    """Return a checkpoint's weights where they are finer than the model's type, if :func:`prepare_model` has read them.
+    """Return a checkpoint's weights where they are more precise than the model's, if :func:`prepare_model` read them.
 
     Weights that the script has changed since keep their current values. None for a PEFT model.
     """

@@ -266,8 +266,8 @@ def already_attached(trainer: Any) -> Iterator[str]:
     model = trainer.model
     if trainer.is_in_train or trainer.model_wrapped is not model or _is_prepared(model):
         yield (
-            "hf.attach() goes between a trainer's constructor and its first train() or evaluate(), but Accelerate has "
-            "already prepared the model. Create a new trainer."
+            "hf.attach() must be called before the trainer's first train() or evaluate(), but Accelerate has already "
+            "prepared this model. Create a new trainer, and attach to it right away."
         )
 
 

@@ -70,7 +70,7 @@ class Driver:
         """Return the start of fresh address space for a segment: ``cudaMalloc`` goes down, so later ones are lower.
 
         Among cached blocks of one size the allocator takes the lowest, so this decides how much is reserved by steps
-        that free several large blocks of one size: with eager attention it was 4 to 9 % on a T4 (tests/data/measured).
+        that free several large blocks of one size: with eager attention it was 4 to 9% on a T4 (tests/data/measured).
         """
         self._lowest_address = (self._lowest_address - size) // DRIVER_PAGE_BYTES * DRIVER_PAGE_BYTES
         return self._lowest_address

@@ -1,4 +1,4 @@
-"""Formats of weights that a checkpoint's files hold in fewer bits, by its ``config.json``: which are trained upon.
+"""Quantized formats of a checkpoint's files, as its ``config.json`` names them: which of them a run can train on.
 
 Nothing here imports torch, so that a checkpoint is refused before anything of it is downloaded or read.
 """

@@ -241,7 +241,11 @@ def _advice(half: Half) -> tuple[Rule, ...]:
     def adapters(recipe: Recipe) -> Sequence[str]:
         types = recipe.model.dtype, recipe.training.mixed_precision
         needs_types = recipe.adapter.name != "none" and types != (_DTYPES[half], half)
-        return ["Frozen weights have 16 bits, and products with adapters too."] if needs_types else []
+        return (
+            ["Frozen weights take 16 bits, and their products with the adapters are computed in 16 bits."]
+            if needs_types
+            else []
+        )
 
     def loss_scale(recipe: Recipe) -> Sequence[str]:
         types = recipe.model.dtype, recipe.training.mixed_precision

@@ -137,11 +137,13 @@ class Line:
         words: its name.
         points: abscissa and ordinate of each point, in order.
         shows_points: whether each point is marked.
+        scattered: points of the same colour that no line joins, such as the runs of which ``points`` are the means.
     """
 
     words: str
     points: Sequence[tuple[float, float]]
     shows_points: bool = False
+    scattered: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

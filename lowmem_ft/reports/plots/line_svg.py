@@ -56,7 +56,7 @@ class _Drawing:
         self._legend = list(_rows_of_legend([one.words for one in figure.lines], width - 2 * RIGHT))
         self._top = 16 + ROW * (len(self._title) + len(self._legend)) + 10
         self._bottom = self._top + HEIGHT
-        points = [point for one in figure.lines for point in one.points]
+        points = [point for one in figure.lines for point in (*one.points, *one.scattered)]
         self._start, self._end = min(x for x, _ in points), max(x for x, _ in points)
         ordinates = [y for _, y in points]
         low, high = min(ordinates), max(ordinates)
@@ -121,7 +121,8 @@ class _Drawing:
             points = [(self._x(x), self._y(y)) for x, y in _thinned(one.points)]
             path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
             yield f'<polyline points="{path}" class="line" stroke="{colour}"/>'
-            for x, y in points if one.shows_points or len(points) == 1 else ():
+            marked = points if one.shows_points or len(points) == 1 else []
+            for x, y in (*marked, *((self._x(x), self._y(y)) for x, y in one.scattered)):
                 yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3" fill="{colour}"/>'
 
     def _limits(self) -> Iterator[str]:

@@ -6,9 +6,10 @@ the width of a common sans-serif face.
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape, unescape
 
 from lowmem_ft.foundation.units import GIB, KIB, MIB, TIB, format_bytes
 from lowmem_ft.memory.category import Phase
@@ -102,6 +103,25 @@ def document(width: float, height: float, label: str, elements: Iterable[str]) -
     )
 
 
+def stacked(documents: Sequence[str]) -> str:
+    """Return one document that has others of the same width in it, from the top to the bottom.
+
+    Args:
+        documents: at least one, as :func:`document` returns them.
+    """
+    parts, top, width, labels = [], 0.0, 0.0, []
+    for one in documents:
+        found = _SIZE.search(one)
+        assert found is not None, "a document of this module"
+        parts.append(one.replace("<svg ", f'<svg y="{number(top)}" ', 1))
+        width, top = float(found[1]), top + float(found[2])
+        labels.append(unescape(found[3]))
+    return document(width, top, "; ".join(labels), parts)
+
+
+_SIZE = re.compile(r'width="([\d.]+)" height="([\d.]+)" role="img" aria-label="([^"]*)"')
+
+
 def within_page(document: str) -> str:
     """Return a document for an HTML page, which knows SVG without being told its namespace."""
     return document.replace(f' xmlns="{_NAMESPACE}"', "", 1)
@@ -172,7 +192,8 @@ def tick_words(values: Sequence[float]) -> list[str]:
     """Return numbers as text, with as many decimals as tell neighbours apart."""
     if len(values) < 2:
         return [f"{value:g}" for value in values]
-    digits = next((digits for digits in range(10) if round(values[1] - values[0], digits) > 0), 0)
+    step = values[1] - values[0]
+    digits = next((digits for digits in range(10) if abs(round(step, digits) - step) < 1e-6 * step), 0)
     return [f"{value:,.{digits}f}" if digits < 6 else f"{value:.2g}" for value in values]
 
 

@@ -23,7 +23,7 @@ class AdapterConfig:
         "none",
         "lora: the model's own weights are frozen, and low-rank matrices are trained in addition.",
         frees=(
-            "gradients and optimizer state of everything except the adapters (less than 1 % of the parameters)"
+            "gradients and optimizer state of everything except the adapters (less than 1% of the parameters)"
         ),
         costs="other mathematics: the update of each matrix has rank r, and needs a higher learning rate",
         effects={"lora": Effect(fidelity="other mathematics", consent="lora")},

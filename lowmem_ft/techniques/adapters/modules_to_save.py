@@ -52,7 +52,7 @@ def modules_to_save(
             )
         elif others := sorted({name for name in modules if name.endswith(target)} - named):
             problems.append(
-                f"adapter.modules_to_save={target} names {sorted(named)[0]}, and PEFT would take it for {others[0]}, "
+                f"adapter.modules_to_save={target} names {sorted(named)[0]}, and PEFT would train {others[0]} for it, "
                 f"too. Write the name with its parents, such as {sorted(named)[0]}."
             )
         found |= {name: modules[name] for name in named}

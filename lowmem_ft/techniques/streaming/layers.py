@@ -5,7 +5,7 @@ layers' weights at the end of forward, and the first layers' at the end of backw
 needed again. Deferred updates for the next layer's visit in forward are made in its slot meanwhile, too.
 
 More slots or copies in pieces do not pay: by the clock of virtual GPUs (Llama 3.1 8B, 1 to 16 rows of 2048 tokens a
-step, A100, H100 and RTX 4090, 2026-11-23) a third slot, with each layer prefetched two ahead, saves at most 0.6 % of a
+step, A100, H100 and RTX 4090, 2026-11-23) a third slot, with each layer prefetched two ahead, saves at most 0.6% of a
 step for a layer's memory, and pieces of 32 MiB save nothing.
 """
 

@@ -480,7 +480,7 @@ class Recorder(TorchDispatchMode):
         self._end(index)
 
     def _log_resizing(self, before: Allocation, size: int) -> None:
-        """Log the copy within the device by which a storage gets another size."""
+        """Log the copy within the device that resizes a storage."""
         size_copied = min(before.size_bytes, size) if before.place == "device" else 0
         if size_copied:
             copy = Work("kernel", self.work.position, self.stream, "resize_", num_bytes=2 * size_copied)

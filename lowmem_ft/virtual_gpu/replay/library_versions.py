@@ -13,7 +13,7 @@ LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 """Libraries, in addition to torch, whose code a trace runs.
 
 PEFT decides the type of adapters, bitsandbytes how 4-bit weights are made. With another version a run can
-need 5 to 20 % more or less.
+need 5 to 20% more or less.
 """
 
 

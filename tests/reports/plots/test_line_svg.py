@@ -9,6 +9,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.reports.plots.figure import Limit, Line, LineFigure
 from lowmem_ft.reports.plots.line_svg import line_svg
 from lowmem_ft.reports.plots.run_figures import run_figures
+from lowmem_ft.reports.plots.svg import stacked, tick_words
 
 LOSSES = LineFigure(
     title="Loss",
@@ -45,6 +46,45 @@ def test_lines_go_through_their_points():
     rise = (training[0][1] - training[-1][1]) / (LOSSES.lines[0].points[0][1] - 1.0)
     assert (y - last_y) / rise == pytest.approx(1.0, abs=0.01)
     assert len(elements(svg, "circle")) == 4
+
+
+def test_scattered_points_are_marked_and_not_joined():
+    runs = [(100, 3.5), (200, 0.5)]
+    svg = line_svg(
+        dataclasses.replace(LOSSES, lines=[Line(words="mean", points=[(100, 2), (200, 1)], scattered=runs)])
+    )
+    check_readable(svg, 420)
+    (drawn,) = elements(svg, "polyline")
+    (x, y), (last_x, last_y) = (tuple(map(float, pair.split(","))) for pair in drawn.get("points").split())
+    first, last = [(float(one.get("cx")), float(one.get("cy"))) for one in elements(svg, "circle")]
+    assert (first[0], last[0]) == (x, last_x)
+    assert y - first[1] == pytest.approx(1.5 * (last_y - y), abs=0.3)
+    assert last[1] - last_y == pytest.approx(0.5 * (last_y - y), abs=0.3)
+    assert {one.get("fill") for one in elements(svg, "circle")} == {drawn.get("stroke")}
+
+
+@pytest.mark.parametrize(
+    "values, shown",
+    [
+        ([0.0, 0.005, 0.01], ["0.000", "0.005", "0.010"]),
+        ([2.5, 2.55], ["2.50", "2.55"]),
+        ([0, 2000], ["0", "2,000"]),
+        ([0.15, 0.3], ["0.15", "0.30"]),
+    ],
+)
+def test_neighbours_on_an_axis_have_different_words(values, shown):
+    assert tick_words(values) == shown
+
+
+def test_stacked_drawings_have_their_own_places_and_names():
+    drawings = [line_svg(LOSSES), line_svg(dataclasses.replace(LOSSES, title="A < B"))]
+    whole, *parts = elements(stacked(drawings), "svg")
+    heights = [float(part.get("height")) for part in parts]
+    assert [float(part.get("y")) for part in parts] == [0.0, heights[0]]
+    assert whole.get("viewBox") == f"0 0 420 {sum(heights):g}"
+    names = [part.get("aria-label") for part in parts]
+    assert names[1].startswith("A < B: training")
+    assert whole.get("aria-label") == "; ".join(names)
 
 
 def test_a_long_run_keeps_its_highest_and_its_lowest_point():

@@ -101,7 +101,7 @@ def test_they_are_merged_loaded_again_and_taken_off(tmp_path, tied):
     "modules, model, says",
     [
         (("embed_token",), {}, "has none 'embed_token'.*embed_tokens.*model.embed_tokens, lm_head"),
-        (("norm",), {}, "names model.norm, and PEFT would take it for model.layers.0.input_layernorm"),
+        (("norm",), {}, "names model.norm, and PEFT would train model.layers.0.input_layernorm for it"),
         (
             ("lm_head",),
             {"tie_word_embeddings": True},

@@ -239,7 +239,7 @@ def test_on_a_processor_both_budgets_are_the_hosts(device, host, fits):
     found = estimate_on_cpu(trace_of(60, 20), "cpu", budget, surroundings)
     assert found.allocated_peak_bytes == 80 * MIB
     assert found.reserved_peak_bytes == 86 * MIB  # three tenths of what is below 32 MiB
-    assert found.process_peak_bytes == found.host_peak_bytes == 286 * MIB  # 6 and 16 % of 200 more or less
+    assert found.process_peak_bytes == found.host_peak_bytes == 286 * MIB  # 6 and 16% of 200 more or less
     assert found.step is None
     assert found.fits is fits
 
