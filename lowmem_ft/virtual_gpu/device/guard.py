@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch._C._acc import DeviceGuard
+from torch._C._autograd import DeviceType
 
 from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.upstream.patches import wrap
-
-_PRIVATE_USE_1 = torch._C._autograd.DeviceType.PrivateUse1
 
 _raise_current_error = ctypes.pythonapi.Py_IsInitialized
 """Any function of Python's C API does it: ``ctypes.PyDLL`` looks for the current error after each call."""
@@ -28,7 +28,7 @@ _raise_current_error = ctypes.pythonapi.Py_IsInitialized
 _taken: list[BaseException] = []
 
 
-class VirtualDeviceGuard(torch._C._acc.DeviceGuard):
+class VirtualDeviceGuard(DeviceGuard):
     """The guard of the one device that there is."""
 
     def type_(self) -> Any:
@@ -39,7 +39,7 @@ class VirtualDeviceGuard(torch._C._acc.DeviceGuard):
             if not is_in_backward():
                 raise
             _taken.append(error)
-        return _PRIVATE_USE_1
+        return DeviceType.PrivateUse1
 
 
 @contextlib.contextmanager
