@@ -58,7 +58,8 @@ not tell that its host is slow."""
 ROUNDS = 4
 HELD = 0.93
 LEAST_SHARE = 0.15
-"""The least range: one configuration on two T4 took 1.53 and 1.76 seconds, and most rows of an architecture come from
+"""The least range: one configuration took a T4 1.53 s with torch 2.10 and 1.76 s with 2.14, whose memory-efficient
+attention is slower there (2.07 and 2.03 s without a fused kernel), and most rows of an architecture come from
 one machine."""
 LEAST_SLOPE = 0.1
 """A number is kept where one of its percents is at least a tenth of a percent of some row's seconds."""
@@ -294,7 +295,7 @@ def table(rows: Sequence[SecondsRow]) -> str:
     ]
     lines += [
         f"| [{row.name}]({row.url}) | {row.gpu} | {row.seconds:.4g} | {results[row.name]:.4g} | {error(row):+.1%} | "
-        f"{row.program} | {'; '.join(row.open)} |"
+        f"{row.program}{f', torch {row.torch}' if row.torch else ''} | {'; '.join(row.open)} |"
         for row in sorted(rows, key=lambda row: -abs(error(row)))
     ]
     return "\n".join(lines) + "\n"

@@ -22,6 +22,7 @@ from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
+from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution
@@ -113,6 +114,7 @@ class TracingMachine:
         stack.enter_context(signals_wait_while(is_in_backward))
         # Autograd's own threads would not see this thread's modes.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
+        stack.enter_context(errors_of_hooks_raised())
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
         fake_tensors_in_disguise(stack, self._read_values, self._list_values)

@@ -53,6 +53,7 @@ class SecondsRow:
         seconds: measured seconds of an optimizer step.
         micro_batches: micro-batches of a step.
         open: parts of the configuration that the source leaves open.
+        torch: the version that was measured, where the source tells it.
         same_kernels: whether the program measured runs the kernels that run here; others are predicted, not fitted to.
     """
 
@@ -65,6 +66,7 @@ class SecondsRow:
     seconds: float
     micro_batches: int = 1
     open: tuple[str, ...] = ()
+    torch: str = ""
     same_kernels: bool = True
 
     @property

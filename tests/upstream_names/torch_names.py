@@ -28,6 +28,7 @@ TORCH = (
         "t_outputs",
         "there is no other Python between engine and mode",
     ),
+    replaced("torch.autograd", "_engine_run_backward", None, "raises what a hook has raised"),
     *each(
         "module",
         "torch",
@@ -166,9 +167,11 @@ TORCH = (
     called(
         "torch.utils.backend_registration",
         "_setup_privateuseone_for_python_backend",
-        "rename * backend_module",
+        "rename * backend_module device_guard",
         "makes the device type of the virtual GPU",
     ),
+    *each("class", "torch._C._acc", "DeviceGuard", "its guard, which takes the exceptions of hooks"),
+    *each("class", "torch._C._autograd", "DeviceType", "the type that the guard is asked for"),
     called(
         "torch.cuda._utils",
         "_get_device_index",

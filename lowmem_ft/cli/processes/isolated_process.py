@@ -24,8 +24,8 @@ _WHY: dict[int, str] = {
     signal.SIGXCPU: "it has used up its limit of processor time. Raise it: ulimit -t",
 }
 _CRASH = (
-    "native code has crashed, in a library or in the script, or a hook of a backward pass has raised an exception, "
-    "which ends the process on a virtual GPU. To see where, run the script itself with python -X faulthandler"
+    "native code has crashed, in a library or in the script. To see where, run the script itself with python -X "
+    "faulthandler"
 )
 
 

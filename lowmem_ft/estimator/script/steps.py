@@ -111,7 +111,7 @@ class StepWatch:
             self._optimizers[id(optimizer)] = _Seen(size, [])
         if self._is_main(optimizer) and len(self._optimizer_steps) >= self.num_steps:
             self._is_enough = True
-            if not is_in_backward():  # where an exception of a hook would end the process
+            if not is_in_backward():  # half a pass would be taken for the end of the last step
                 raise Enough
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:

@@ -8,6 +8,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device.device import VirtualBackend
+from lowmem_ft.virtual_gpu.device.guard import VirtualDeviceGuard
 from lowmem_ft.virtual_gpu.kernels.attention_kernel import register_attention
 from lowmem_ft.virtual_gpu.kernels.autocast import register_autocast
 from lowmem_ft.virtual_gpu.kernels.fake_rules import register_fake_rules
@@ -17,7 +18,9 @@ from lowmem_ft.virtual_gpu.kernels.fake_rules import register_fake_rules
 def register_virtual_device() -> VirtualBackend:
     """Register ``torch.device("vgpu")`` in this process, once, and return its module, which is ``torch.vgpu``."""
     backend = VirtualBackend()
-    _setup_privateuseone_for_python_backend(DEVICE_TYPE, backend_module=backend)
+    _setup_privateuseone_for_python_backend(
+        DEVICE_TYPE, backend_module=backend, device_guard=VirtualDeviceGuard()
+    )
     # These need the device, and hold for the process as torch's own kernels do.
     register_fake_rules()
     register_attention()
