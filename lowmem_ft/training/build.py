@@ -18,7 +18,7 @@ from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
-from lowmem_ft.models.loading import compute_dtype, weights_dtype
+from lowmem_ft.models.hf_config import compute_dtype, weights_dtype
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.optimizers import check_optimizer
 from lowmem_ft.recipe import Recipe

@@ -24,16 +24,11 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
-from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.models.hf_config import compute_dtype
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.new_tokens import new_rows, refuse_untrained_rows
 from lowmem_ft.models.other_parts import other_parts
-from lowmem_ft.optimizers import (
-    ChunkedOptimizer,
-    create_optimizer,
-    create_torch_adamw,
-    may_lose_updates,
-)
+from lowmem_ft.optimizers import ChunkedOptimizer, create_optimizer, create_torch_adamw, may_lose_updates
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation

@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.planner import bounds
 from lowmem_ft.planner.candidates import candidates_of
 from lowmem_ft.recipe import load_recipe

@@ -14,7 +14,8 @@ from transformers import AutoModelForImageTextToText
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.hf import prepare_model
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.loading import PreparedData
-from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run

@@ -18,7 +18,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import refuse_unfit
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.quantizing import block_fp8, mxfp4, packed_experts
 from lowmem_ft.recipe.rules.memory_rules import packed_base_is_frozen_and_whole
 from lowmem_ft.recipe.tree import Recipe
