@@ -42,7 +42,8 @@ from lowmem_ft.data.summary import (
     summarise,
 )
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer, require_chat_template
-from lowmem_ft.data.text.formats import ExampleFormat, choose_loss_on, recognise_format
+from lowmem_ft.data.text.format_choice import choose_loss_on, recognise_format
+from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.template_checks import NUM_CHECKED_EXAMPLES, log_template_problems
 from lowmem_ft.data.text.tokenized_rows import tokenized_rows
 from lowmem_ft.data.text.tokenizing import Tokenization
