@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
-from lowmem_ft.techniques.adapters.lora import adapted_layers, other_state
+from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, other_state
 from lowmem_ft.techniques.modules.early_saving import (
     SavedTensors,
     last_of_each_decoder_layer,
