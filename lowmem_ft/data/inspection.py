@@ -22,8 +22,10 @@ from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.epoch_rows import MappedExamples
 from lowmem_ft.data.length_profile import Cut, LengthProfile
-from lowmem_ft.data.loading import SHOWS_ROW, PreparedData, load_data
+from lowmem_ft.data.loading import load_data
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
+from lowmem_ft.data.tokenized_parts import SHOWS_ROW
 from lowmem_ft.system.heard_logs import log_heard
 
 STREAMED_EXAMPLES = 1000

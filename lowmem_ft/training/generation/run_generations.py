@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.text.prompts import Prompt, prompts_of_examples, read_prompts
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import counted

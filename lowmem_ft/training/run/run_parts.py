@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.stream import DataStream
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import build_session, plan_session, resumed
