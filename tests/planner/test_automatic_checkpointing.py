@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import plan, plan_checkpointing
 from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
-from lowmem_ft.planner.planning import need_from
+from lowmem_ft.planner.search.estimated_search import need_from
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
