@@ -123,56 +123,50 @@ def estimate_on_gpu(
         The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
         ``memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would have needed.
     """
-    outside, others = sum(surroundings.outside_bytes.values()), gpu.held_by_others_bytes
-    available, allowed = gpu.available_bytes, surroundings.allowed_bytes
-    limit = min(budget.device_bytes or available, available)
     replays = replays or Replays(trace, surroundings.allocator)
+    room = _Room(
+        replays=replays,
+        available_bytes=gpu.available_bytes,
+        outside_bytes=sum(surroundings.outside_bytes.values()),
+        allowed_bytes=surroundings.allowed_bytes,
+        limit_bytes=min(budget.device_bytes or gpu.available_bytes, gpu.available_bytes),
+    )
+    held, others = room.held(), gpu.held_by_others_bytes
     choices = list(trace.choices)
-    held = _held_by_allocator(replays, available - outside, allowed)
     if held is not None and held.num_retries:
         choices.append(
             f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
             "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
         )
     reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
-
-    def process_peak(of_torch: int) -> int:
-        """Add managed memory, which moves to the host where the device is full: it takes what is left."""
-        return min(of_torch + replays.peak_live_bytes("managed"), max(limit, of_torch))
-
+    process = room.process_peak(reserved_peak + room.outside_bytes)
     uncertainty = uncertainty_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
-    margin = uncertainty.bytes_of(reserved_peak, outside)
-    highest = _end_of_range(replays, uncertainty, available, outside, allowed, upper=True)
-    process = process_peak(reserved_peak + outside)
-    process_range = ProcessRange(
-        low_bytes=max(0, process - margin),
-        high_bytes=max(process, process_peak(highest or reserved_peak + outside + margin)),
-        uncertainty=uncertainty,
-    )
-    fits = None not in (held, highest) and process_range.high_bytes <= limit
-    lowest = None if fits else _end_of_range(replays, uncertainty, available, outside, allowed, upper=False)
-    device = DeviceLimit(
-        name=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        held_by_others_bytes=others or 0,
-        context_is_estimate=gpu.context_is_estimate,
-    )
+    highest = room.end_of_range(uncertainty, upper=True)
+    process_range = room.process_range(reserved_peak, highest, uncertainty)
+    fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
+    lowest = None if fits else room.end_of_range(uncertainty, upper=False)
+    fits_at_low_end = fits or (lowest is not None and room.process_peak(lowest) <= room.limit_bytes)
     step, clock = _timed_step(replays, gpu, surroundings) or (None, None)
     host = replays.host_tensors.peak_with(surroundings.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
         replays.tensor_peaks,
-        gpu=device,
+        gpu=DeviceLimit(
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            held_by_others_bytes=others or 0,
+            context_is_estimate=gpu.context_is_estimate,
+        ),
         reserved_peak_bytes=reserved_peak,
         process_peak_bytes=process,
-        paged_peak_bytes=process - reserved_peak - outside,
+        paged_peak_bytes=process - reserved_peak - room.outside_bytes,
         process_range=process_range,
         budget=budget,
         fits=fits and is_host_enough,
-        fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
+        fits_at_low_end=is_host_enough and fits_at_low_end,
         host_by_part=host,
         step=step,
         playback=Playback(
@@ -195,37 +189,63 @@ class _Held:
     num_retries: int = 0
 
 
-def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int | None) -> _Held | None:
-    """Return what the allocator holds with this capacity and this limit of its own; None if it runs out of memory."""
-    most = capacity_bytes if allowed_bytes is None else min(capacity_bytes, allowed_bytes)
-    if replays.reserved_peak_bytes <= most:
-        return _Held(replays.reserved_peak_bytes)
-    if replays.peak_live_bytes("device") > most:
-        return None
-    capped = replays.within(capacity_bytes, allowed_bytes)
-    return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
+@dataclass(frozen=True, kw_only=True)
+class _Room:
+    """The memory of a GPU for a traced program, and what its process takes of it.
 
-
-def _end_of_range(
-    replays: Replays,
-    uncertainty: Uncertainty,
-    available: int,
-    outside: int,
-    allowed: int | None,
-    *,
-    upper: bool,
-) -> int | None:
-    """Return the process's bytes at one end of the uncertainty range; None if memory runs out there.
-
-    Needing a hundredth more is the same as having a hundredth less.
+    Args:
+        replays: those of the trace by the caching allocator.
+        available_bytes: bytes that the process can have.
+        outside_bytes: those of them that the process takes outside the allocator.
+        allowed_bytes: the most that the allocator lets itself hold; None: the whole memory.
+        limit_bytes: the budget, or else what is available.
     """
-    sign = 1 if upper else -1
-    factor = 1 + sign * uncertainty.reserved_share
-    outside += sign * uncertainty.bytes_of(0, outside)
-    held = _held_by_allocator(
-        replays, int((available - outside) / factor), None if allowed is None else int(allowed / factor)
-    )
-    return None if held is None else round(held.peak_bytes * factor) + outside
+
+    replays: Replays
+    available_bytes: int
+    outside_bytes: int
+    allowed_bytes: int | None
+    limit_bytes: int
+
+    def held(self, factor: float = 1, further_bytes: int = 0) -> _Held | None:
+        """Return what the allocator holds; None if it runs out of memory.
+
+        Args:
+            factor: of the bytes that the program needs: a hundredth more is the same as a hundredth less room.
+            further_bytes: bytes outside the allocator in addition to those expected.
+        """
+        capacity = int((self.available_bytes - self.outside_bytes - further_bytes) / factor)
+        allowed = None if self.allowed_bytes is None else int(self.allowed_bytes / factor)
+        most = capacity if allowed is None else min(capacity, allowed)
+        if self.replays.reserved_peak_bytes <= most:
+            return _Held(self.replays.reserved_peak_bytes)
+        if self.replays.peak_live_bytes("device") > most:
+            return None
+        capped = self.replays.within(capacity, allowed)
+        return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
+
+    def end_of_range(self, uncertainty: Uncertainty, *, upper: bool) -> int | None:
+        """Return the process's bytes at one end of the uncertainty range; None if memory runs out there."""
+        sign = 1 if upper else -1
+        factor = 1 + sign * uncertainty.reserved_share
+        further = sign * uncertainty.bytes_of(0, self.outside_bytes)
+        held = self.held(factor, further)
+        return None if held is None else round(held.peak_bytes * factor) + self.outside_bytes + further
+
+    def process_peak(self, of_torch: int) -> int:
+        """Add managed memory, which moves to the host where the device is full: it takes what is left."""
+        managed = self.replays.peak_live_bytes("managed")
+        return min(of_torch + managed, max(self.limit_bytes, of_torch))
+
+    def process_range(self, reserved: int, highest: int | None, uncertainty: Uncertainty) -> ProcessRange:
+        """Return the range of the process's bytes, by what the allocator reserves and by the range's upper end."""
+        process, margin = reserved + self.outside_bytes, uncertainty.bytes_of(reserved, self.outside_bytes)
+        peak = self.process_peak(process)
+        return ProcessRange(
+            low_bytes=max(0, peak - margin),
+            high_bytes=max(peak, self.process_peak(highest or process + margin)),
+            uncertainty=uncertainty,
+        )
 
 
 def estimate_on_cpu(
