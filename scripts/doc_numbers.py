@@ -25,6 +25,7 @@ from pathlib import Path
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
 from lowmem_ft.reports.estimate_table import format_dollars
 
@@ -102,7 +103,9 @@ def _goes_on(line: str, is_fenced: bool, indent: str) -> bool:
 
 def output_of(command: str) -> list[str]:
     """Return what a command prints in 80 columns."""
-    environment = {**os.environ, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
+    # A folder of its own: an estimate for a processor has the seconds that runs on this machine have left elsewhere.
+    kept = {KEPT_FOLDER_VARIABLE: str(ROOT / ".cache" / "doc_numbers")}
+    environment = {**os.environ, **kept, "COLUMNS": str(COLUMNS), "NO_COLOR": "1"}
     words = [sys.executable, "-m", "lowmem_ft", *shlex.split(command)[1:]]
     if words[3] == "estimate" and "--changes" not in words:
         words.append("--no-changes")  # a search of minutes, which no page shows

@@ -10,6 +10,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import Category, Phase
 from lowmem_ft.memory.playback import Playback
 from lowmem_ft.memory.race import Race
+from lowmem_ft.memory.step_work import StepWork
 from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import Uncertainty, is_tight
 
@@ -75,8 +76,8 @@ class StepTime:
     Args:
         seconds: seconds of one step.
         tokens: tokens of one step, without padding.
-        bound_by: the bottleneck: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies`` or
-            ``communication``.
+        bound_by: the bottleneck: ``compute``, ``memory bandwidth``, ``kernel launches``, ``host copies``,
+            ``communication``, or on a CPU ``calls of operators``.
         sent_bytes: bytes that the process sends to others in one step.
         seconds_share: relative distance of a run's seconds from these, either way (``catalog/clock_rates.py``); 0: not
             known.
@@ -170,7 +171,8 @@ class MemoryEstimate:
         by_phase: allocated peak of each phase.
         peak_phase: phase of the allocated peak.
         peak_module: module of the allocation that made the peak; empty if outside any.
-        step: time of a step; None if the device has no timing model, as a CPU.
+        step: time of a step; None if the device has no timing model, as a CPU on which no step was timed.
+        cpu_work: what a step asks of a processor; None on a GPU; not in the JSON.
         processes: the processes whose first one is described here; None: there is only one.
         budget: the limits behind ``fits``.
         fits: whether no allocation fails, the upper end of the range stays within the device's budget, and the host's
@@ -211,6 +213,7 @@ class MemoryEstimate:
     trace_seconds: float = 0.0
     timeline: Timeline = field(default_factory=Timeline, repr=False, compare=False)
     playback: Playback | None = field(default=None, repr=False, compare=False)
+    cpu_work: StepWork | None = None
     races: tuple[Race, ...] = ()
 
     @property

@@ -231,7 +231,10 @@ class TrainingRun(RunParts):
         session = self.session
         is_profiled = self.profiled.is_due(self.progress.step)
         step_seconds = None if is_profiled else seconds
-        self.memory.after_step(session.unwrapped_model, session.optimizer, session.techniques, step_seconds)
+        num_tokens = sum(batch.input_ids_BT.numel() for batch in window.batches)
+        self.memory.after_step(
+            session.unwrapped_model, session.optimizer, session.techniques, step_seconds, num_tokens
+        )
         memory = read_device_memory(self.runtime.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {

@@ -165,9 +165,9 @@ def check_estimate(recipe: Recipe, estimate: MemoryEstimate, *, num_processes: i
 
 def summary(estimate: MemoryEstimate) -> str:
     """Return a run's needs as a clause: ``17.2 GiB of device memory, 52.1 GiB of host memory, 3.1 s a step``."""
-    if estimate.is_of_cpu:
-        return f"{format_bytes(estimate.process_peak_bytes)} of host memory{_of_each(estimate)}"
     time = "" if estimate.step is None else f", {estimate.step.seconds:.3g} s a step"
+    if estimate.is_of_cpu:
+        return f"{format_bytes(estimate.process_peak_bytes)} of host memory{_of_each(estimate)}{time}"
     return (
         f"{format_bytes(estimate.process_peak_bytes)} of device memory, "
         f"{format_bytes(estimate.host_peak_bytes)} of host memory{_of_each(estimate)}{time}"

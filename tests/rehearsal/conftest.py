@@ -7,7 +7,8 @@ import json
 
 import pytest
 
-from lowmem_ft.estimator.traces.trace_cache import FOLDER_VARIABLE, KeptTraces
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse as rehearse_run
 
@@ -20,7 +21,7 @@ def traces(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def _commands_keep_their_traces(traces, monkeypatch):
-    monkeypatch.setenv(FOLDER_VARIABLE, str(traces))
+    monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(traces))
 
 
 @pytest.fixture

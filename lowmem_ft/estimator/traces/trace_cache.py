@@ -20,14 +20,12 @@ import numpy as np
 
 from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
+from lowmem_ft.foundation.user_paths import kept_folder
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
 
 logger = logging.getLogger(__name__)
-
-FOLDER_VARIABLE = "LOWMEM_FT_TRACE_CACHE"
-"""Variable for the folder of kept traces, or ``off``; unset: ``lowmem_ft/traces`` in the user's cache folder."""
 
 MAX_FOLDER_BYTES = 256 * 2**20
 """The most bytes of files; those used longest ago go first. A short trace of an 8B model takes 0.1 to 0.3 MB."""
@@ -60,7 +58,7 @@ class KeptTraces:
     @classmethod
     def of_user(cls) -> KeptTraces:
         """Return the traces of the user who runs this process, by ``LOWMEM_FT_TRACE_CACHE``."""
-        return cls(_users_folder())
+        return cls(kept_folder())
 
     def find(self, key: TraceKey) -> ShortTrace | None:
         """Return the trace with the same key, or None."""
@@ -122,15 +120,6 @@ class KeptTraces:
             total += _last_used_and_size(file)[1]
             if total > self._max_folder_bytes:
                 file.unlink(missing_ok=True)
-
-
-def _users_folder() -> Path | None:
-    chosen = os.environ.get(FOLDER_VARIABLE, "")
-    if chosen:
-        return None if chosen == "off" else Path(chosen)
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # Without a home, `~` is not expanded.
-    return Path(caches, "lowmem_ft", "traces") if os.path.isabs(caches) else None
 
 
 def _last_used_and_size(file: Path) -> tuple[float, int]:

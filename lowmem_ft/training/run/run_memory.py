@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import statistics
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -17,6 +19,7 @@ from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, p
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.system.phase_peaks import PhasePeaks
+from lowmem_ft.system.timed_steps import TimedStep, keep_timed_step, this_processor
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.run.run_metrics import RunMetrics
@@ -38,6 +41,7 @@ class RunMemory:
         self._peaks = PhasePeaks(device)
         self._by_category: dict[str, int] = {}
         self._step_seconds: list[float] = []
+        self._seconds_by_token: list[float] = []
         self._has_stepped = False
         self.estimate: MemoryEstimate | None = None
         self._earlier: tuple[Peaks | None, Peaks] | None = None
@@ -55,12 +59,31 @@ class RunMemory:
         return self._peaks.during(phase)
 
     def after_step(
-        self, model: nn.Module, optimizer: Optimizer, techniques: Techniques, seconds: float | None
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        techniques: Techniques,
+        seconds: float | None,
+        num_tokens: int = 0,
     ) -> None:
-        """Record a step's seconds (None: not typical) and, after the first, the bytes that stay between steps."""
+        """Record a step's seconds and, after the first, the bytes that stay between steps.
+
+        Args:
+            model: the model.
+            optimizer: its optimizer.
+            techniques: those that are on.
+            seconds: seconds of the step; None: not typical.
+            num_tokens: tokens that it computed, padding included; 0: not known.
+        """
         self._has_stepped = True
         if seconds is not None:
             self._step_seconds.append(seconds)
+            if num_tokens:
+                self._seconds_by_token.append(seconds / num_tokens)
+                if (
+                    len(self._seconds_by_token) == 2
+                ):  # the first step warms up; a killed run has left the second
+                    self._keep_speed()
         if not self._by_category:
             self._by_category = _bytes_that_stay(model, optimizer, techniques, self._device)
 
@@ -95,6 +118,7 @@ class RunMemory:
         checkpoints that it was resumed from, and the devices that took them.
         """
         if self._of_earlier() is None:
+            self._keep_speed()
             metrics.write(
                 {
                     "step": step,
@@ -104,6 +128,25 @@ class RunMemory:
                     "num_processes": metrics.runtime.num_processes,
                 }
             )
+
+    def _keep_speed(self) -> None:
+        """Keep what a step took on a processor, in the user's cache folder, for estimates on this machine."""
+        estimate = self.estimate
+        work = None if estimate is None or estimate.processes else estimate.cpu_work
+        if estimate is None or work is None or not work.tokens or not self._seconds_by_token:
+            return
+        warm = self._seconds_by_token[1:] or self._seconds_by_token
+        keep_timed_step(
+            TimedStep(
+                processor=this_processor(),
+                dtype=work.dtype,
+                reference_seconds=work.reference_seconds,
+                seconds=statistics.median(warm) * work.tokens,
+                threads=torch.get_num_threads(),
+                model=estimate.model.name,
+                date=datetime.date.today().isoformat(),
+            )
+        )
 
     def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
         return None if self._has_stepped else self._earlier

@@ -10,6 +10,7 @@ from typing import Any
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.memory.cpu_seconds import NO_SECONDS_OF_CPU
 from lowmem_ft.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
@@ -31,6 +32,7 @@ from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
+from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 from lowmem_ft.virtual_gpu.replay.timing.step_clock import step_clock
 
@@ -261,7 +263,8 @@ def estimate_on_cpu(
         trace_seconds: seconds that tracing took, for the record.
 
     Returns:
-        The estimate; what the heap keeps of freed tensors counts as reserved, and there is no clock.
+        The estimate; what the heap keeps of freed tensors counts as reserved. It has the work of a step, and no
+        seconds, which ``memory/cpu_seconds.py`` adds where a step was timed on the processor.
     """
     allocated = list(trace.timeline.live_bytes())
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]
@@ -288,9 +291,12 @@ def estimate_on_cpu(
         fits_at_low_end=process_range.low_bytes <= min(limits, default=process_range.low_bytes),
         host_by_part={**tensors.by_category_at_peak, "heap": heap, "process": base},
         step=None,
+        cpu_work=cpu_work(
+            trace, tokens=surroundings.tokens_per_step, micro_batches=surroundings.micro_batches_per_step
+        ),
         processes=surroundings.processes,
         choices=trace.choices,
-        not_modelled=("time on a CPU", "workspaces inside the CPU's kernels", *surroundings.not_modelled),
+        not_modelled=(NO_SECONDS_OF_CPU, "workspaces inside the CPU's kernels", *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
 

@@ -21,9 +21,10 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import trace_cache, trace_key, tracing
-from lowmem_ft.estimator.traces.trace_cache import FOLDER_VARIABLE, KeptTraces
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -493,5 +494,5 @@ def test_users_choose_the_folder_or_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
     chosen = {"off": None, str(tmp_path): tmp_path, "": tmp_path / "caches" / "lowmem_ft" / "traces"}
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     for value, folder in chosen.items():
-        monkeypatch.setenv(FOLDER_VARIABLE, value)
+        monkeypatch.setenv(KEPT_FOLDER_VARIABLE, value)
         assert KeptTraces.of_user()._folder == folder

@@ -10,9 +10,11 @@ import torch
 from lowmem_ft import estimate_memory
 from lowmem_ft.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.foundation.errors import Interrupted
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.system.phase_peaks import PhasePeaks
+from lowmem_ft.system.timed_steps import timed_steps
 from lowmem_ft.training import loop
 from lowmem_ft.training.callbacks.callbacks import CONTINUE
 from lowmem_ft.training.loop import train
@@ -132,3 +134,27 @@ def test_on_a_gpu_phases_are_of_tensors_alone():
     on_cpu = estimated_peaks(estimate_memory(load_recipe("tiny"), "cpu"))
     assert on_cpu.reserved_bytes is None
     assert on_cpu.by_phase["step"] > process_bytes_on_cpu(), "the process itself is in it"
+
+
+def test_a_run_on_a_processor_gives_later_estimates_their_seconds(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(tmp_path / "kept"))
+    recipe = tiny(
+        "training.max_steps=3", "data.packing=true", "data.eval_size=null", "training.eval_steps=null"
+    )
+    before = estimate_memory(recipe, "cpu")
+    assert before.step is None
+    train(recipe, preflight=Estimated(before))
+    after = estimate_memory(recipe, "cpu")
+    (timed,) = timed_steps()
+    assert after.step.seconds == pytest.approx(timed.seconds)
+    assert after.step.tokens == before.cpu_work.tokens
+    assert after.process_peak_bytes == pytest.approx(before.process_peak_bytes, rel=0.01)
+
+
+def test_a_killed_run_has_left_the_seconds_of_its_second_step(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(tmp_path / "kept"))
+    recipe = tiny("training.max_steps=3")
+    seen = []
+    monkeypatch.setattr(loop.TrainingRun, "_stop_if_asked", lambda run: seen.append(len(timed_steps())))
+    train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
+    assert seen == [0, 1, 1]

@@ -1,0 +1,47 @@
+"""The work that a traced step asks of a processor: products, bytes and calls of operators, of all its micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from lowmem_ft.memory.step_work import StepWork
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.work import Work
+
+
+def cpu_work(trace: Trace, *, tokens: int, micro_batches: int | None) -> StepWork | None:
+    """Return the work of the last traced step.
+
+    Args:
+        trace: a trace on a machine without a GPU.
+        tokens: tokens of one step.
+        micro_batches: micro-batches of a step, of which the trace may have fewer; None: as traced.
+
+    Returns:
+        The work; None if the trace has no step, or the step no products.
+    """
+    if not trace.step_ends:
+        return None
+    first, last = [0, *trace.step_ends][-2:]
+    traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
+    entries = list(_kernels(trace, first, last))
+    if traced and micro_batches is not None:
+        entries += list(_kernels(trace, *traced[-1])) * (micro_batches - len(traced))
+    flops: Counter[str] = Counter()
+    for entry in entries:
+        flops[entry.dtype] += entry.flops * entry.times
+    if not flops.total():
+        return None
+    return StepWork(
+        flops=flops.total(),
+        num_bytes=sum(entry.num_bytes * entry.times for entry in entries),
+        num_operators=sum(entry.times for entry in entries if entry.kind == "kernel"),
+        dtype=max(flops, key=flops.__getitem__),
+        tokens=tokens,
+    )
+
+
+def _kernels(trace: Trace, first: int, last: int) -> Iterator[Work]:
+    """Yield what runs on the processor: operators, and copies within its memory."""
+    return (entry for entry in trace.work[first:last] if entry.kind in ("kernel", "host copy"))

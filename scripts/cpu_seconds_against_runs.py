@@ -1,0 +1,99 @@
+"""Compare seconds that an estimate for a processor scales from another step with what runs on this machine take.
+
+    python scripts/cpu_seconds_against_runs.py [--steps 6]
+
+Each setting trains a random Llama for some steps, and leaves the seconds of one (``system/timed_steps.py``). Each is
+then predicted from every other one, as an estimate does that knows only that. The machine must be idle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from make_tiny_model import FOLDER, VOCABULARY
+from measured_on import measured_on
+from transformers import LlamaConfig
+
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
+from lowmem_ft.system.timed_steps import TimedStep, timed_steps
+
+SETTINGS = {
+    "4 layers of 256": (256, 4, ()),
+    "8 layers of 576": (576, 8, ()),
+    "same, one row a micro-batch": (576, 8, ("training.per_device_train_batch_size=1",)),
+    "same, checkpointed": (576, 8, ("checkpointing.mode=full",)),
+    "same, LoRA": (576, 8, ("adapter.name=lora",)),
+    "same, state in 8 bits": (576, 8, ("optimizer.state=8bit",)),
+    "4 layers of 1,024": (1024, 4, ()),
+}
+"""Name of each setting: width and layers of the model, and settings of the recipe."""
+
+
+def main() -> None:
+    """Run all settings and print the table."""
+    parser = argparse.ArgumentParser(description=main.__doc__)
+    parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[KEPT_FOLDER_VARIABLE] = str(Path(folder, "kept"))
+        steps = {}
+        for name, (width, layers, settings) in SETTINGS.items():
+            steps[name] = timed(Path(folder, "model"), width, layers, settings, arguments.steps)
+            print(f"{name}: {steps[name].seconds:.3g} s a step", flush=True)
+    print(measured_on(torch.device("cpu")))
+    print_errors(steps)
+
+
+def timed(model: Path, width: int, layers: int, settings: tuple[str, ...], num_steps: int) -> TimedStep:
+    """Train a model and return the step that its run has left."""
+    shutil.copytree(FOLDER, model, dirs_exist_ok=True)
+    heads = width // 64
+    LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=width,
+        intermediate_size=8 * width // 3 // 64 * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+    ).save_pretrained(model)
+    command = [sys.executable, "-m", "lowmem_ft", "train", "recipe=tiny", f"model.name_or_path={model}"]
+    command += ["data.packing=true", "data.max_length=256", "data.eval_size=null", "training.eval_steps=null"]
+    command += [f"training.max_steps={num_steps}", "training.save_steps=null", "checkpointing.mode=none"]
+    command += [
+        f"training.output_dir={model.parent / 'run'}",
+        "training.overwrite_output_dir=true",
+        *settings,
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return timed_steps()[-1]
+
+
+def print_errors(steps: dict[str, TimedStep]) -> None:
+    """Print what each step is predicted to take, by every other one: the lowest, the highest and the median error."""
+    errors: list[float] = []
+    for name, step in steps.items():
+        others = [other for key, other in steps.items() if key != name]
+        scaled = [other.seconds * step.reference_seconds / other.reference_seconds for other in others]
+        each = [seconds / step.seconds - 1 for seconds in scaled]
+        errors += each
+        print(
+            f"{name:30} measured {step.seconds:7.3f} s, from the others {min(each):+.0%} to {max(each):+.0%}"
+        )
+    pairs = len(list(itertools.permutations(steps, 2)))
+    sizes = sorted(abs(error) for error in errors)
+    print(f"{pairs} pairs: median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}")
+
+
+if __name__ == "__main__":
+    main()
