@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import peft
@@ -26,14 +27,7 @@ IDS = torch.arange(3, 40)[None]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Checkpoints by family, each made once."""
-    made = {}
-
-    def of(family):
-        if family not in made:
-            made[family] = several_parts(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return of
+    return functools.cache(lambda family: several_parts(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture

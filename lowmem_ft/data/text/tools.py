@@ -156,7 +156,7 @@ def _parsed(text: str, column: str, what: str) -> Any:
         ) from error
 
 
-def shortened(value: Any, limit: int = 100) -> str:
+def shortened(value: Any) -> str:
     """Return a value as an error shows it."""
     text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -34,14 +35,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints by family, each made once."""
-    made = {}
-
-    def of(family):
-        if family not in made:
-            made[family] = packed_checkpoint(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return of
+    return functools.cache(lambda family: packed_checkpoint(family, tmp_path_factory.mktemp(family)))
 
 
 def load(folder, quantization="none", **options):
