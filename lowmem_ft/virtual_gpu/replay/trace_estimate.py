@@ -24,13 +24,13 @@ from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import (
     HEAP_SHARE,
     LARGEST_IN_HEAP_BYTES,
-    Uncertainty,
     uncertainty_on_cpu,
     uncertainty_on_gpu,
 )
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
+from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
@@ -126,7 +126,7 @@ def estimate_on_gpu(
         ``memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would have needed.
     """
     replays = replays or Replays(trace, surroundings.allocator)
-    room = _Room(
+    room = ProcessRoom(
         replays=replays,
         available_bytes=gpu.available_bytes,
         outside_bytes=sum(surroundings.outside_bytes.values()),
@@ -181,73 +181,6 @@ def estimate_on_gpu(
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The most that a caching allocator holds, and how often it has to empty its cache to stay within that."""
-
-    peak_bytes: int
-    num_retries: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Room:
-    """The memory of a GPU for a traced program, and what its process takes of it.
-
-    Args:
-        replays: those of the trace by the caching allocator.
-        available_bytes: bytes that the process can have.
-        outside_bytes: those of them that the process takes outside the allocator.
-        allowed_bytes: the most that the allocator lets itself hold; None: the whole memory.
-        limit_bytes: the budget, or else what is available.
-    """
-
-    replays: Replays
-    available_bytes: int
-    outside_bytes: int
-    allowed_bytes: int | None
-    limit_bytes: int
-
-    def held(self, factor: float = 1, further_bytes: int = 0) -> _Held | None:
-        """Return what the allocator holds; None if it runs out of memory.
-
-        Args:
-            factor: of the bytes that the program needs: a hundredth more is the same as a hundredth less room.
-            further_bytes: bytes outside the allocator in addition to those expected.
-        """
-        capacity = int((self.available_bytes - self.outside_bytes - further_bytes) / factor)
-        allowed = None if self.allowed_bytes is None else int(self.allowed_bytes / factor)
-        most = capacity if allowed is None else min(capacity, allowed)
-        if self.replays.reserved_peak_bytes <= most:
-            return _Held(self.replays.reserved_peak_bytes)
-        if self.replays.peak_live_bytes("device") > most:
-            return None
-        capped = self.replays.within(capacity, allowed)
-        return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
-
-    def end_of_range(self, uncertainty: Uncertainty, *, upper: bool) -> int | None:
-        """Return the process's bytes at one end of the uncertainty range; None if memory runs out there."""
-        sign = 1 if upper else -1
-        factor = 1 + sign * uncertainty.reserved_share
-        further = sign * uncertainty.bytes_of(0, self.outside_bytes)
-        held = self.held(factor, further)
-        return None if held is None else round(held.peak_bytes * factor) + self.outside_bytes + further
-
-    def process_peak(self, of_torch: int) -> int:
-        """Add managed memory, which moves to the host where the device is full: it takes what is left."""
-        managed = self.replays.peak_live_bytes("managed")
-        return min(of_torch + managed, max(self.limit_bytes, of_torch))
-
-    def process_range(self, reserved: int, highest: int | None, uncertainty: Uncertainty) -> ProcessRange:
-        """Return the range of the process's bytes, by what the allocator reserves and by the range's upper end."""
-        process, margin = reserved + self.outside_bytes, uncertainty.bytes_of(reserved, self.outside_bytes)
-        peak = self.process_peak(process)
-        return ProcessRange(
-            low_bytes=max(0, peak - margin),
-            high_bytes=max(peak, self.process_peak(highest or process + margin)),
-            uncertainty=uncertainty,
-        )
 
 
 def estimate_on_cpu(
