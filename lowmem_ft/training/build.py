@@ -27,7 +27,7 @@ from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.techniques.adapters.lora import check_adapter
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
-from lowmem_ft.techniques.precision import check_precision
+from lowmem_ft.techniques.precision_check import check_precision
 from lowmem_ft.tensors.logical_size import logical_numel
 from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
 from lowmem_ft.training.runtime import Runtime

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques import precision
-from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
+from lowmem_ft.techniques.precision import enable_lost_update_meter
+from lowmem_ft.techniques.precision_check import check_precision
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
