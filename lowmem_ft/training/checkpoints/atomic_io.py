@@ -8,7 +8,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.training.checkpoints.saved_files import replace_saved
 
 
@@ -82,22 +81,6 @@ def write_whole_file(target: Path, text: str) -> None:
     except BaseException:
         partial.unlink(missing_ok=True)
         raise
-
-
-def append_text(file: Path, text: str) -> None:
-    """Append to a file of a run; the system has the text when this returns.
-
-    Raises:
-        CheckpointError: if it cannot be written, for example because the disk is full.
-    """
-    try:
-        with file.open("a", encoding="utf-8") as lines:
-            lines.write(text)
-    except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
-            "training.resume_from_checkpoint=auto."
-        ) from error
 
 
 def _flush_to_disk(path: Path) -> None:

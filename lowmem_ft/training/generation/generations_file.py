@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.training.checkpoints.atomic_io import append_text, write_whole_file
+from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 
 GENERATIONS_FILE = "generations.jsonl"
@@ -133,7 +133,15 @@ def append_generations(run: Path, generations: Iterable[Generation]) -> None:
     Raises:
         CheckpointError: if the file cannot be written.
     """
-    append_text(run / GENERATIONS_FILE, _lines(generations))
+    file = run / GENERATIONS_FILE
+    try:
+        with file.open("a", encoding="utf-8") as lines:
+            lines.write(_lines(generations))
+    except OSError as error:
+        raise CheckpointError(
+            f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
+            "training.resume_from_checkpoint=auto."
+        ) from error
 
 
 def _lines(generations: Iterable[Generation]) -> str:

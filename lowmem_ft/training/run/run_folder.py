@@ -14,7 +14,7 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.rules.output_folder import inputs_of, refuse_output_folder, run_folder_of
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
-from lowmem_ft.training.checkpoints.atomic_io import append_text, write_whole_file
+from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.checkpoints.checkpoint_folders import (
     Progress,
     checkpoints_after,
@@ -136,7 +136,15 @@ class RunFolder:
         Raises:
             CheckpointError: if it cannot be written, for example because the disk is full.
         """
-        append_text(self.path / METRICS_FILE, json.dumps(record) + "\n")
+        file = self.path / METRICS_FILE
+        try:
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(record) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
+                "training.resume_from_checkpoint=auto."
+            ) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all lines of ``metrics.jsonl``, except a last one that a killed process left half-written.
