@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.techniques import precision_check
+from lowmem_ft.techniques import precision, precision_check
 from lowmem_ft.techniques.precision import enable_lost_update_meter
 from lowmem_ft.techniques.precision_check import check_precision
 from lowmem_ft.virtual_gpu import VirtualGPU
