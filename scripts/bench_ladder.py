@@ -42,7 +42,7 @@ from measured_on import measured_on, require_device
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming

@@ -68,7 +68,8 @@ from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.recording.work import STEP_END

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, Trainin
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig

@@ -30,7 +30,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import load_recipe
 
 ROWS, TOKENS = 2, 2048

@@ -26,7 +26,7 @@ def with_table(page: str) -> str:
     """Return a page with the current tables, one a toolkit, between its marks."""
     tables = []
     for toolkit, names in KEYS_OF.items():
-        rows = "".join(_row(FOREIGN_KEYS[name]) for name in names.split())
+        rows = "".join(_row(FOREIGN_KEYS[name]) for name in names)
         tables.append(f"## {toolkit}\n\n| key | in a recipe |\n|---|---|\n{rows}")
     return marked_table.with_table(page, "foreign_key_table.py", "\n".join(tables))
 

@@ -28,7 +28,8 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.system.memory_meter import read_host_memory
 from lowmem_ft.system.process_memory import held_bytes

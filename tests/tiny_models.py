@@ -42,3 +42,16 @@ def model_of(config: PretrainedConfig | Path = TINY, *, seed: int = 0, **argumen
     config = AutoConfig.from_pretrained(config) if isinstance(config, Path) else copy.deepcopy(config)
     torch.manual_seed(seed)
     return AutoModelForCausalLM.from_config(config, **arguments).train()
+
+
+def losses_of_adamw(model, ids, num_steps=3):
+    """Train on the same tokens in torch's AdamW, and return the losses."""
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    losses = []
+    for _ in range(num_steps):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses

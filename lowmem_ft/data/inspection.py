@@ -22,8 +22,10 @@ from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.epoch_rows import MappedExamples
 from lowmem_ft.data.length_profile import Cut, LengthProfile
-from lowmem_ft.data.loading import SHOWS_ROW, PreparedData, load_data
+from lowmem_ft.data.loading import load_data
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
+from lowmem_ft.data.tokenized_parts import SHOWS_ROW
 from lowmem_ft.system.heard_logs import log_heard
 
 STREAMED_EXAMPLES = 1000
@@ -174,16 +176,8 @@ def inspect_data(
     profile = LengthProfile(whole.masks(), splits=splits)
     pieces = _Examples.of(plain) if splits else whole
     return Inspection(
-        notes=tuple(
-            record.getMessage()
-            for record in heard
-            if record.levelno < logging.WARNING and not getattr(record, SHOWS_ROW, False)
-        ),
-        warnings=tuple(
-            Warned(getattr(record, "check", None), record.getMessage())
-            for record in heard
-            if record.levelno >= logging.WARNING
-        ),
+        notes=tuple(_notes(heard)),
+        warnings=tuple(_warnings(heard)),
         rows=tuple(_shown(pieces, tokenizer, max_length, show)),
         bins=tuple(_bins(profile.lengths_R)),
         cuts=tuple(map(profile.cut_at, _limits(profile.longest, max_length, max_positions))),
@@ -197,6 +191,20 @@ def inspect_data(
         is_mixed="text" in data.formats and not splits,
         num_streamed=len(profile.lengths_R) if data.summary is None else None,
     )
+
+
+def _notes(heard: Iterable[logging.LogRecord]) -> Iterator[str]:
+    """Yield what was logged about the data, except the rows shown."""
+    for record in heard:
+        if record.levelno < logging.WARNING and not getattr(record, SHOWS_ROW, False):
+            yield record.getMessage()
+
+
+def _warnings(heard: Iterable[logging.LogRecord]) -> Iterator[Warned]:
+    """Yield what was warned about."""
+    for record in heard:
+        if record.levelno >= logging.WARNING:
+            yield Warned(getattr(record, "check", None), record.getMessage())
 
 
 @dataclass(frozen=True)

@@ -302,20 +302,17 @@ def check_known_tokens(examples: Iterable[TokenizedExample], tokenizer: PreTrain
         )
 
 
-def marked_text(
-    input_ids_T: np.ndarray, labels_T: np.ndarray, tokenizer: PreTrainedTokenizerBase, limit: int = 2000
-) -> str:
+def marked_text(input_ids_T: np.ndarray, labels_T: np.ndarray, tokenizer: PreTrainedTokenizerBase) -> str:
     """Return an example as the model reads it, with the learnt parts between ``⟦`` and ``⟧``.
 
     Args:
         input_ids_T: token ids.
         labels_T: the same, or -100 where not learnt.
         tokenizer: decodes them.
-        limit: characters shown, half from each end.
 
     Returns:
-        The text, special tokens included, and safe for a terminal.
+        The text, special tokens included, and safe for a terminal: of a long one, a thousand characters from each end.
     """
     pieces = marked_pieces(input_ids_T, labels_T != IGNORED_LABEL, tokenizer)
     text = "".join(f"⟦{piece.text}⟧" if piece.is_learnt else piece.text for piece in pieces)
-    return text if len(text) <= limit else f"{text[: limit // 2]} [...] {text[-limit // 2 :]}"
+    return text if len(text) <= 2000 else f"{text[:1000]} [...] {text[-1000:]}"

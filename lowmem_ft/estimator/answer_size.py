@@ -11,7 +11,7 @@ import torch
 
 from lowmem_ft.estimator.runtime import bytes_of_weights, model_on_meta, pack_as_loaded
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 
 logger = logging.getLogger(__name__)
 

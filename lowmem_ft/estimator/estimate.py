@@ -22,7 +22,7 @@ from lowmem_ft.memory.cpu_seconds import with_seconds_here
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import other_parts_of
+from lowmem_ft.models.hf_config import other_parts_of
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs

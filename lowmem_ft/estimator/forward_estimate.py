@@ -15,7 +15,7 @@ from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.traces.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_model_config, vocab_size
+from lowmem_ft.models.hf_config import load_model_config, vocab_size
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused

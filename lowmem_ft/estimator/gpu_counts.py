@@ -12,9 +12,8 @@ from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.recipe.rules.engine_rules import problems_with_engine
+from lowmem_ft.recipe.rules.engine_rules import problems_with_engine, problems_with_processes
 from lowmem_ft.recipe.space.search_space import with_settings
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 NUMBERS = (2, 4, 8)

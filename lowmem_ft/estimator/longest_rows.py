@@ -12,7 +12,7 @@ from lowmem_ft.estimator.estimate import estimate_memory
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_model_config, max_positions
+from lowmem_ft.models.hf_config import load_model_config, max_positions
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 from lowmem_ft.recipe.space.search_space import with_settings

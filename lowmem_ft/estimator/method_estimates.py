@@ -16,7 +16,7 @@ from lowmem_ft.estimator.traces.repeated_layers import layer_counts
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_model_config, max_positions
+from lowmem_ft.models.hf_config import load_model_config, max_positions
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with

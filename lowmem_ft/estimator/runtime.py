@@ -16,13 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lowmem_ft.budget import Budget
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import (
-    compute_dtype,
-    load_model_config,
-    model_of_config,
-    other_parts_of,
-    weights_dtype,
-)
+from lowmem_ft.models.hf_config import compute_dtype, load_model_config, other_parts_of, weights_dtype
+from lowmem_ft.models.loading import model_of_config
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.new_tokens import set_new_rows
 from lowmem_ft.models.other_parts import set_other_parts

@@ -220,8 +220,8 @@ def machine_problem(error: OSError) -> str | None:
     )
 
 
-def did_you_mean(name: str, known: Iterable[str], limit: int = 3) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a suffix with the closest known names, such as `` Did you mean `packing`?``; empty if none is close."""
     others = {other.lower(): other for other in known if other != name}
-    close = [others[match] for match in difflib.get_close_matches(name.lower(), others, n=limit, cutoff=0.6)]
+    close = [others[match] for match in difflib.get_close_matches(name.lower(), others, n=3, cutoff=0.6)]
     return f" Did you mean {' or '.join(f'`{match}`' for match in close)}?" if close else ""

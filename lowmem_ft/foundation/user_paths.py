@@ -18,18 +18,13 @@ KEPT_FOLDER_VARIABLE = "LOWMEM_FT_TRACE_CACHE"
 """Variable for the folder where estimates keep things, or ``off``; unset: ``lowmem_ft/traces`` in the cache folder."""
 
 
-def user_cache_folder(name: str) -> Path | None:
-    """Return a folder of ours in the user's cache folder; None for a user without a home."""
-    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return Path(caches, "lowmem_ft", name) if os.path.isabs(caches) else None  # without a home, `~` stays
-
-
 def kept_folder() -> Path | None:
     """Return the folder of what estimates keep between runs; None: nothing is kept."""
     chosen = os.environ.get(KEPT_FOLDER_VARIABLE, "")
     if chosen:
         return None if chosen == "off" else Path(chosen)
-    return user_cache_folder("traces")
+    caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(caches, "lowmem_ft", "traces") if os.path.isabs(caches) else None  # without a home, `~` stays
 
 
 def address_problem(setting: str, path: str | os.PathLike[str]) -> str | None:

@@ -15,7 +15,8 @@ from lowmem_ft.host.mapped_files import forget_pages
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight, causal_lm_class
 from lowmem_ft.models.files.sources import source_of
-from lowmem_ft.models.loading import load_model, weights_dtype
+from lowmem_ft.models.hf_config import weights_dtype
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.other_parts import language_weights
 
 _FINER_THAN_BFLOAT16 = {"F16", "F32", "F64"}

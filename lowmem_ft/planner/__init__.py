@@ -2,6 +2,7 @@
 
 from lowmem_ft.planner.automatic_checkpointing import plan_checkpointing
 from lowmem_ft.planner.memory_plan import MemoryPlan
-from lowmem_ft.planner.planning import PlanProgress, plan
+from lowmem_ft.planner.planning import plan
+from lowmem_ft.planner.search.estimated_search import PlanProgress
 
 __all__ = ["MemoryPlan", "PlanProgress", "plan", "plan_checkpointing"]

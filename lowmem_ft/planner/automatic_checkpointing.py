@@ -29,12 +29,17 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.planner.candidates import candidates_of
-from lowmem_ft.planner.explain import Findings, Neighbours
+from lowmem_ft.planner.explain import explained
 from lowmem_ft.planner.memory_plan import MemoryPlan
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.planning import OnProgress, explained, only_looking, search_in, smallest_fitting_gpu
-from lowmem_ft.planner.search import Need, Search
+from lowmem_ft.planner.planning import only_looking
+from lowmem_ft.planner.search.candidates import candidates_of
+from lowmem_ft.planner.search.estimated_needs import Need
+from lowmem_ft.planner.search.estimated_search import OnProgress, search_in
+from lowmem_ft.planner.search.neighbours import Neighbours
+from lowmem_ft.planner.search.search import Search
+from lowmem_ft.planner.search.search_findings import Findings
+from lowmem_ft.planner.smallest_gpu import smallest_fitting_gpu
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.space.search_space import Dimension, Settings, Space, space_over
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig

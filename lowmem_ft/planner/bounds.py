@@ -32,7 +32,7 @@ from lowmem_ft.memory.least_memory import (
     gone_unless,
 )
 from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST
-from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.models.hf_config import compute_dtype
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe

@@ -1,7 +1,7 @@
 """Rules of thumb for the bytes and seconds of a step and the effort of its estimate: they only start a search.
 
 Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
-makes (``planner/ranking.py``), so a wrong one costs estimates, never the plan.
+makes (``planner/search/ranking.py``), so a wrong one costs estimates, never the plan.
 
 Ten shares stand in for what is not counted. ``scripts/fit_expectations.py`` fits them to kept estimates of random
 combinations: of an 8B on two GPUs, and of a 1B on another. ``expected_shares.json`` has the shares, and their errors on

@@ -8,8 +8,8 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planner import bounds
-from lowmem_ft.planner.candidates import expected_bytes
 from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.planner.search.candidates import expected_bytes
 from lowmem_ft.recipe import Recipe
 
 

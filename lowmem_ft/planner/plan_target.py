@@ -18,9 +18,9 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_model_config, weights_dtype
+from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, shape_of
-from lowmem_ft.planner.search import Limits
+from lowmem_ft.planner.search.estimated_needs import Limits
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import keys_with
 from lowmem_ft.recipe.rules.budget_limits import refuse_budget

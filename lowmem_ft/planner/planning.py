@@ -5,73 +5,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.planner.candidates import Bytes, candidates_of, expected_bytes, prior_of
-from lowmem_ft.planner.explain import Findings, Neighbours, nearest
+from lowmem_ft.planner.explain import explained
 from lowmem_ft.planner.fused_kernels import with_fused_kernels
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
-from lowmem_ft.planner.search import Candidates, Limits, Need, Search
+from lowmem_ft.planner.search.candidates import Candidates, candidates_of, expected_bytes
+from lowmem_ft.planner.search.estimated_search import OnProgress, estimate_nearest, search_in
+from lowmem_ft.planner.search.neighbours import Neighbours
+from lowmem_ft.planner.search.prefetch import num_processes_ahead
+from lowmem_ft.planner.search.search_findings import Findings
+from lowmem_ft.planner.smallest_gpu import smallest_fitting_gpu
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.space.search_space import Space, consent_keys, space_of, words_of
-from lowmem_ft.system.signals import stops_remembered
-
-MAX_EFFORT = 18
-"""Effort of the search for the fastest, in estimates of common length, which take a second or two each.
-
-The neighbours of the best are estimated in addition. What is left then is counted and reported."""
-
-COMMON_EVENTS = 1500
-"""Events per layer in a trace of common length, such as an 8B's; an estimate with more counts as several."""
-
-LEAST_PROMISE = 0.006
-"""Share of a step's seconds: a search ends when it expects less improvement from any other combination."""
-
-SIMPLER_TRIED = 4
-"""Combinations with fewer changes, expected to be nearly as fast as the best, that are estimated before neighbours."""
-
-NEAREST_TRIED = 2
-"""Estimates of the combinations that should lack least, if none is found to fit or bounds prove that none can."""
-
-NEAREST_LOOKED_AT = 500
-"""Combinations that lack least by their bounds, among which a rule of thumb picks those to estimate."""
-
-GPUS_TRIED = 3
-"""GPUs of the catalogue to estimate on, from the smallest that should be large enough."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanProgress:
-    """Progress of planning.
-
-    Args:
-        combinations: number of valid ones to choose from.
-        estimated: number of these estimated so far.
-        best: estimate of the best so far; None if nothing fits yet.
-    """
-
-    combinations: int
-    estimated: int
-    best: MemoryEstimate | None
-
-
-OnProgress = Callable[[PlanProgress], None]
 
 
 @contextlib.contextmanager
@@ -107,7 +63,7 @@ def plan(
 
     The same arguments give the same plan. A search that ran to its end (``MemoryPlan.is_proven``) has found the best of
     all combinations, and is never slower than one in a smaller budget; one that ended earlier may be, by something that
-    it reports as left (see ``planner/search.py``).
+    it reports as left (see ``planner/search/search.py``).
 
     Args:
         recipe: the starting point; its values that do not concern memory do not change.
@@ -260,7 +216,7 @@ def _plan_in(
             except KeyboardInterrupt:
                 found.interrupted = True
         if not found.needs:
-            _estimate_nearest(
+            estimate_nearest(
                 search,
                 candidates,
                 target.limits,
@@ -269,135 +225,6 @@ def _plan_in(
                 ),
             )
         return explained(Findings.of(search, space, target.limits, asked), neighbours)
-
-
-@contextlib.contextmanager
-def search_in(
-    space: Space, candidates: Candidates, target: Target, on_progress: OnProgress, num_ahead: int = 0
-) -> Iterator[Search]:
-    """Yield a search of a space, whose estimates are the target's, each made once.
-
-    Args:
-        space: at least one combination.
-        candidates: its combinations, with their bounds and their order.
-        target: the device and the model.
-        on_progress: called before each estimate.
-        num_ahead: processes in addition to this one that estimate what the search should ask for next.
-    """
-
-    def recipe_of(place: int) -> Recipe:
-        return space.recipe_of(space.combinations[place])
-
-    def need_of(place: int) -> Need | str:
-        raise_if_stopped()
-        best = search.found.best
-        on_progress(
-            PlanProgress(
-                combinations=len(candidates),
-                estimated=len(search.found.needs),
-                best=None if best is None else search.found.needs[best].estimate,
-            )
-        )
-        try:
-            estimate, num_events = ahead.take(place) or target.estimate(recipe_of(place))
-            return need_from(estimate, num_events / COMMON_EVENTS / max(1, target.shape.num_layers))
-        except UserError as error:
-            return " ".join(error.problems)
-
-    others = EstimatesAhead(num_ahead, target.gpu, target.budget)
-    with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
-        search = Search(
-            candidates,
-            target.limits,
-            need_of,
-            prior_of(space, candidates, target.limits, target.shape, target.gpu),
-            max_effort=MAX_EFFORT,
-            least_promise=LEAST_PROMISE,
-            nearest_tried=NEAREST_TRIED,
-            simpler_tried=SIMPLER_TRIED,
-            look_ahead=lambda places: ahead.guess(places, recipe_of),
-        )
-        yield search
-
-
-def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
-    """Return the needs by an estimate, with the headroom that keeps it from being a tight fit.
-
-    Args:
-        estimate: estimate of one combination.
-        effort: effort of making it, in common estimates; each counts as at least one.
-    """
-    peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
-    host = with_headroom(estimate.host_peak_bytes)
-    return Need(
-        seconds=0.0 if estimate.step is None else estimate.step.seconds,
-        device_bytes=max(peak, high_bytes),
-        host_bytes=max(host, high_bytes) if estimate.is_of_cpu else host,
-        fits=estimate.fits and not estimate.tight,
-        effort=max(1.0, effort),
-        estimate=estimate,
-    )
-
-
-def _estimate_nearest(
-    search: Search, candidates: Candidates, limits: Limits, expected: Callable[[int], Bytes]
-) -> None:
-    """Estimate the combinations that should lack least, where bounds alone show that nothing fits.
-
-    Raises:
-        UserError: if none of them can be built.
-        KeyboardInterrupt: if the user had ended the search before.
-    """
-    if search.found.interrupted:
-        raise KeyboardInterrupt
-
-    def missing(needed: Bytes) -> int:
-        return sum(limits.missing(*needed))
-
-    bound = list(zip(candidates.device_bytes_N.tolist(), candidates.host_bytes_N.tolist(), strict=True))
-    order = sorted(range(len(bound)), key=lambda place: (missing(bound[place]), candidates.after_N[place]))
-    near = sorted(
-        order[:NEAREST_LOOKED_AT], key=lambda place: (missing(expected(place)), candidates.after_N[place])
-    )
-    answers = [search.estimate(place, then=near[:NEAREST_TRIED]) for place in near[:NEAREST_TRIED]]
-    if not search.found.needs:
-        raise UserError(str(answers[0]))
-
-
-def explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
-    """Return the best that a search has found, or the nearest to fitting, with the reasons."""
-    found, space = findings.found, findings.space
-    best = found.best if found.best is not None else nearest(list(found.needs.items()), findings.limits)
-    assert best is not None, "at least one estimate was made"
-    need = found.needs[best]
-    over_device, over_host = findings.limits.missing(need.device_bytes, need.host_bytes)
-    return MemoryPlan(
-        recipe=space.recipe_of(space.combinations[best]),
-        estimate=need.estimate,
-        fits=need.fits,
-        overrides=findings.changes(best),
-        alternatives=findings.alternatives(),
-        rejected=findings.rejected(),
-        knobs=neighbours.knobs(findings) if need.fits else (),
-        purchases=findings.purchases(),
-        binds=findings.binds(),
-        counts=Counts(
-            estimated=len(found.needs),
-            refused=sum(space.refused.values()) + len(found.refused),
-            beyond_bytes=found.beyond_bytes,
-            beyond_seconds=found.beyond_seconds,
-            left=found.left,
-        ),
-        left_seconds=found.left_seconds,
-        interrupted=found.interrupted,
-        missing_device_bytes=over_device,
-        missing_host_bytes=over_host,
-        given_up=tuple(
-            word
-            for word in space.recipe.plan.allow
-            if word in words_of(space.recipe, space.recipe_of(space.combinations[best]))
-        ),
-    )
 
 
 def _missing(result: MemoryPlan) -> tuple[bool, int]:
@@ -430,30 +257,3 @@ def _counts(tiers: Sequence[MemoryPlan]) -> Counts:
 
 def _trains_as_it_is(chosen: Recipe, asked: Recipe) -> Recipe:
     return dataclasses.replace(chosen, plan=dataclasses.replace(asked.plan, mode="none"))
-
-
-def smallest_fitting_gpu(result: MemoryPlan, target: Target) -> str | None:
-    """Return the smallest GPU on which the nearest plan fits, estimated there; None if the host lacks memory.
-
-    A plan for a GPU without bfloat16 runs on GPUs with it, not the other way round.
-    """
-    if target.gpu is None or result.missing_host_bytes:
-        return None
-    needed = target.limits.device_bytes + result.missing_device_bytes
-    candidates = [
-        gpu
-        for gpu in load_gpus().values()
-        if gpu.available_bytes >= needed and gpu.has_bfloat16 >= target.gpu.has_bfloat16
-    ]
-    for gpu in sorted(candidates, key=_by_size_and_price)[:GPUS_TRIED]:
-        with contextlib.suppress(UserError):
-            estimate, _ = target.estimate(result.recipe, gpu)
-            if estimate.fits and not estimate.tight:
-                return gpu.name
-    return None
-
-
-def _by_size_and_price(gpu: Gpu) -> tuple[int, float, int]:
-    """Return the key that sorts GPUs by memory in whole GiB, as sold, of which the driver keeps some; then by rent."""
-    price = gpu.cheapest_price
-    return math.ceil(gpu.memory_bytes / GIB), price.usd_per_hour if price else math.inf, gpu.memory_bytes

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.memory.memory_estimate import StepTime
-from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions, vocab_size
+from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
 
 

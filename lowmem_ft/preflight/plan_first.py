@@ -20,10 +20,10 @@ from lowmem_ft.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.rules.output_folder import run_folder_of
 from lowmem_ft.recipe.space.search_space import planned_keys, with_settings
 from lowmem_ft.system.host_limits import tightest_host_limit
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.run.replaced_run import RECIPE_FILE, run_files
 from lowmem_ft.training.run.run_folder import RunFolder

@@ -20,7 +20,8 @@ from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.traces.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.foundation.errors import Interrupted, ModelError, RaceError, UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.models.loading import load_tokenizer, vocab_size
+from lowmem_ft.models.hf_config import vocab_size
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus

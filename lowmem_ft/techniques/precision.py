@@ -1,4 +1,4 @@
-"""Check of a run's types on its device, and a meter for the updates that 16-bit weights lose."""
+"""A meter for the updates that 16-bit weights lose."""
 
 from __future__ import annotations
 
@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lowmem_ft.foundation.devices import has_bfloat16, has_values, name_of
-from lowmem_ft.foundation.errors import raise_problems
-from lowmem_ft.techniques.device_rules import precision_problems
+from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import local_part
 
@@ -27,50 +25,6 @@ SAMPLED_ELEMENTS = 4096
 """Elements sampled in each parameter; each represents its neighbours that are not."""
 
 _INTEGER_OF_SIZE = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def check_precision(
-    dtype: str,
-    mixed_precision: str,
-    device: torch.device,
-    *,
-    frozen: bool = False,
-    scales_loss: bool = True,
-) -> None:
-    """Reject weights and autocast that this device cannot compute with, or that would silently train wrongly.
-
-    Args:
-        dtype: ``model.dtype`` with ``auto`` resolved: ``float32``, ``bfloat16`` or ``float16``.
-        mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
-        device: the device that the model trains on.
-        frozen: whether these weights are frozen, next to adapters in float32.
-        scales_loss: whether a loss scale would reach the gradients of trained weights.
-
-    Raises:
-        UserError: naming every rule that is broken.
-    """
-    raise_problems(
-        precision_problems(
-            dtype,
-            mixed_precision,
-            is_cpu=device.type == "cpu",
-            has_bfloat16=has_bfloat16(device),
-            device_name=name_of(device),
-            frozen=frozen,
-            scales_loss=scales_loss,
-        )
-    )
-    if frozen and dtype == "bfloat16" and mixed_precision == "no":
-        logger.info(
-            "training.mixed_precision=no copies the input of each adapter to float32; with bf16 adapters compute in "
-            "the weights' type, and no copy is kept"
-        )
-    if not frozen and dtype == "bfloat16" and mixed_precision == "bf16":
-        logger.info(
-            "training.mixed_precision=bf16 changes little with model.dtype=bfloat16: weights and matrix products are "
-            "bfloat16 already; autocast only keeps some sums in float32"
-        )
-
 
 UpdateHook = Callable[[nn.Parameter, int, Tensor, Tensor, Mapping[str, Any]], "Callable[[], None] | None"]
 """Hook called before an update; it returns a function to call after it, or None.

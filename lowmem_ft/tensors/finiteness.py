@@ -24,7 +24,7 @@ def names_of_not_finite(tensors: Iterable[tuple[str, Tensor]]) -> list[str]:
     return [name for name, tensor in tensors if not is_finite(tensor)]
 
 
-def some_of(names: list[str], limit: int = 3) -> str:
-    """Return a few names for a message, and the number of the others."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return f"{', '.join(names[:limit])}{more}"
+def some_of(names: list[str]) -> str:
+    """Return three names for a message, and the number of the others."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

@@ -18,17 +18,17 @@ from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
-from lowmem_ft.models.loading import compute_dtype, weights_dtype
+from lowmem_ft.models.hf_config import compute_dtype, weights_dtype
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.optimizers import check_optimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
+from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.techniques.adapters.lora import check_adapter
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
-from lowmem_ft.techniques.precision import check_precision
+from lowmem_ft.techniques.precision_check import check_precision
 from lowmem_ft.tensors.logical_size import logical_numel
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session

@@ -9,7 +9,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
-from lowmem_ft.models.loading import vocab_size
+from lowmem_ft.models.hf_config import vocab_size
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 

@@ -24,16 +24,11 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
-from lowmem_ft.models.loading import compute_dtype
+from lowmem_ft.models.hf_config import compute_dtype
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.new_tokens import new_rows, refuse_untrained_rows
 from lowmem_ft.models.other_parts import other_parts
-from lowmem_ft.optimizers import (
-    ChunkedOptimizer,
-    create_optimizer,
-    create_torch_adamw,
-    may_lose_updates,
-)
+from lowmem_ft.optimizers import ChunkedOptimizer, create_optimizer, create_torch_adamw, may_lose_updates
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
@@ -125,17 +120,12 @@ def switch_on(
             for technique in techniques_of_state(optimizer, recipe, host_memory):
                 after_forward.add(technique)
             _initialize_masters(optimizer, model, finer_weights)
-        streaming = in_forward.find(ParameterStreaming)
-        sharded = in_forward.find(FullySharded)
-        loss = in_forward.find(ChunkedLoss)
         for technique in techniques_in_step(
             model,
             optimizer,
             recipe,
             host_memory,
-            streaming,
-            sharded,
-            loss,
+            in_forward,
             sums=sums,
             reads_weights_flushed=reads_weights_flushed,
         ):
@@ -220,21 +210,22 @@ def techniques_in_step(
     optimizer: Optimizer,
     recipe: Recipe,
     host_memory: HostMemory,
-    streaming: ParameterStreaming | None,
-    sharded: FullySharded | None = None,
-    loss: ChunkedLoss | None = None,
+    in_forward: Techniques,
     *,
     sums: bool,
     reads_weights_flushed: bool,
 ) -> Iterator[Technique]:
     """Enable the techniques that sum, apply and watch gradients, those of streamed weights included."""
+    streaming, sharded = in_forward.find(ParameterStreaming), in_forward.find(FullySharded)
     if recipe.accumulation.dtype == "float32" and (sums or sharded is not None):
         if sharded is not None:
             sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
         takes_float32 = isinstance(optimizer, ChunkedOptimizer)
         yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
         if recipe.accumulation.fusion:
-            yield enable_fused_accumulation(model, device=host_memory.device, loss=loss)
+            yield enable_fused_accumulation(
+                model, device=host_memory.device, loss=in_forward.find(ChunkedLoss)
+            )
     elif recipe.accumulation.fusion:
         logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
     if may_lose_updates(optimizer):

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate

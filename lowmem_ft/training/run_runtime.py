@@ -16,7 +16,8 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig

@@ -73,8 +73,10 @@ def convert_gguf(gguf_file: Path, folder: Path) -> None:
     import torch
 
     from lowmem_ft.models.config import ModelConfig
-    from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+    from lowmem_ft.models.hf_config import load_model_config
+    from lowmem_ft.models.loading import load_model
     from lowmem_ft.models.saving import save_model
+    from lowmem_ft.models.tokenizer import load_tokenizer
 
     print(f"Unpacking {gguf_file.name} to fp32 safetensors.")
     config = ModelConfig(name_or_path=str(gguf_file), dtype="float32")

@@ -31,7 +31,7 @@ from lowmem_ft.estimator.traces.tracing import trace_layers
 from lowmem_ft.foundation.errors import RaceError
 from lowmem_ft.host.copy_engine import PutOffCopy
 from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.races import checker
 from lowmem_ft.virtual_gpu.races.happens_before import Clock, Span

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.host import copy_engine
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import optimizer_in_backward

@@ -14,7 +14,7 @@ from ground_truth.ladder_matrix import CHANGES_THE_ORDER_OF_SUMS, plain
 from torch import Tensor
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session

@@ -23,7 +23,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.estimator.worst_batch import worst_batch
 from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.memory.category import Phase
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import read_host_memory

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from lowmem_ft import hf, load_recipe  # first: it silences a needless message of bitsandbytes
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.models.tokenizer import load_tokenizer
 
 # isort: split
 from trl import SFTTrainer

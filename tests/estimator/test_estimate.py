@@ -20,12 +20,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE, HEAP_SHARE_OF_RUNS, RESERVED_SHARE
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
-from lowmem_ft.system.process_size import (
-    CUDA_BUILD_BYTES,
-    HOST_BYTES_WITH_CUDA,
-    LIBRARIES_BYTES,
-    TOKEN_BYTES,
-)
+from lowmem_ft.system.process_size import CUDA_BUILD_BYTES, HOST_BYTES_WITH_CUDA, LIBRARIES_BYTES, TOKEN_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
@@ -306,7 +301,7 @@ def test_many_gpus_get_what_each_alone_gets(make_recipe):
 )
 def test_the_models_of_the_shipped_recipes_need_no_hub(model):
     from lowmem_ft.models.config import ModelConfig
-    from lowmem_ft.models.loading import load_model_config
+    from lowmem_ft.models.hf_config import load_model_config
 
     config = load_model_config(ModelConfig(name_or_path=model), architecture_only=True)
     assert config.get_text_config().num_hidden_layers > 1

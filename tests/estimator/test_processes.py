@@ -15,7 +15,7 @@ from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_layers
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus

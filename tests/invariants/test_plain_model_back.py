@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques.adapters.lora import Lora
+from lowmem_ft.techniques.adapters.trained_adapter import Lora
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.step import train_step

@@ -11,7 +11,8 @@ import pytest
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
-from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions
+from lowmem_ft.models.hf_config import load_model_config, max_positions
+from lowmem_ft.models.tokenizer import load_tokenizer
 
 TINY = {
     "model_type": "llama",
@@ -80,7 +81,7 @@ def test_for_training_a_catalogue_name_stands_for_its_hub_id(monkeypatch, offlin
         asked.append(path)
         raise OSError("no")
 
-    monkeypatch.setattr("lowmem_ft.models.loading.AutoConfig.from_pretrained", no_config)
+    monkeypatch.setattr("lowmem_ft.models.hf_config.AutoConfig.from_pretrained", no_config)
     monkeypatch.setattr("lowmem_ft.models.tokenizer.AutoTokenizer.from_pretrained", no_config)
     config = ModelConfig(name_or_path="qwen2.5-7b", tokenizer_name_or_path="llama-3.1-8b")
     with caplog.at_level(logging.INFO, "lowmem_ft"), pytest.raises(ModelError, match=r"Qwen/Qwen2\.5-7B"):

@@ -10,7 +10,7 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.causality import refuse_bidirectional
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import ENCODERS
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 
 SIZES = {
     "vocab_size": 64,

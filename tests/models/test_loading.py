@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Mixtr
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer, max_positions
+from lowmem_ft.models.hf_config import load_model_config, max_positions
+from lowmem_ft.models.loading import load_model
+from lowmem_ft.models.tokenizer import load_tokenizer
 
 CPU = torch.device("cpu")
 

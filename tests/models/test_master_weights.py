@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 from lowmem_ft.foundation.units import KIB, MIB
 from lowmem_ft.models import other_parts
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.master_weights import load_master_weights
 
 SIZES = {

@@ -13,7 +13,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import recipes_folder
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
+from lowmem_ft.models.tokenizer import load_tokenizer
 
 OWN_CODE = """
 from pathlib import Path

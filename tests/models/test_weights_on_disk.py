@@ -14,7 +14,8 @@ from lowmem_ft.foundation.units import MIB
 from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.weights_on_disk import weights_in_files
 
 CPU = torch.device("cpu")
@@ -102,7 +103,8 @@ from transformers import AutoModelForCausalLM
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.loading import load_model
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.weights_on_disk import weights_in_files
 
 def anonymous_bytes():

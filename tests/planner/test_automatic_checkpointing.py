@@ -17,11 +17,11 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import plan, plan_checkpointing
 from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
-from lowmem_ft.planner.planning import need_from
+from lowmem_ft.planner.search.estimated_search import need_from
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.loop import train
 
 NO_LAYER = CheckpointingConfig(mode="none")

@@ -12,9 +12,9 @@ from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.planner import bounds
-from lowmem_ft.planner.candidates import candidates_of
+from lowmem_ft.planner.search.candidates import candidates_of
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import space_of, with_settings

@@ -15,7 +15,8 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.errors import RecipeError, UserError
-from lowmem_ft.planner import plan, planning
+from lowmem_ft.planner import plan
+from lowmem_ft.planner.search.estimated_search import MAX_EFFORT
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
@@ -239,7 +240,7 @@ def test_what_was_searched_before_something_was_given_up_counts(make_recipe, at_
     asked = at_once(lora_takes(9.0, 5.0))
     result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4")
     assert result.given_up == ("lora",)
-    assert result.counts.estimated == len(asked) > planning.MAX_EFFORT
+    assert result.counts.estimated == len(asked) > MAX_EFFORT
     assert result.counts.left > 0
     assert not result.is_proven
     last_tier = space_of(make_recipe(keep, "plan.allow=[lora]"), num_layers=2, has_bfloat16=True)

@@ -21,7 +21,8 @@ from lowmem_ft.budget import Budget
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.memory.uncertainty import CPU_PROCESS_SHARE, RESERVED_SHARE
-from lowmem_ft.planner import plan, planning
+from lowmem_ft.planner import plan
+from lowmem_ft.planner.search import estimated_search
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
@@ -82,7 +83,7 @@ def some_recipe(draw: random.Random, families: Path) -> tuple[list[str], float]:
 @pytest.mark.parametrize("seed", few_quick(range(NUM_RUNS), QUICK))
 def test_what_was_planned_for_a_budget_stays_within_it(seed, families, monkeypatch):
     # What a plan promises does not depend on how many others it has seen.
-    monkeypatch.setattr(planning, "MAX_EFFORT", 5)
+    monkeypatch.setattr(estimated_search, "MAX_EFFORT", 5)
     settings, share = some_recipe(random.Random(seed), families)
     recipe = load_recipe(None, settings)
     own_bytes = estimate_memory(recipe, "cpu").allocated_peak_bytes

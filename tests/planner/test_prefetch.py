@@ -14,9 +14,9 @@ from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import plan, planning
-from lowmem_ft.planner import prefetch as ahead_module
 from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.prefetch import EstimatesAhead, num_processes_ahead
+from lowmem_ft.planner.search import prefetch as ahead_module
+from lowmem_ft.planner.search.prefetch import EstimatesAhead, num_processes_ahead
 from lowmem_ft.system.host_limits import HostLimit
 
 BUDGET = Budget(device="4GiB")

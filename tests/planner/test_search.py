@@ -9,9 +9,11 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lowmem_ft.planner import planning
-from lowmem_ft.planner.ranking import Beliefs, Prior
-from lowmem_ft.planner.search import Candidates, Limits, Need, Search, Searched
+from lowmem_ft.planner.search.candidates import Candidates
+from lowmem_ft.planner.search.estimated_needs import Limits, Need, Searched
+from lowmem_ft.planner.search.estimated_search import LEAST_PROMISE, MAX_EFFORT, NEAREST_TRIED, SIMPLER_TRIED
+from lowmem_ft.planner.search.ranking import Beliefs, Prior
+from lowmem_ft.planner.search.search import Search
 
 NUM_SPACES = 300
 
@@ -482,8 +484,8 @@ def plans_in_growing_budgets(
     plans: list[tuple[Searched, float]] = []
     for share in np.linspace(0.05, 0.9, 8):
         made_up.allow(float(share))
-        promise = planning.LEAST_PROMISE if max_effort is not None else 0.0
-        tried = {"nearest_tried": planning.NEAREST_TRIED, "simpler_tried": planning.SIMPLER_TRIED}
+        promise = LEAST_PROMISE if max_effort is not None else 0.0
+        tried = {"nearest_tried": NEAREST_TRIED, "simpler_tried": SIMPLER_TRIED}
         found = made_up.searched(max_effort=max_effort, least_promise=promise, **tried)
         plans.append((found, math.inf if found.best is None else found.needs[found.best].seconds))
     return plans
@@ -499,7 +501,7 @@ def slower_with_more(plans: Sequence[tuple[Searched, float]]) -> list[tuple[Sear
 
 @pytest.mark.parametrize(
     "roughness, max_effort",
-    [(0.0, planning.MAX_EFFORT), (0.05, None)],
+    [(0.0, MAX_EFFORT), (0.05, None)],
     ids=str,
 )
 def test_more_memory_is_no_slower_where_knobs_multiply_or_the_search_runs_to_its_end(roughness, max_effort):
@@ -510,9 +512,7 @@ def test_more_memory_is_no_slower_where_knobs_multiply_or_the_search_runs_to_its
 def test_more_memory_is_seldom_slower_where_knobs_nearly_multiply():
     """Where roundings decide what is asked next, processors differ: none of ten surfaces on one, one on another."""
     slower = [
-        seed
-        for seed in range(10)
-        if slower_with_more(plans_in_growing_budgets(seed, 0.02, planning.MAX_EFFORT))
+        seed for seed in range(10) if slower_with_more(plans_in_growing_budgets(seed, 0.02, MAX_EFFORT))
     ]
     assert len(slower) <= 2, slower
 
@@ -521,7 +521,7 @@ def test_a_search_that_ended_early_and_is_slower_than_one_with_less_memory_says_
     """On surfaces that no model of choices predicts, where it happens: what is faster is among what it says it left."""
     num_slower = num_plans = 0
     for seed in range(10):
-        plans = plans_in_growing_budgets(seed, 0.05, planning.MAX_EFFORT)
+        plans = plans_in_growing_budgets(seed, 0.05, MAX_EFFORT)
         num_plans += len(plans)
         for found, faster_seconds in slower_with_more(plans):
             num_slower += 1

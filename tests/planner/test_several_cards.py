@@ -14,7 +14,7 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.models.loading import load_model_config, weights_dtype
+from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planner import bounds, plan
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
 from lowmem_ft.recipe import load_recipe

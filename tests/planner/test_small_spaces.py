@@ -7,7 +7,7 @@ import itertools
 import bench_regret
 import pytest
 
-from lowmem_ft.planner.search import Need
+from lowmem_ft.planner.search.estimated_needs import Need
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])

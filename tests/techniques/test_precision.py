@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.techniques import precision
-from lowmem_ft.techniques.precision import check_precision, enable_lost_update_meter
+from lowmem_ft.techniques import precision, precision_check
+from lowmem_ft.techniques.precision import enable_lost_update_meter
+from lowmem_ft.techniques.precision_check import check_precision
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -79,7 +80,7 @@ def test_float16_weights_are_refused_with_every_broken_rule_at_once():
 
 
 def test_autocast_over_bfloat16_weights_is_allowed_and_remarked_on(caplog):
-    with caplog.at_level(logging.INFO, precision.__name__):
+    with caplog.at_level(logging.INFO, precision_check.__name__):
         check_precision("bfloat16", "bf16", CPU)
     assert [record.levelname for record in caplog.records] == ["INFO"]
 

@@ -124,7 +124,7 @@ def test_the_merged_model_is_the_one_that_was_evaluated(adapted, tmp_path, kind)
 
 def _held_out_loss(model, recipe, tmp_path):
     from lowmem_ft.data.loading import load_data
-    from lowmem_ft.models.loading import load_tokenizer
+    from lowmem_ft.models.tokenizer import load_tokenizer
 
     data = load_data(
         recipe.data,

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.models.loading import load_model_config
+from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.techniques.loss.router_loss import log_router_loss, padding_left_out
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import peft
@@ -14,7 +15,8 @@ from transformers import AutoModelForImageTextToText
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.hf import prepare_model
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
 
@@ -25,14 +27,7 @@ IDS = torch.arange(3, 40)[None]
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     """Checkpoints by family, each made once."""
-    made = {}
-
-    def of(family):
-        if family not in made:
-            made[family] = several_parts(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return of
+    return functools.cache(lambda family: several_parts(family, tmp_path_factory.mktemp(family)))
 
 
 @pytest.fixture

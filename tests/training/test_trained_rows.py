@@ -8,7 +8,7 @@ import json
 import pytest
 import torch
 from ground_truth.families import FAMILIES
-from tiny_models import tiny_llama
+from tiny_models import losses_of_adamw, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 pytest.importorskip("peft")
@@ -38,18 +38,6 @@ CONFIG = AdapterConfig(name="lora", r=2, target_modules=("q_proj",), train_new_t
 TOKENS = ("model.add_tokens=[drizzle, quixotic]", "model.add_special_tokens=[<|tool|>]")
 
 
-def _losses(model, num_steps=3):
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(num_steps):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
-
-
 def _by_peft(model, tied):
     names = ("embed_tokens",) if tied else ("embed_tokens", "lm_head")
     settings = LoraConfig(
@@ -73,8 +61,8 @@ def test_training_equals_pefts_and_vanilla_peft_loads_the_files(tmp_path, tied):
     for name, value in lora.parameters().items():
         if "lora_" in name:
             value.data.copy_(matrices[f"base_model.model.{name}"])
-    assert _losses(ours) == pytest.approx(
-        _losses(theirs), rel=1e-6
+    assert losses_of_adamw(ours, IDS) == pytest.approx(
+        losses_of_adamw(theirs, IDS), rel=1e-6
     )  # tied gradients are summed in another order
     table = ours.model.embed_tokens.weight
     assert torch.equal(table[:61], before[:61])

@@ -68,7 +68,8 @@ def _conversation(options: argparse.Namespace, source: ModelSource, recipe: Reci
     from lowmem_ft.data.text.chat_templates import prepare_tokenizer
     from lowmem_ft.estimator.answer_size import size_of_answers
     from lowmem_ft.foundation.units import format_bytes
-    from lowmem_ft.models.loading import load_model_config, load_tokenizer, max_positions
+    from lowmem_ft.models.hf_config import load_model_config, max_positions
+    from lowmem_ft.models.tokenizer import load_tokenizer
     from lowmem_ft.training.build import plan_session
     from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
     from lowmem_ft.training.generation.conversation import Conversation

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -47,17 +48,7 @@ def main(arguments: list[str]) -> int:
 
     set_up_logging()
     target = expand_user(options.target)
-    converter: Path | None = None
-    if options.gguf:  # all checks come before the imports below, which take seconds
-        converter = check_converter(None if options.llama_cpp is None else expand_user(options.llama_cpp))
-        require_package("--gguf", "gguf", "export")
-        if options.dtype != "auto":
-            raise UserError(
-                f"--dtype is for --merged and --quantized, got {options.dtype} with --gguf {options.gguf}, which names "
-                "the type. Leave it out."
-            )
-    elif options.llama_cpp is not None:
-        raise UserError(f"--llama-cpp is for --gguf, got {options.llama_cpp} without it. Leave it out.")
+    converter = _checked_converter(options)  # all checks come before the imports below, which take seconds
     if options.quantized:
         require_package("--quantized", "bitsandbytes", "bitsandbytes")
     check_new_folder(target)
@@ -103,6 +94,26 @@ def main(arguments: list[str]) -> int:
         ),
     )
     return 0
+
+
+def _checked_converter(options: Namespace) -> Path | None:
+    """Return llama.cpp's converter for ``--gguf``; None without.
+
+    Raises:
+        UserError: if the options do not go together, or the converter or its package is not there.
+    """
+    if options.gguf:
+        converter = check_converter(None if options.llama_cpp is None else expand_user(options.llama_cpp))
+        require_package("--gguf", "gguf", "export")
+        if options.dtype != "auto":
+            raise UserError(
+                f"--dtype is for --merged and --quantized, got {options.dtype} with --gguf {options.gguf}, which names "
+                "the type. Leave it out."
+            )
+        return converter
+    if options.llama_cpp is not None:
+        raise UserError(f"--llama-cpp is for --gguf, got {options.llama_cpp} without it. Leave it out.")
+    return None
 
 
 def _parser() -> Parser:

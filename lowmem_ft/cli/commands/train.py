@@ -80,8 +80,8 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     from lowmem_ft.recipe.reading.defaults import named_as_planned
     from lowmem_ft.recipe.rules.budget_limits import check_budget_of_run
     from lowmem_ft.recipe.rules.device_checks import check_device_of_run
+    from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
     from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
-    from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
     from lowmem_ft.training.distributed.launch import as_launched, read_launch
     from lowmem_ft.training.run.run_folder import RunFolder
 

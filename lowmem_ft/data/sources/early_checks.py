@@ -19,7 +19,9 @@ from lowmem_ft.data.sources.files import is_saved_dataset, known_files, local_fi
 from lowmem_ft.data.sources.reading import Source, reading_error
 from lowmem_ft.data.sources.splits import Part, num_held_out, parts_of
 from lowmem_ft.data.summary import DataSummary, Outcome
-from lowmem_ft.data.text.formats import ExampleFormat, choose_format, naming_example
+from lowmem_ft.data.text.examples import naming_example
+from lowmem_ft.data.text.format_choice import choose_format
+from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers
 from lowmem_ft.foundation.user_paths import expand_user
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.text.chat_templates import Message, Renderer
-from lowmem_ft.data.text.formats import Chat, Completion, Document, Example, Row
+from lowmem_ft.data.text.examples import Chat, Completion, Document, Example, Row
 from lowmem_ft.data.text.masking import MarkedText, is_excluded, mark_learnt
 from lowmem_ft.data.text.tokenizing import Tokenization
 from lowmem_ft.foundation.errors import DataError

@@ -36,14 +36,14 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]]:
         tools = [tools]
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise DataError(
-            f"{column} is a list of tools, or JSON text of one, got {_shortened(tools)}. Write each as "
+            f"{column} is a list of tools, or JSON text of one, got {shortened(tools)}. Write each as "
             "{'type': 'function', 'function': {'name': ..., 'description': ..., 'parameters': {...}}}."
         )
     wrapped = [_wrapped(_without_nulls(tool)) for tool in tools]
     for tool in wrapped:
         if not isinstance(name := tool["function"].get("name"), str) or not name.strip():
             raise DataError(
-                f"{column}: a tool has a name, got {_shortened(tool)}. Add it, or leave the tool out."
+                f"{column}: a tool has a name, got {shortened(tool)}. Add it, or leave the tool out."
             )
     return wrapped
 
@@ -66,7 +66,7 @@ def read_calls(value: Any, column: str) -> list[dict[str, Any]]:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise DataError(
-                f"{column}: a tool call has a name and arguments, got {_shortened(value)}. Write it as {{'name': ..., "
+                f"{column}: a tool call has a name and arguments, got {shortened(value)}. Write it as {{'name': ..., "
                 "'arguments': {...}}."
             )
         arguments = function.get("arguments", {})
@@ -151,11 +151,12 @@ def _parsed(text: str, column: str, what: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
         raise DataError(
-            f"{column}: {what} is JSON text, which cannot be read ({reason}): {_shortened(text)}. Correct it, or leave "
+            f"{column}: {what} is JSON text, which cannot be read ({reason}): {shortened(text)}. Correct it, or leave "
             "that row out."
         ) from error
 
 
-def _shortened(value: Any, limit: int = 100) -> str:
+def shortened(value: Any) -> str:
+    """Return a value as an error shows it."""
     text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "..."
+    return text if len(text) <= 100 else text[:100] + "..."

@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat, Row, judged_answers
+from lowmem_ft.data.text.examples import Row
+from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat
+from lowmem_ft.data.text.other_kinds import judged_answers
 from lowmem_ft.data.text.tools import is_described, read_tools
 from lowmem_ft.foundation.errors import DataError
 

@@ -33,7 +33,7 @@ from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.packages import is_installed
-from lowmem_ft.models.loading import load_model_config, max_positions, vocab_size
+from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.techniques.technique import Techniques

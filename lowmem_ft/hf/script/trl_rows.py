@@ -9,7 +9,7 @@ from typing import Any
 from lowmem_ft.data.mixing import concatenated, mixed
 from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.data.sources.splits import held_out_parts, num_held_out, training_parts
-from lowmem_ft.data.text.formats import are_preferences, holds_preferences, judged_answers
+from lowmem_ft.data.text.other_kinds import are_preferences, holds_preferences, judged_answers
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.recipe import Recipe
 

@@ -36,7 +36,7 @@ from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.rules.conflicts import recipe_problems
 from lowmem_ft.recipe.space.search_space import with_settings
-from lowmem_ft.techniques.adapters.lora import adapted_layers
+from lowmem_ft.techniques.adapters.peft_layers import adapted_layers
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
 from lowmem_ft.techniques.modules.base_model import base_model

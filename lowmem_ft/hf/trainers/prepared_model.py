@@ -13,13 +13,8 @@ from transformers import PreTrainedModel
 from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.models.files.stored_quantization import problems_of_training
-from lowmem_ft.models.loading import (
-    compute_dtype,
-    load_model,
-    load_model_config,
-    other_parts_of,
-    weights_dtype,
-)
+from lowmem_ft.models.hf_config import compute_dtype, load_model_config, other_parts_of, weights_dtype
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.recipe import Recipe

@@ -17,9 +17,9 @@ from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
+from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.tensors.finiteness import some_of
 from lowmem_ft.tensors.local_shards import is_sharded
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:

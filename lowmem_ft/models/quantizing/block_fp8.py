@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowmem_ft.models.quantizing.packed_experts import product_dtype
+from lowmem_ft.tensors.autocast_dtype import autocast_dtype
 
 
 def scales_of(name: str) -> str:
@@ -74,7 +74,7 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layer: Fp8Linear) -> Tensor:
-        dtype = product_dtype(x)
+        dtype = autocast_dtype(x) or x.dtype
         ctx.layer, ctx.dtype, ctx.of_product = layer, x.dtype, dtype
         bias = layer.bias if layer.bias is None else layer.bias.to(dtype)
         return F.linear(x.to(dtype), layer.unpacked_weight(dtype), bias)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers.integrations import moe
 
 from lowmem_ft.models.quantizing import int8_experts, nf4_experts
+from lowmem_ft.tensors.autocast_dtype import autocast_dtype
 from lowmem_ft.tensors.logical_size import is_packed
 from lowmem_ft.upstream.grouped_experts import GroupedExperts, weights_of
 
@@ -113,7 +114,7 @@ class PackedExperts(GroupedExperts):
 
     def compute_dtype(self, name: str, rows: Tensor) -> torch.dtype:
         """Return the type that a weight is unpacked to."""
-        return self._dtype or product_dtype(rows)
+        return self._dtype or autocast_dtype(rows) or rows.dtype
 
     def multiply(
         self, rows: Tensor, ends_E: Tensor, name: str, dtype: torch.dtype, *, swapped: bool
@@ -136,12 +137,6 @@ class PackedExperts(GroupedExperts):
             part = _part(rows[order_S], ends, weight, some, swapped)
             result[order_S] = torch.where((numbers_S < ends[-1]).unsqueeze(1), part, result[order_S])
         return result
-
-
-def product_dtype(rows: Tensor) -> torch.dtype:
-    """Return the type in which a plain layer would multiply these rows: autocast's, or their own."""
-    device = rows.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else rows.dtype
 
 
 def _part(rows: Tensor, ends: Tensor, packed: ExpertWeight, experts: slice, swapped: bool) -> Tensor:

@@ -209,7 +209,7 @@ def _foreign(path: str, value: Any = UNSAID) -> ForeignKey | None:
     return None if found is not None and is_ours and not found.knows(value) else found
 
 
-def _closest(path: str, cutoff: float = 0.75) -> list[str]:
+def _closest(path: str) -> list[str]:
     """Return known keys or groups whose whole path or last part is spelt like the one seen, closest first."""
     leaf = path.rpartition(".")[2]
 
@@ -220,7 +220,7 @@ def _closest(path: str, cutoff: float = 0.75) -> list[str]:
 
     ranked = sorted([*recipe_groups(), *recipe_keys()], key=likeness, reverse=True)
     best = likeness(ranked[0])
-    return [known for known in ranked[:2] if likeness(known) >= max(cutoff, best - 0.05)]
+    return [known for known in ranked[:2] if likeness(known) >= max(0.75, best - 0.05)]
 
 
 def without_none(type_hint: Any) -> Any:

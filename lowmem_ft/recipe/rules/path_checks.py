@@ -12,7 +12,7 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.sources.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.sources.hub_datasets import require_dataset_within_reach
 from lowmem_ft.data.sources.listed import ListedSource, listed_sources
-from lowmem_ft.data.text.formats import choose_format
+from lowmem_ft.data.text.format_choice import choose_format
 from lowmem_ft.foundation.errors import DataError, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import is_installed
 from lowmem_ft.foundation.user_paths import expand_user

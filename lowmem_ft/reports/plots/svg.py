@@ -155,9 +155,9 @@ def rectangle(x: float, y: float, width: float, height: float, paint: str) -> st
     return f"<rect {size} {paint}/>"
 
 
-def width_of(words: str, font: float = FONT) -> float:
+def width_of(words: str) -> float:
     """Return the approximate width of words, in units of the drawing."""
-    return len(words) * LETTER * font / FONT
+    return len(words) * LETTER
 
 
 def wrapped(words: str, width: float, font: float = FONT) -> list[str]:

@@ -57,16 +57,15 @@ def longest_word(text: str, room: int) -> int:
     return max(map(len, _glued(text, room).split()), default=0)
 
 
-def shell_lines(command: Sequence[str], width: int, *, indent: str = "  ") -> list[str]:
-    """Return a command in lines that a shell joins.
+def shell_lines(command: Sequence[str], width: int) -> list[str]:
+    """Return a command in lines that a shell joins, the first of them indented by two columns.
 
     Args:
         command: its words; words that a shell would split or expand are quoted.
         width: columns of a line, if its longest word fits.
-        indent: prefix of the first line; the others are indented four columns more.
     """
     words = " ".join(shlex.quote(word).replace(" ", _GLUE) for word in command)
-    *before, last = filled(words, width - len(" \\"), indent=indent, hanging=f"{indent}    ")
+    *before, last = filled(words, width - len(" \\"), indent="  ", hanging="      ")
     return [*(f"{line} \\" for line in before), last]
 
 

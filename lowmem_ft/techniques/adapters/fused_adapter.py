@@ -22,7 +22,7 @@ from torch.nn import functional as F
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
-from lowmem_ft.techniques.adapters.lora import adapted_layers, other_state
+from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, other_state
 from lowmem_ft.techniques.modules.early_saving import (
     SavedTensors,
     last_of_each_decoder_layer,
@@ -32,6 +32,7 @@ from lowmem_ft.techniques.modules.early_saving import (
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.techniques.modules.surroundings import Surroundings
 from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.autocast_dtype import autocast_dtype
 from lowmem_ft.tensors.logical_size import is_packed
 
 __all__ = ["enable_fused_adapters"]
@@ -161,7 +162,7 @@ def _reason_for_peft(layer: Any, x: Tensor) -> str:
         return "a frozen adapter"
     if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
         return "weights that bitsandbytes has packed for inference on this CPU"
-    if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and _autocast_dtype(x)):
+    if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and autocast_dtype(x)):
         return "an empty or float64 input"
     return ""
 
@@ -171,7 +172,7 @@ def _operation(layer: Any, x: Tensor) -> tuple[_Operation, nn.Parameter, nn.Para
     weight_RI, weight_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
     dropout = layer.lora_dropout[name]
     probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
-    autocast = _autocast_dtype(x)
+    autocast = autocast_dtype(x)
     operation = _Operation(
         base=layer.base_layer,
         base_dtype=getattr(layer.base_layer, "compute_dtype", autocast) or x.dtype,
@@ -181,11 +182,6 @@ def _operation(layer: Any, x: Tensor) -> tuple[_Operation, nn.Parameter, nn.Para
         surroundings=Surroundings(x.device) if probability else None,
     )
     return operation, weight_RI, weight_OR
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    device = x.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ class HeadTiles(Protocol):
     """The source of the head's weight, tile by tile, and the sink of its gradient.
 
     Tiles are requested in ascending order for the loss, and then in descending order for the gradients. They begin at
-    multiples of ``gradients.blocks.rows_per_block``.
+    multiples of ``tensors.gradient_blocks.rows_per_block``.
     """
 
     def weight(self, rows: slice) -> Tensor:

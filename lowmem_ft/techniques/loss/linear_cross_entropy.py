@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
-from lowmem_ft.techniques.gradients.blocks import rows_per_block
 from lowmem_ft.techniques.gradients.weight_gradient import row_slices
 from lowmem_ft.techniques.loss.cross_entropy_passes import Head, HeadLoss, WantedGradients
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles, ResidentTiles
+from lowmem_ft.tensors.autocast_dtype import autocast_dtype
+from lowmem_ft.tensors.gradient_blocks import rows_per_block
 
 
 def linear_cross_entropy_sum(
@@ -144,7 +145,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             head=head,
             tiles=tiles,
             wanted=wanted,
-            compute_dtype=_compute_dtype(hidden_NH),
+            compute_dtype=autocast_dtype(hidden_NH) or hidden_NH.dtype,
         )
         with _without_autocast(hidden_NH.device.type):
             loss = work.in_one_pass() if head.tile_rows >= len(weight_VH) else work.in_two_passes()
@@ -176,13 +177,6 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
         return (*scaled, None, None, None, None, None)
-
-
-def _compute_dtype(hidden_NH: Tensor) -> torch.dtype:
-    device_type = hidden_NH.device.type
-    return (
-        torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else hidden_NH.dtype
-    )
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:

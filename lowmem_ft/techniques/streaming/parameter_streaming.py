@@ -93,20 +93,7 @@ def enable_parameter_streaming(
         DoesNotFitError: if the host has too little memory left.
     """
     layers = decoder_layers(model, way_out="offload.parameters=device")
-    problems = [*config.problems()]
-    if config.resident_layers > len(layers):
-        problems.append(
-            f"offload.resident_layers must be at most {len(layers)}, the number of the model's layers, got "
-            f"{config.resident_layers}. Set offload.parameters=device to keep all weights on the device."
-        )
-    rescale_every = getattr(model.config, "rescale_every", 0)  # of RWKV
-    if rescale_every > 0:
-        problems.append(
-            "offload.parameters=stream needs a model whose forward writes no weights; RWKV's scales them wherever "
-            f"training and evaluation take turns, as its config has rescale_every={rescale_every}. Set "
-            "offload.parameters=device, or rescale_every to 0 in its config.json."
-        )
-    raise_problems(problems)
+    raise_problems([*config.problems(), *_problems(model, config, len(layers))])
     num_streamed = len(layers) - config.resident_layers
     if device.type != "cpu":  # where the experts' products keep no slices: tests/invariants
         _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
@@ -135,6 +122,22 @@ def enable_parameter_streaming(
         format_bytes(streaming.layers.slot_bytes),
     )
     return streaming
+
+
+def _problems(model: nn.Module, config: OffloadConfig, num_layers: int) -> Iterator[str]:
+    """Yield what keeps the layers of a model from being streamed."""
+    if config.resident_layers > num_layers:
+        yield (
+            f"offload.resident_layers must be at most {num_layers}, the number of the model's layers, got "
+            f"{config.resident_layers}. Set offload.parameters=device to keep all weights on the device."
+        )
+    rescale_every = getattr(model.config, "rescale_every", 0)  # of RWKV
+    if rescale_every > 0:
+        yield (
+            "offload.parameters=stream needs a model whose forward writes no weights; RWKV's scales them wherever "
+            f"training and evaluation take turns, as its config has rescale_every={rescale_every}. Set "
+            "offload.parameters=device, or rescale_every to 0 in its config.json."
+        )
 
 
 class ParameterStreaming(Technique):

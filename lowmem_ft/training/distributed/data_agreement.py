@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.training.distributed.processes import Processes
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences

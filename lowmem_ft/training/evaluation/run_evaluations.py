@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from lowmem_ft.data.batches.stream import eval_batches
 from lowmem_ft.data.epoch_rows import Examples
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.evaluation.best_model import BestModel

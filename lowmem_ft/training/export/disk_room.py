@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model_config, model_of_config, other_parts_of, weights_dtype
+from lowmem_ft.models.hf_config import load_model_config, other_parts_of, weights_dtype
+from lowmem_ft.models.loading import model_of_config
 from lowmem_ft.training.export.llama_cpp import GGUF_TYPES
 
 logger = logging.getLogger(__name__)

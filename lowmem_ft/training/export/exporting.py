@@ -17,10 +17,12 @@ from lowmem_ft.foundation.errors import CheckpointError, ModelError
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE, packed_format_of
-from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.quantization import check_quantization, keep_one_layout, quantization_config
 from lowmem_ft.models.saving import quiet_transformers, save_model, save_tokenizer
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.training.checkpoints.atomic_io import (
     abandon_folder,
     begin_folder,

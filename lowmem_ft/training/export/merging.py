@@ -13,10 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.stored_quantization import FORMATS
-from lowmem_ft.models.loading import load_model, load_model_config, load_tokenizer
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.saved_adapter import merge_adapter
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder

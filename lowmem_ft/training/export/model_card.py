@@ -103,18 +103,8 @@ def model_card(
         tags=["lowmem_ft", *(["lora"] if is_adapter else [])],
         **_licence(recipe),
     )
-    results = {"optimizer steps": f"{steps:,}", "tokens seen": f"{tokens:,}"}
-    if best_step is not None:
-        results["step of these weights, the best evaluated"] = f"{best_step:,}"
-    if loss is not None:
-        results["training loss of the last step"] = f"{loss:.4f}"
-    if evaluation is not None:
-        results["held-out loss (nats per token)"] = f"{evaluation.loss:.4f}"
-        results["held-out perplexity"] = f"{evaluation.perplexity:.2f}"
-    results |= {
-        row.name: _measured(row) for row in memory if row.measured and not row.is_part and not row.is_time
-    }
     on = ", ".join(map(_quoted, data)) or "local data"
+    results = _results(steps, tokens, loss, evaluation, best_step, memory)
     rows = "\n".join(f"| {name} | {value} |" for name, value in results.items())
     return f"""---
 {metadata.to_yaml()}
@@ -137,6 +127,28 @@ All other settings have lowmem_ft's defaults:
 {yaml.safe_dump(escape_references(_chosen_settings(recipe)), sort_keys=False, allow_unicode=True).strip()}
 ```
 """
+
+
+def _results(
+    steps: int,
+    tokens: int,
+    loss: float | None,
+    evaluation: EvaluationResult | None,
+    best_step: int | None,
+    memory: Sequence[Row],
+) -> dict[str, str]:
+    """Return the rows of the table of results."""
+    results = {"optimizer steps": f"{steps:,}", "tokens seen": f"{tokens:,}"}
+    if best_step is not None:
+        results["step of these weights, the best evaluated"] = f"{best_step:,}"
+    if loss is not None:
+        results["training loss of the last step"] = f"{loss:.4f}"
+    if evaluation is not None:
+        results["held-out loss (nats per token)"] = f"{evaluation.loss:.4f}"
+        results["held-out perplexity"] = f"{evaluation.perplexity:.2f}"
+    return results | {
+        row.name: _measured(row) for row in memory if row.measured and not row.is_part and not row.is_time
+    }
 
 
 def _answers(generations: Sequence[BeforeAndAfter]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from lowmem_ft.data.batches.stream import eval_batches
 from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.data.sources.listed import listed_sources
-from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.training.evaluation.held_out_loss import (

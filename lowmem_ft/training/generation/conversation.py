@@ -12,17 +12,12 @@ from collections.abc import Generator, Mapping
 from typing import Any
 
 import torch
-from transformers import (
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TextIteratorStreamer,
-)
+from transformers import PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList, TextIteratorStreamer
 
 from lowmem_ft.data.text.chat_templates import Message, Renderer, require_chat_template
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.files.sources import first_line
-from lowmem_ft.models.loading import max_positions
+from lowmem_ft.models.hf_config import max_positions
 from lowmem_ft.training.generation.greedy import end_tokens, generating
 from lowmem_ft.training.session import ForwardSession
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.loading import PreparedData
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.text.prompts import Prompt, prompts_of_examples, read_prompts
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import counted
-from lowmem_ft.models.loading import max_positions
+from lowmem_ft.models.hf_config import max_positions
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded

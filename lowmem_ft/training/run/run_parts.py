@@ -8,13 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.stream import DataStream
-from lowmem_ft.data.loading import PreparedData
-from lowmem_ft.models.loading import load_tokenizer
+from lowmem_ft.data.prepared_data import PreparedData
+from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import build_session, plan_session, resumed
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run
@@ -107,17 +108,7 @@ class RunParts:
         seed_generators(config)
         resume_from = folder.resume_from
         with runtime.failing_together():
-            apply_budget(
-                recipe.budget,
-                runtime.device,
-                host=runtime.host,
-                uses_bitsandbytes=recipe.uses_bitsandbytes,
-                num_processes=runtime.num_processes,
-                num_processes_here=runtime.num_processes_here,
-            )
-            budget_watch = BudgetWatch(
-                recipe.budget, runtime.device, runtime.num_processes_here, runtime.host
-            )
+            budget_watch = _within_budget(recipe, runtime)
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
             tokenizer = load_tokenizer(built.model)
@@ -132,16 +123,15 @@ class RunParts:
             num_steps = num_training_steps(recipe, stream, progress, resume_from)
         generations = RunGenerations.of(recipe, runtime, folder.path, data, tokenizer)
         with memory.during("load"):
-            in_pieces = progress.cut.max_tokens is not None
-            session = build_session(built, runtime, plan, num_training_steps=num_steps, in_pieces=in_pieces)
-            refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
-            if recipe.data.packing:
-                refuse_leaking_documents(session, recipe.model.name_or_path or "")
-            # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
-            seed_generators(config, runtime.process_index)
+            session = build_session(
+                built,
+                runtime,
+                plan,
+                num_training_steps=num_steps,
+                in_pieces=progress.cut.max_tokens is not None,
+            )
+            _check_and_restore(session, recipe, runtime, resume_from)
             if resume_from is not None:
-                refuse_other_kernels(recipe, resume_from, session.techniques.kernels())
-                load_checkpoint(resume_from, session, runtime)
                 logger.info("Resuming from %s at step %d.", resume_from, progress.step)
         return cls(
             recipe=recipe,
@@ -158,3 +148,30 @@ class RunParts:
             callbacks=callbacks_of_run(callbacks, config.early_stopping_patience, progress, runtime),
             generations=generations,
         )
+
+
+def _within_budget(recipe: Recipe, runtime: RunRuntime) -> BudgetWatch:
+    """Apply the budget to this process, and return what compares memory with it."""
+    apply_budget(
+        recipe.budget,
+        runtime.device,
+        host=runtime.host,
+        uses_bitsandbytes=recipe.uses_bitsandbytes,
+        num_processes=runtime.num_processes,
+        num_processes_here=runtime.num_processes_here,
+    )
+    return BudgetWatch(recipe.budget, runtime.device, runtime.num_processes_here, runtime.host)
+
+
+def _check_and_restore(
+    session: Session, recipe: Recipe, runtime: RunRuntime, resume_from: Path | None
+) -> None:
+    """Check that a loaded model looks at no later tokens, and give it the state of the checkpoint."""
+    refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
+    if recipe.data.packing:
+        refuse_leaking_documents(session, recipe.model.name_or_path or "")
+    # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
+    seed_generators(recipe.training, runtime.process_index)
+    if resume_from is not None:
+        refuse_other_kernels(recipe, resume_from, session.techniques.kernels())
+        load_checkpoint(resume_from, session, runtime)

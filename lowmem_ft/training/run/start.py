@@ -12,10 +12,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.batches.stream import DataStream
-from lowmem_ft.data.loading import PreparedData, load_data
+from lowmem_ft.data.loading import load_data
+from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.units import counted
-from lowmem_ft.models.loading import max_positions, vocab_size
+from lowmem_ft.models.hf_config import max_positions, vocab_size
 from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.build import Plan

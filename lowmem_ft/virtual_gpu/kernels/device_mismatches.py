@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any
 
@@ -48,7 +48,7 @@ def check_devices(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> N
     elif name.startswith("_foreach_") and name != "_foreach_copy_":
         _check_each([value for _, value in arguments])
     elif func is aten.convolution.default:
-        _check_convolution(args)
+        check_convolution(args, lambda tensor: tensor.device)
     else:
         wrapper = _checking_wrappers().get(str(func).removeprefix("aten.").removesuffix(".default"))
         if wrapper is not None:
@@ -95,10 +95,15 @@ def _check_each(values: list[Any]) -> None:
                 )
 
 
-def _check_convolution(args: Sequence[Any]) -> None:
+def check_convolution(args: Sequence[Any], of: Callable[[Tensor], object]) -> None:
+    """Check as convolutions do that weight and bias have the input's device, or its type.
+
+    Raises:
+        RuntimeError: as torch does.
+    """
     first = args[0]
     for name, other in zip(("weight", "bias"), args[1:3], strict=False):
-        if other is not None and other.device != first.device:
+        if other is not None and of(other) != of(first):
             raise RuntimeError(
                 f"Input type ({class_of(first)}) and {name} type ({class_of(other)}) should be the same"
             )

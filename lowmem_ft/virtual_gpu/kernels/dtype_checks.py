@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.virtual_gpu.kernels.device_mismatches import check_convolution
 from lowmem_ft.virtual_gpu.kernels.operator_work import ADD_TO_WIDER
-from lowmem_ft.virtual_gpu.kernels.type_names import class_of, name_of
+from lowmem_ft.virtual_gpu.kernels.type_names import name_of
 
 Capability = tuple[int, int]
 Check = Callable[[Any, Sequence[Any], dict[str, Any], Capability], None]
@@ -92,12 +93,7 @@ def _check_batches(at: int) -> Check:
 def _check_convolution(
     func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability
 ) -> None:
-    first = args[0]
-    for name, other in zip(("weight", "bias"), args[1:3], strict=False):
-        if other is not None and other.dtype != first.dtype:
-            raise RuntimeError(
-                f"Input type ({class_of(first)}) and {name} type ({class_of(other)}) should be the same"
-            )
+    check_convolution(args, lambda tensor: tensor.dtype)
 
 
 def _check_flash(func: Any, args: Sequence[Any], kwargs: dict[str, Any], capability: Capability) -> None:

@@ -24,13 +24,13 @@ from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.memory.uncertainty import (
     HEAP_SHARE,
     LARGEST_IN_HEAP_BYTES,
-    Uncertainty,
     uncertainty_on_cpu,
     uncertainty_on_gpu,
 )
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
+from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
@@ -125,56 +125,50 @@ def estimate_on_gpu(
         The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
         ``memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would have needed.
     """
-    outside, others = sum(surroundings.outside_bytes.values()), gpu.held_by_others_bytes
-    available, allowed = gpu.available_bytes, surroundings.allowed_bytes
-    limit = min(budget.device_bytes or available, available)
     replays = replays or Replays(trace, surroundings.allocator)
+    room = ProcessRoom(
+        replays=replays,
+        available_bytes=gpu.available_bytes,
+        outside_bytes=sum(surroundings.outside_bytes.values()),
+        allowed_bytes=surroundings.allowed_bytes,
+        limit_bytes=min(budget.device_bytes or gpu.available_bytes, gpu.available_bytes),
+    )
+    held, others = room.held(), gpu.held_by_others_bytes
     choices = list(trace.choices)
-    held = _held_by_allocator(replays, available - outside, allowed)
     if held is not None and held.num_retries:
         choices.append(
             f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
             "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
         )
     reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
-
-    def process_peak(of_torch: int) -> int:
-        """Add managed memory, which moves to the host where the device is full: it takes what is left."""
-        return min(of_torch + replays.peak_live_bytes("managed"), max(limit, of_torch))
-
+    process = room.process_peak(reserved_peak + room.outside_bytes)
     uncertainty = uncertainty_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
-    margin = uncertainty.bytes_of(reserved_peak, outside)
-    highest = _end_of_range(replays, uncertainty, available, outside, allowed, upper=True)
-    process = process_peak(reserved_peak + outside)
-    process_range = ProcessRange(
-        low_bytes=max(0, process - margin),
-        high_bytes=max(process, process_peak(highest or reserved_peak + outside + margin)),
-        uncertainty=uncertainty,
-    )
-    fits = None not in (held, highest) and process_range.high_bytes <= limit
-    lowest = None if fits else _end_of_range(replays, uncertainty, available, outside, allowed, upper=False)
-    device = DeviceLimit(
-        name=gpu.name,
-        memory_bytes=gpu.memory_bytes,
-        held_by_others_bytes=others or 0,
-        context_is_estimate=gpu.context_is_estimate,
-    )
+    highest = room.end_of_range(uncertainty, upper=True)
+    process_range = room.process_range(reserved_peak, highest, uncertainty)
+    fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
+    lowest = None if fits else room.end_of_range(uncertainty, upper=False)
+    fits_at_low_end = fits or (lowest is not None and room.process_peak(lowest) <= room.limit_bytes)
     step, clock = _timed_step(replays, gpu, surroundings) or (None, None)
     host = replays.host_tensors.peak_with(surroundings.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
         replays.tensor_peaks,
-        gpu=device,
+        gpu=DeviceLimit(
+            name=gpu.name,
+            memory_bytes=gpu.memory_bytes,
+            held_by_others_bytes=others or 0,
+            context_is_estimate=gpu.context_is_estimate,
+        ),
         reserved_peak_bytes=reserved_peak,
         process_peak_bytes=process,
-        paged_peak_bytes=process - reserved_peak - outside,
+        paged_peak_bytes=process - reserved_peak - room.outside_bytes,
         process_range=process_range,
         budget=budget,
         fits=fits and is_host_enough,
-        fits_at_low_end=is_host_enough and (fits or (lowest is not None and process_peak(lowest) <= limit)),
+        fits_at_low_end=is_host_enough and fits_at_low_end,
         host_by_part=host,
         step=step,
         playback=Playback(
@@ -187,47 +181,6 @@ def estimate_on_gpu(
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
-
-
-@dataclass(frozen=True)
-class _Held:
-    """The most that a caching allocator holds, and how often it has to empty its cache to stay within that."""
-
-    peak_bytes: int
-    num_retries: int = 0
-
-
-def _held_by_allocator(replays: Replays, capacity_bytes: int, allowed_bytes: int | None) -> _Held | None:
-    """Return what the allocator holds with this capacity and this limit of its own; None if it runs out of memory."""
-    most = capacity_bytes if allowed_bytes is None else min(capacity_bytes, allowed_bytes)
-    if replays.reserved_peak_bytes <= most:
-        return _Held(replays.reserved_peak_bytes)
-    if replays.peak_live_bytes("device") > most:
-        return None
-    capped = replays.within(capacity_bytes, allowed_bytes)
-    return None if capped.out_of_memory else _Held(capped.peak_reserved_bytes, capped.num_retries)
-
-
-def _end_of_range(
-    replays: Replays,
-    uncertainty: Uncertainty,
-    available: int,
-    outside: int,
-    allowed: int | None,
-    *,
-    upper: bool,
-) -> int | None:
-    """Return the process's bytes at one end of the uncertainty range; None if memory runs out there.
-
-    Needing a hundredth more is the same as having a hundredth less.
-    """
-    sign = 1 if upper else -1
-    factor = 1 + sign * uncertainty.reserved_share
-    outside += sign * uncertainty.bytes_of(0, outside)
-    held = _held_by_allocator(
-        replays, int((available - outside) / factor), None if allowed is None else int(allowed / factor)
-    )
-    return None if held is None else round(held.peak_bytes * factor) + outside
 
 
 def estimate_on_cpu(

@@ -92,7 +92,7 @@ def test_a_malformed_line_is_named_by_file_and_number(tmp_path, streaming):
 
 
 def load_stream_or_table(file, streaming):
-    from lowmem_ft.data.loading import _batches
+    from lowmem_ft.data.tokenized_parts import _batches
 
     source = Source(path=str(file), streaming=streaming)
     return _batches(open_rows(source), source, batch_rows=1)

@@ -5,7 +5,8 @@ import json
 import pytest
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.text.formats import Chat, Completion, Document, choose_loss_on, recognise_format
+from lowmem_ft.data.text.examples import Chat, Completion, Document
+from lowmem_ft.data.text.format_choice import choose_loss_on, recognise_format
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from lowmem_ft.data.text.chat_templates import CHATML
-from lowmem_ft.data.text.formats import Chat, Completion, Document
+from lowmem_ft.data.text.examples import Chat, Completion, Document
 from lowmem_ft.data.text.masking import mark_learnt
 from lowmem_ft.foundation.errors import DataError
 

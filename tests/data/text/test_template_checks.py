@@ -10,7 +10,7 @@ import pytest
 from tokenizers import Tokenizer, processors
 from transformers import PreTrainedTokenizerFast
 
-from lowmem_ft.data.text.formats import Chat, Completion, Document
+from lowmem_ft.data.text.examples import Chat, Completion, Document
 from lowmem_ft.data.text.masking import mark_learnt
 from lowmem_ft.data.text.template_checks import _problems as template_problems
 from lowmem_ft.foundation.errors import DataError

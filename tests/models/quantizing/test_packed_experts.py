@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.quantizing import int8_experts, packed_experts
 from lowmem_ft.models.quantizing.nf4_experts import unpack
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts

@@ -15,7 +15,8 @@ pytest.importorskip("bitsandbytes")
 
 from lowmem_ft.foundation.errors import MissingPackageError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 CPU = torch.device("cpu")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import re
@@ -18,7 +19,8 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import refuse_unfit
-from lowmem_ft.models.loading import load_model, load_model_config
+from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.quantizing import block_fp8, mxfp4, packed_experts
 from lowmem_ft.recipe.rules.memory_rules import packed_base_is_frozen_and_whole
 from lowmem_ft.recipe.tree import Recipe
@@ -33,14 +35,7 @@ TYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Checkpoints by family, each made once."""
-    made = {}
-
-    def of(family):
-        if family not in made:
-            made[family] = packed_checkpoint(family, tmp_path_factory.mktemp(family))
-        return made[family]
-
-    return of
+    return functools.cache(lambda family: packed_checkpoint(family, tmp_path_factory.mktemp(family)))
 
 
 def load(folder, quantization="none", **options):

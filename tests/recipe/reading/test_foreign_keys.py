@@ -94,7 +94,7 @@ def test_every_entry_leads_to_a_key_that_exists_and_every_setting_is_accepted():
 
 
 def test_the_toolkits_names_and_the_entries_are_the_same_and_hide_none_of_ours():
-    assert {name for names in KEYS_OF.values() for name in names.split()} == set(FOREIGN_KEYS)
+    assert {name for names in KEYS_OF.values() for name in names} == set(FOREIGN_KEYS)
     ours = {key.name for key in recipe_keys().values()}
     assert ours & set(FOREIGN_KEYS) == {"device", "optimizer"}
     assert {"adapter", "optimizer", "loss"} == set(recipe_groups()) & set(FOREIGN_KEYS)

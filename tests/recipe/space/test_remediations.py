@@ -11,10 +11,10 @@ from sweeps import few_quick
 from lowmem_ft.foundation.knob import Effect
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.space import search_space
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
-from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 
 RECIPES = sorted(path.stem for path in (Path(__file__).parents[3] / "recipes").glob("*.yaml"))
 GREEDY = [

@@ -13,7 +13,8 @@ pytest.importorskip("peft")
 
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
-from lowmem_ft.techniques.adapters.lora import adapted_layers, enable_lora
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.adapters.peft_layers import adapted_layers
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig

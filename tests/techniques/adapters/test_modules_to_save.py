@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_models import tiny_llama
+from tiny_models import losses_of_adamw, tiny_llama
 
 pytest.importorskip("peft")
 
@@ -21,18 +21,6 @@ IDS = torch.arange(40).view(2, 20) % 64
 
 def _config(*modules: str, **settings) -> AdapterConfig:
     return AdapterConfig(name="lora", r=2, target_modules=("q_proj",), modules_to_save=modules, **settings)
-
-
-def _steps(model, num_steps=3):
-    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(num_steps):
-        loss = model(input_ids=IDS, labels=IDS).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -59,7 +47,7 @@ def test_training_equals_pefts_and_vanilla_peft_loads_the_files(tmp_path, tied):
     num_elements = {model: sum(one.numel() for one in model.parameters()) for model in (ours, theirs)}
     table = 64 * 32
     assert num_elements[theirs] - num_elements[ours] == len(names) * table  # the originals of PEFT's copies
-    assert _steps(ours) == _steps(theirs)
+    assert losses_of_adamw(ours, IDS) == losses_of_adamw(theirs, IDS)
     (tmp_path / "adapter").mkdir()
     lora.save(tmp_path / "adapter")
     loaded = PeftModel.from_pretrained(
@@ -76,7 +64,7 @@ def test_they_are_merged_loaded_again_and_taken_off(tmp_path, tied):
     model = tiny_llama(tie_word_embeddings=tied)
     model.save_pretrained(tmp_path / "base")
     lora = enable_lora(model, _config("embed_tokens"), base_name=str(tmp_path / "base"))
-    _steps(model)
+    losses_of_adamw(model, IDS)
     (tmp_path / "adapter").mkdir()
     lora.save(tmp_path / "adapter")
     wanted = model.eval()(IDS).logits
@@ -131,7 +119,7 @@ def test_rows_that_peft_has_trained_are_merged(tmp_path):
         task_type="CAUSAL_LM",
     )
     theirs = get_peft_model(base, settings)
-    _steps(theirs)
+    losses_of_adamw(theirs, IDS)
     theirs.save_pretrained(tmp_path / "adapter")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     rows = merged.model.embed_tokens.weight[[3, 7]].clone()

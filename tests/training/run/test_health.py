@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.techniques.adapters.lora import Lora
+from lowmem_ft.techniques.adapters.trained_adapter import Lora
 from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress

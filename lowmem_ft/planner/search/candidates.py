@@ -6,6 +6,7 @@ Axes: N combinations, D dimensions, U distinct choices of the dimensions that ar
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,56 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.memory.least_memory import PARTS, Held, Part, StepParts
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
-from lowmem_ft.planner.ranking import Prior, Quantity
-from lowmem_ft.planner.search import Candidates, Limits
+from lowmem_ft.planner.search.estimated_needs import Limits
+from lowmem_ft.planner.search.ranking import Prior, Quantity
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.space.search_space import Space, asks_consent, with_settings
 from lowmem_ft.system.process_size import LIBRARIES_BYTES
 
+Bools = NDArray[np.bool_]
+Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 Bytes = tuple[float, float]
 """Bytes of the device and of the host."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidates:
+    """The combinations to choose from.
+
+    Args:
+        choices_ND: the index of a choice for each dimension.
+        before_N: decides before the seconds do; smaller is better.
+        after_N: decides between equal seconds; smaller is better; no two are equal.
+        changes_N: how much it changes: the less, the simpler it is.
+        seconds_N: lower bound of a step's seconds.
+        device_bytes_N: lower bound of the device bytes.
+        host_bytes_N: lower bound of the host bytes.
+    """
+
+    choices_ND: Ints
+    before_N: Ints
+    after_N: Ints
+    changes_N: Ints
+    seconds_N: Floats
+    device_bytes_N: Floats
+    host_bytes_N: Floats
+
+    def __len__(self) -> int:
+        return len(self.choices_ND)
+
+    def may_fit(self, limits: Limits) -> Bools:
+        """Return which of them may fit, by their bounds."""
+        is_beyond = (self.device_bytes_N > limits.device_bytes) | (self.host_bytes_N > limits.host_bytes)
+        return ~is_beyond
+
+    def least_missing(self, limits: Limits) -> float:
+        """Return the least device and host bytes missing, by bounds, of the combination that lacks the fewest."""
+        over_N = np.maximum(0.0, self.device_bytes_N - limits.device_bytes)
+        return float((over_N + np.maximum(0.0, self.host_bytes_N - limits.host_bytes)).min())
 
 
 def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Candidates:

@@ -1,0 +1,133 @@
+"""Combinations next to the best of a search, and why each is not chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, KnobChoice, typed
+from lowmem_ft.planner.search.search import Search
+from lowmem_ft.planner.search.search_findings import Findings
+from lowmem_ft.recipe.space.search_space import Combination, Space
+
+
+class Neighbours:
+    """Combinations that differ from the best in one knob, by a value that needs more memory.
+
+    If a rule refuses that value together with the others, one more knob differs: all rows in a single micro-batch leave
+    nothing for vertical order, so the neighbour has horizontal order too.
+
+    Args:
+        space: the search space.
+        search: estimates what is not known yet.
+    """
+
+    def __init__(self, space: Space, search: Search) -> None:
+        self._space = space
+        self._search = search
+        self._places = {combination: place for place, combination in enumerate(space.combinations)}
+
+    def place_of(self, combination: Combination) -> int | None:
+        """Return the index of a combination; None if a rule refuses it."""
+        return self._places.get(combination)
+
+    def look_around(self) -> None:
+        """Estimate the neighbours of the best, until none of them is better.
+
+        Includes those that differ in one more choice, which a rule ties to the first.
+        """
+        looked_at = None
+        while self._search.found.best != looked_at:
+            self._search.look_around()
+            looked_at = self._search.found.best
+            places = [self.place_of(combination) for combination in self._next_cheaper()]
+            open_ = [place for place in places if place is not None and self._search.is_open(place)]
+            for number, place in enumerate(open_, 1):
+                self._search.estimate(place, then=open_[number:])
+
+    def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
+        """Return, for each knob of the best, the reason against the next cheaper value."""
+        return tuple(
+            self._knob(findings, place, combination)
+            for place, combination in enumerate(self._next_cheaper(each=True))
+            if combination
+        )
+
+    def _next_cheaper(self, *, each: bool = False) -> Iterator[Combination]:
+        """Yield each dimension's next cheaper combination; with ``each``, an empty one if nothing is cheaper."""
+        best = self._search.found.best
+        chosen = () if best is None else self._space.combinations[best]
+        for place, index in enumerate(chosen):
+            if index > 0:
+                cheaper = (*chosen[:place], index - 1, *chosen[place + 1 :])
+                yield cheaper if cheaper in self._places else self._with_what_is_tied(cheaper, place)
+            elif each:
+                yield ()
+
+    def _with_what_is_tied(self, refused: Combination, changed: int) -> Combination:
+        """Return it with one more change, the fastest that ends the refusal; unchanged if no single change does."""
+        candidates = self._search.candidates
+        differs_ND = candidates.choices_ND != np.array(refused)
+        mended = np.flatnonzero((differs_ND.sum(axis=1) == 1) & ~differs_ND[:, changed])
+        if not len(mended):
+            return refused
+        order = np.lexsort(
+            (candidates.after_N[mended], candidates.seconds_N[mended], candidates.before_N[mended])
+        )
+        return self._space.combinations[mended[order[0]]]
+
+    def _knob(self, findings: Findings, place: int, combination: Combination) -> KnobChoice:
+        best = self._search.found.best
+        assert best is not None, "neighbours need a best plan"
+        dimension, chosen = self._space.dimensions[place], self._space.combinations[best]
+        changed = [
+            setting
+            for each, old, new in zip(self._space.dimensions, chosen, combination, strict=True)
+            if old != new
+            for setting in typed(each.choices[new])
+        ]
+        return KnobChoice(
+            setting=" ".join(typed(dimension.choices[chosen[place]])),
+            cheaper=" ".join(changed),
+            reason=self._against(findings, combination),
+        )
+
+    def _against(self, findings: Findings, combination: Combination) -> str:
+        place = self.place_of(combination)
+        if place is None:
+            return self._space.refusal(combination) or "not supported by the device or the model"
+        found, candidates = findings.found, findings.candidates
+        if place in found.refused:
+            return found.refused[place]
+        if place in found.needs:
+            need = found.needs[place]
+            return findings.reason(need) or _slower(need.seconds, findings.best_seconds)
+        over_device, over_host = findings.limits.missing(
+            float(candidates.device_bytes_N[place]), float(candidates.host_bytes_N[place])
+        )
+        parts = [
+            f"at least {format_bytes(over)} too much for the {where}"
+            for over, where in ((over_device, "device"), (over_host, "host"))
+            if over
+        ]
+        if parts:
+            return " and ".join(parts)
+        if not self._search.is_open(place):
+            return (
+                f"takes {candidates.seconds_N[place]:.3g} s at least"
+                if findings.best_seconds
+                else "another change, whose gain cannot be timed on this device"
+            )
+        return NOT_ESTIMATED
+
+
+def _slower(seconds: float, best_seconds: float) -> str:
+    if not best_seconds:
+        return "fits too, with more or costlier changes"
+    if seconds < best_seconds:
+        return f"fits too, with more changes: {seconds:.4g} s against {best_seconds:.4g}"
+    if seconds == best_seconds:
+        return "fits too, and is no faster"
+    return f"fits too, and is slower: {seconds:.4g} s against {best_seconds:.4g}"
