@@ -29,6 +29,28 @@ VISION: dict[str, Any] = {
     "image_size": 28,
     "patch_size": 14,
 }
+_QWEN3_5_TEXT: dict[str, Any] = {
+    **TEXT,
+    "layer_types": ["linear_attention", "full_attention"],
+    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [1, 1, 0],
+        "mrope_interleaved": True,
+    },
+}
+_QWEN3_5_VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_heads": 2,
+    "out_hidden_size": 32,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+}
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
         "Gemma3",
@@ -42,31 +64,45 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
             "tie_word_embeddings": False,
         },
     ),
-    "qwen3_5": (
-        "Qwen3_5",
+    "gemma4": (  # as E4B: inputs of each layer from a table, keys that layers share, and a tower for sound, too
+        "Gemma4",
         {
             "text_config": {
                 **TEXT,
-                "layer_types": ["linear_attention", "full_attention"],
-                **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-                **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 16),
-                "rope_parameters": {
-                    "rope_type": "default",
-                    "rope_theta": 10000.0,
-                    "partial_rotary_factor": 0.25,
-                    "mrope_section": [1, 1, 0],
-                    "mrope_interleaved": True,
-                },
+                "num_hidden_layers": 4,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "num_kv_shared_layers": 2,
+                "global_head_dim": 32,
+                "vocab_size_per_layer_input": TEXT["vocab_size"],
+                "hidden_size_per_layer_input": 8,
+                "sliding_window": 64,
             },
             "vision_config": {
-                "depth": 1,
-                "hidden_size": 32,
-                "intermediate_size": 64,
-                "num_heads": 2,
-                "out_hidden_size": 32,
-                "patch_size": 4,
-                "num_position_embeddings": 16,
+                **VISION,
+                "num_key_value_heads": 2,
+                "head_dim": 16,
+                "position_embedding_size": 16,
             },
+            "audio_config": {
+                "hidden_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "subsampling_conv_channels": [8, 4],
+                "output_proj_dims": 32,
+            },
+        },
+    ),
+    "qwen3_5": ("Qwen3_5", {"text_config": _QWEN3_5_TEXT, "vision_config": _QWEN3_5_VISION}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            "text_config": {
+                **_QWEN3_5_TEXT,
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 48),
+            },
+            "vision_config": _QWEN3_5_VISION,
         },
     ),
     "llama4": (

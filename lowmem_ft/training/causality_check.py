@@ -105,7 +105,8 @@ def refuse_leaking_documents(session: Session, name: str) -> None:
 
 
 Parts = list[tuple[str, torch.Tensor]]
-"""Names of a model's parts with what they computed, in the order in which they finished: a part before its whole."""
+"""Names of a model's parts with each tensor that they returned, in the order in which they finished: a part before its
+whole."""
 
 
 def _second_document(session: Session, row: Batch) -> tuple[float, Parts]:
@@ -113,15 +114,15 @@ def _second_document(session: Session, row: Batch) -> tuple[float, Parts]:
     parts: Parts = []
 
     def keep(name: str, module: nn.Module, output: object) -> None:
-        first = output[0] if isinstance(output, (tuple, list)) and output else output
         # Parts of experts have no axis of rows: there, tokens are in the order of their experts.
-        if (
-            isinstance(first, torch.Tensor)
-            and first.is_floating_point()
-            and first.shape[:2] == (1, NUM_TOKENS)
-        ):
-            half = first.detach()[:, NUM_TOKENS // 2 :].to("cpu", copy=True)
-            parts.append((f"{name} ({type(module).__name__})", half))
+        for tensor in output if isinstance(output, (tuple, list)) else (output,):
+            if (
+                isinstance(tensor, torch.Tensor)
+                and tensor.is_floating_point()
+                and tensor.shape[:2] == (1, NUM_TOKENS)
+            ):
+                half = tensor.detach()[:, NUM_TOKENS // 2 :].to("cpu", copy=True)
+                parts.append((f"{name} ({type(module).__name__})", half))
 
     hooks = [
         part.register_forward_hook(lambda part, _, output, name=name: keep(name, part, output))
@@ -139,16 +140,19 @@ def _first_leak(parts: Parts, other_parts: Parts, *, is_exact: bool) -> str | No
     """Return the innermost part in which the first document reaches the second; None: none does.
 
     Rounding differs where experts get other tokens and where 8-bit weights find other outliers. In 16 bits the first
-    part that differs decides: a difference may have sent later tokens to other experts.
+    part that differs decides, by all that it returns (a convolution may hardly change the queries, and replace the
+    values of a token): a difference may have sent later tokens to other experts.
     """
+    decides = None
     for (name, output), (_, other) in zip(parts, other_parts, strict=False):
         if output.shape != other.shape or torch.equal(output, other):
             continue
+        if not is_exact and decides not in (None, name):
+            return None
+        decides = name
         difference = (other.float() - output.float()).abs().max() / output.float().abs().max()
         if difference > (EXACT_TOLERANCE if is_exact else PART_TOLERANCE):
             return name
-        if not is_exact:
-            return None
     return None
 
 

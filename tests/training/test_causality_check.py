@@ -6,7 +6,15 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BertConfig, Lfm2Config, LlamaConfig, MambaConfig, OPTConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BertConfig,
+    Lfm2Config,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    ZayaConfig,
+)
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
@@ -88,8 +96,23 @@ def test_own_code_that_does_not_look_ahead_trains(tiny, own_model):
             ),
             r"conv\.out_proj \(Linear\)",
         ),
+        (  # its convolution hardly changes queries, and half of a token's values are those of the one before
+            ZayaConfig(
+                vocab_size=512,
+                hidden_size=32,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                num_key_value_heads=1,
+                head_dim=16,
+                num_experts=2,
+                num_experts_per_tok=1,
+                moe_intermediate_size=32,
+                router_hidden_size=8,
+            ),
+            r"self_attn\.qkv_proj \(ZayaCCAProjection\)",
+        ),
     ],
-    ids=["recurrent state", "short convolution"],
+    ids=["recurrent state", "short convolution", "delayed values"],
 )
 def test_a_model_whose_documents_see_one_another_is_not_packed(
     tiny, tmp_path, recipes_folder, config, part, dtype

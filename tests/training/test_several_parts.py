@@ -111,7 +111,7 @@ def test_a_resumed_run_ends_with_the_same_bits_without_its_source(rung, trained,
     assert all(torch.equal(whole[name], resumed[name]) for name in whole)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "llama4"])
+@pytest.mark.parametrize("family", ["gemma3", "gemma4", "llama4", "qwen3_5_moe"])
 def test_adapters_fit_the_original_class_and_are_merged_into_it(family, checkpoint, trained, tmp_path):
     trained(checkpoint(family), *LORA, steps=1)
     run = trained(checkpoint(family), *LORA, "training.resume_from_checkpoint=auto", steps=2)

@@ -155,10 +155,19 @@ class CutTensor:
         return self.parts[0][1].get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Join all parts, then index the result."""
+        """Join the parts; of a slice of rows, those rows of the parts that hold them, and read no others."""
         import torch
 
-        read = [values[...] for _, values in self.parts]
+        rows = range(self._shape[0] if self._shape else 1)
+        if isinstance(index, slice) and index.step in (None, 1) and rows[index]:
+            rows, index = rows[index], ...
+        read = [
+            values[max(rows.start - first, 0) : min(rows.stop - first, num_rows(values))]
+            if self._shape
+            else values[...]
+            for first, values in self.parts
+            if first < rows.stop and rows.start < first + num_rows(values)
+        ]
         whole = torch.cat(read) if len(read) > 1 else read[0]
         return whole[index]
 

@@ -91,12 +91,30 @@ def _mark(values: Any, scales: Any, shape: tuple[int, ...]) -> None:
     values.packed_shape, scales.packed_shape = torch.Size(shape), torch.Size((0,))
 
 
+def _with_operation(conversions: list[Any], theirs: type, ours: Any) -> list[Any]:
+    """Return conversions with our operation in the place of transformers', wherever its version attaches that."""
+    for one in conversions:
+        if hasattr(one, "operations"):
+            one.operations = [ours if type(each) is theirs else each for each in one.operations]
+    return conversions
+
+
 @functools.cache
 def _mxfp4_quantizer() -> type:
+    from transformers.integrations.mxfp4 import Mxfp4Dequantize
     from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
     from transformers.quantizers.quantizers_utils import should_convert_module
 
+    their_unpacking: Any = Mxfp4Dequantize
     theirs: Any = Mxfp4HfQuantizer
+
+    class Unpack(their_unpacking):
+        """Unpacks experts to the type of their parameter; transformers 5.17 leaves them in bfloat16."""
+
+        def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+            dtype = kwargs["model"].get_parameter_or_buffer(kwargs["full_layer_name"]).dtype
+            converted = super().convert(input_dict, **kwargs)
+            return {name: values.to(dtype) for name, values in converted.items()}
 
     class Mxfp4Quantizer(theirs):
         """Keeps the blocks and scales of experts, by their names in the files."""
@@ -144,7 +162,8 @@ def _mxfp4_quantizer() -> type:
 
         def get_weight_conversions(self) -> list[Any]:
             """Return none: tensors in files have the parameters' names, unless they are unpacked."""
-            return super().get_weight_conversions() if self.quantization_config.dequantize else []
+            stock = super().get_weight_conversions() if self.quantization_config.dequantize else []
+            return _with_operation(stock, Mxfp4Dequantize, Unpack(self))
 
         def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
             """Return nothing: a state dict has the names and bytes of the files."""
@@ -252,8 +271,9 @@ def _fp8_quantizer() -> type:
             """Return False: the files hold packed tensors."""
             return False
 
-        def get_load_operations(self) -> dict[str, type]:
-            """Return what transformers unpacks matrices with where it is told to."""
-            return {"dequantize": Unpack}
+        def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
+            """Return conversions that unpack matrices as above where transformers is told to."""
+            stock = super().update_weight_conversions(weight_conversions, *args)
+            return _with_operation(stock, Fp8Dequantize, Unpack(self))
 
     return Fp8Quantizer

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight
+from lowmem_ft.models.files.shard_files import MODEL, CutTensor, Part, ShardWriter
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.quantizing import int8_experts, packed_experts
@@ -204,6 +205,49 @@ def test_a_load_holds_one_expert_in_16_bits_however_many_there_are(family, kind,
         assert is_packed(packed.model.layers[0].mlp.experts.down_proj)
     # bitsandbytes' kernels for CPUs take two more of it, whatever the number of experts
     assert transient[1] <= transient[0] < 3
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_rows_of_a_checkpoint_that_several_processes_wrote_are_read_as_they_are_packed(
+    kind, tmp_path, monkeypatch
+):
+    model_of("gpt_oss").save_pretrained(tmp_path)
+    whole = load(tmp_path, kind).state_dict()
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for rank in range(2):
+        parts = {
+            name: Part(half, [rank * len(tensor.chunk(2)[0])] + [0] * (tensor.dim() - 1), tensor.shape)
+            for name, tensor in tensors.items()
+            for half in tensor.chunk(2)[rank : rank + 1]
+        }
+        ShardWriter(tmp_path, "a", rank, 2).write(MODEL, parts.items())
+    read, join = [], CutTensor.__getitem__
+    monkeypatch.setattr(CutTensor, "__getitem__", lambda *of: read.append(join(*of)) or read[-1])
+    monkeypatch.setattr(packed_experts, "_PACKED_AT_ONCE", 1)
+    found = load(tmp_path, kind).state_dict()
+    assert all(torch.equal(whole[name], found[name]) for name in whole)
+    assert [len(tensor) for tensor in read if tensor.dim() == 3] == [1] * (2 * 2 * NUM_EXPERTS)
+
+
+def test_rows_of_a_tensor_in_parts_are_those_of_the_whole():
+    whole, read = torch.arange(21).view(7, 3), []
+
+    class Recorded(torch.Tensor):
+        def __getitem__(self, index):
+            read.append(len(self.as_subclass(torch.Tensor)[index]))
+            return self.as_subclass(torch.Tensor)[index]
+
+    parts = [(first, whole[first:end].as_subclass(Recorded)) for first, end in ((0, 2), (2, 3), (3, 7))]
+    cut = CutTensor("a", whole.shape, parts)
+    for first in range(7):
+        for end in range(first + 1, 8):
+            read.clear()
+            assert torch.equal(cut[first:end], whole[first:end])
+            assert sum(read) == end - first
+    assert torch.equal(cut[...], whole)
+    assert torch.equal(cut[1:6:2], whole[1:6:2])
+    assert cut[3:3].shape == (0, 3)
 
 
 @pytest.mark.parametrize(

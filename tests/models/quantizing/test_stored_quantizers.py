@@ -93,7 +93,11 @@ def test_the_bytes_of_the_files_stay_in_memory(family, folder, caplog):
     assert not any(weight.requires_grad for weight in packed)
     whole = load(folder(family), "dequantize", dtype="bfloat16")
     assert sum(map(logical_numel, model.parameters())) == whole.num_parameters()
-    assert {weight.dtype for weight in whole.parameters()} == {torch.bfloat16}
+    # Routers of DeepSeek-V3 are in float32 since transformers 5.24, by their class.
+    types = {
+        weight.dtype for name, weight in whole.named_parameters() if not name.endswith("mlp.gate.weight")
+    }
+    assert types == {torch.bfloat16}
     in_float32 = load(folder(family), "dequantize", dtype="float32")
     assert {weight.dtype for weight in in_float32.parameters()} == {torch.float32}
     assert in_memory < 0.8 * sum(weight.nbytes for weight in whole.parameters())
