@@ -155,6 +155,6 @@ class RunParts:
             num_steps=num_steps,
             session=session,
             memory=memory,
-            callbacks=callbacks_of_run(callbacks, config.early_stopping_patience, progress, runtime),
+            callbacks=callbacks_of_run(callbacks, config, progress, runtime),
             generations=generations,
         )
