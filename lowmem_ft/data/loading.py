@@ -30,6 +30,7 @@ from lowmem_ft.data.epoch_rows import (
 )
 from lowmem_ft.data.mixing import JoinedExamples, drawn, mixed, probabilities_of
 from lowmem_ft.data.source_keys import without_weights
+from lowmem_ft.data.sources.full_cache import full_cache
 from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.sources.splits import Part, held_out_parts, num_held_out, training_parts
 from lowmem_ft.data.summary import (
@@ -283,6 +284,10 @@ class _Loader:
             except UnicodeDecodeError as error:
                 # Arrow accepts any bytes as text; only reading a row decodes them.
                 raise reading_error(error, part.source) from error
+            except OSError as error:
+                if (problem := full_cache(error)) is None:
+                    raise
+                raise problem from error
 
     def _kept(self, table: datasets.Dataset, part: Part) -> tuple[datasets.Dataset, DataSummary]:
         """Return the examples to use, and the counts of all, which are logged."""

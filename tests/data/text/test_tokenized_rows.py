@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 
 import numpy as np
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
 from lowmem_ft.data.text import tokenized_rows
+from lowmem_ft.foundation.errors import DataError
 
 
 @pytest.fixture
@@ -49,6 +53,19 @@ def test_a_second_run_takes_the_tokens_from_the_cache(path, load, said, monkeypa
     load(path)
     (line,) = said()
     assert line.endswith("come from the cache of an earlier run.")
+
+
+@pytest.mark.parametrize("after", ["nothing", "the rows"])
+def test_a_full_disk_is_said_with_the_folder_that_can_be_elsewhere(path, load, monkeypatch, after):
+    if after == "the rows":
+        load(path, max_length=100)
+
+    def finalize(self, close_stream=True):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArrowWriter, "finalize", finalize)
+    with pytest.raises(DataError, match=r"The cache of datasets, .*: No space left on device \(.* free on that"):
+        load(path)
 
 
 def test_a_number_of_processes_that_is_given_holds(path, load, said, monkeypatch):
