@@ -27,9 +27,7 @@ class EarlyStopping:
         """Return the same for a count, which a resumed run has from its checkpoint."""
         if evaluations_without_gain < self.patience:
             return None
-        by = (
-            f" by more than training.early_stopping_threshold={self.threshold:g}" if self.threshold else ""
-        )
+        by = f" by more than training.early_stopping_threshold={self.threshold:g}" if self.threshold else ""
         return Stop(
             f"The held-out result has not improved{by} for {evaluations_without_gain} evaluations in a row."
         )
