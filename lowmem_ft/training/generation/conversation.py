@@ -68,6 +68,7 @@ class Conversation:
         Raises:
             UserError: if the conversation has as many tokens as the model takes, or none, if the text is not Unicode,
                 or if ``generate`` refuses its settings.
+            StoppedTwice: after a Ctrl-C while the answer that a first one stopped ends.
             Exception: whatever else ``generate`` raises.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
@@ -85,7 +86,7 @@ class Conversation:
                 yield shown
         finally:
             self.stop()
-            thread.join()
+            _wait_for(thread)
             if not errors:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
         if errors:
@@ -148,6 +149,19 @@ class Conversation:
         for end in ends:
             piece = piece.removesuffix(end)
         return piece
+
+
+class StoppedTwice(KeyboardInterrupt):
+    """A Ctrl-C that came while an answer was ending."""
+
+
+def _wait_for(thread: threading.Thread) -> None:
+    """Wait until a thread has ended, also after a Ctrl-C: a process that ends while a thread computes would abort."""
+    try:
+        thread.join()
+    except KeyboardInterrupt:
+        thread.join()
+        raise StoppedTwice("while it answered.") from None
 
 
 class _Stopped(StoppingCriteria):
