@@ -54,6 +54,7 @@ KEYS_OF = {
         train_dataset train_on_prompt upcast_layernorm use_adam_mini use_apollo use_badam use_galore
         val_size video_fps video_max_pixels video_maxlen warmup_ratio
     """,
+    "PEFT": "trainable_token_indices",
     "torchtune": """
         ac_mode apply_lora_to_mlp apply_lora_to_output batch_size batch_size_val checkpoint_dir
         checkpointer clip_grad_norm collate_fn compile custom_sharded_layers dataset dataset_val
@@ -360,6 +361,8 @@ _ENTRIES = (
     ),
     *_same("adapter.modules_to_save", "lora_modules_to_save"),
     *_translated("adapter.modules_to_save", "additional_target", note="It is a list."),
+    *_translated("adapter.train_new_tokens", "trainable_token_indices",
+                 note="It is true or false: the rows of model.add_tokens and model.add_special_tokens are trained."),
     *_same("model.add_tokens", "tokens"),
     *_translated("model.add_special_tokens", "new_special_tokens", note="It is a list."),
     *_absent("save_adapter_weights_only",
