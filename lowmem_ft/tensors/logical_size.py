@@ -21,6 +21,21 @@ def logical_numel(parameter: Tensor) -> int:
     return math.prod(logical_shape(parameter))
 
 
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the number of a model's weights, and of those that are trained; a weight in two parameters counts once.
+
+    Rows of a table that alone are trained are a parameter of their own, which is a part of the table.
+    """
+    sizes = {parameter: logical_numel(parameter) for parameter in model.parameters()}
+    parts = sum(size for parameter, size in sizes.items() if getattr(parameter, PART_OF_ANOTHER, False))
+    trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    return sum(sizes.values()) - parts, trainable
+
+
+PART_OF_ANOTHER = "lowmem_ft_part_of_another"
+"""Attribute of a parameter that is a view of another parameter of its model."""
+
+
 def is_packed(parameter: Tensor) -> bool:
     """Return whether a parameter holds weights in 4 or 8 bits, or their scales."""
     return _recorded_shape(parameter) is not None or not parameter.is_floating_point()

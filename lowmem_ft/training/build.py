@@ -27,7 +27,7 @@ from lowmem_ft.techniques.adapters.lora import check_adapter
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
 from lowmem_ft.techniques.precision import check_precision
-from lowmem_ft.tensors.logical_size import logical_numel
+from lowmem_ft.tensors.logical_size import num_parameters
 from lowmem_ft.training.distributed.distributed_rules import problems_with_processes
 from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
 from lowmem_ft.training.runtime import Runtime
@@ -200,8 +200,7 @@ def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:
 
 
 def _log_size(model: nn.Module) -> None:
-    total = sum(map(logical_numel, model.parameters()))
-    trainable = sum(logical_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    total, trainable = num_parameters(model)
     logger.info(
         "%s: %s parameters, %s of them trainable.", type(model).__name__, f"{total:,}", f"{trainable:,}"
     )
