@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from lowmem_ft.tensors.local_shards import whole_shape
 
+PART_OF_ANOTHER = "lowmem_ft_part_of_another"
+"""Attribute of a parameter that is a view of another parameter of its model."""
+
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of the weights in a parameter; packed ones record it, scales of a packed one have none."""
@@ -30,10 +33,6 @@ def num_parameters(model: nn.Module) -> tuple[int, int]:
     parts = sum(size for parameter, size in sizes.items() if getattr(parameter, PART_OF_ANOTHER, False))
     trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
     return sum(sizes.values()) - parts, trainable
-
-
-PART_OF_ANOTHER = "lowmem_ft_part_of_another"
-"""Attribute of a parameter that is a view of another parameter of its model."""
 
 
 def is_packed(parameter: Tensor) -> bool:

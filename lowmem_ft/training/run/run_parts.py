@@ -16,7 +16,7 @@ from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.loading import PreparedData
 from lowmem_ft.models.loading import load_tokenizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.build import build_session, plan_session, resumed
+from lowmem_ft.training.build import build_session, plan_session, refuse_unknown_names, resumed
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint
@@ -120,6 +120,7 @@ class RunParts:
             )
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
+            refuse_unknown_names(built, plan)
             tokenizer = load_tokenizer(built.model)
         checks = PreflightChecks(preflight, built, runtime)
         checks.before_data()
