@@ -75,8 +75,10 @@ class Conversation:
         input_ids_BT = self._tokens(asked)
         streamer: Any = TextIteratorStreamer(self._tokenizer, skip_prompt=True)  # type: ignore[arg-type]
         errors: list[BaseException] = []
+        ended = threading.Event()
         self._stop.clear()
-        thread = threading.Thread(target=self._generate, args=(input_ids_BT, streamer, errors), daemon=True)
+        arguments = (input_ids_BT, streamer, errors, ended)
+        thread = threading.Thread(target=self._generate, args=arguments, daemon=True)
         thread.start()
         pieces: list[str] = []
         try:
@@ -86,7 +88,7 @@ class Conversation:
                 yield shown
         finally:
             self.stop()
-            _wait_for(thread)
+            _wait_for(ended)
             if not errors:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
         if errors:
@@ -113,7 +115,9 @@ class Conversation:
             )
         return encoded["input_ids"].to(self._session.runtime.device)
 
-    def _generate(self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException]) -> None:
+    def _generate(
+        self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException], ended: threading.Event
+    ) -> None:
         model: Any = self._session.unwrapped_model
         settings = dict(self._generation)
         if self._limit is not None:  # beyond its positions a model writes nonsense, or fails
@@ -142,6 +146,8 @@ class Conversation:
             errors.append(error)
             with contextlib.suppress(Exception):
                 streamer.end()
+        finally:
+            ended.set()
 
     def _without_end(self, piece: str) -> str:
         """Return a piece of text without the token that ends the answer; other special tokens are shown."""
@@ -155,12 +161,15 @@ class StoppedTwice(KeyboardInterrupt):
     """A Ctrl-C that came while an answer was ending."""
 
 
-def _wait_for(thread: threading.Thread) -> None:
-    """Wait until a thread has ended, also after a Ctrl-C: a process that ends while a thread computes would abort."""
+def _wait_for(ended: threading.Event) -> None:
+    """Wait until a thread has ended, also after a Ctrl-C: a process that ends while a thread computes would abort.
+
+    It is an event because ``Thread.join`` takes a thread for ended once it was interrupted (Python 3.10 to 3.12).
+    """
     try:
-        thread.join()
+        ended.wait()
     except KeyboardInterrupt:
-        thread.join()
+        ended.wait()
         raise StoppedTwice("while it answered.") from None
 
 

@@ -119,13 +119,12 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsy
 def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, capsys, monkeypatch):
     waited: list[bool] = []
 
-    class Interrupted(threading.Thread):
-        def join(self, timeout=None):
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
             waited.append(len(waited) == 1)
             if len(waited) == 1:
                 raise KeyboardInterrupt
-            super().join(timeout)
-            assert not self.is_alive()
+            return super().wait(timeout)
 
     def interrupted(*_, end="\n", **__):
         if end == "":
@@ -133,7 +132,9 @@ def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, cap
 
     monkeypatch.setattr("builtins.input", lambda _: "Hello")
     monkeypatch.setattr(chat, "print", interrupted, raising=False)
-    monkeypatch.setattr(conversation, "threading", SimpleNamespace(Thread=Interrupted, Event=threading.Event))
+    monkeypatch.setattr(
+        conversation, "threading", SimpleNamespace(Thread=threading.Thread, Event=Interrupted)
+    )
     assert main(["chat", model_folder, *GREEDY]) == 130
     assert waited == [False, True]
     assert "Stopped by SIGINT while it answered." in capsys.readouterr().err
