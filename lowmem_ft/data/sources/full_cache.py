@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 
-import datasets
+import datasets.config
 
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import format_bytes
