@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.epoch_rows import TokenizedStream
+from lowmem_ft.data.sources.full_cache import full_cache
 from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.sources.splits import Part
 from lowmem_ft.data.summary import LengthLimits, check_known_tokens, marked_text
@@ -60,6 +61,10 @@ class TokenizedParts:
             except UnicodeDecodeError as error:
                 # Arrow accepts any bytes as text; only reading a row decodes them.
                 raise reading_error(error, part.source) from error
+            except OSError as error:
+                if (problem := full_cache(error)) is None:
+                    raise
+                raise problem from error
 
     def stream(self, part: Part) -> TokenizedStream:
         """Return the examples of a split, tokenized as they are read, including dropped ones."""

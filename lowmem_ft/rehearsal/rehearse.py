@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator import estimate_memory
@@ -25,6 +26,7 @@ from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.rules.conflicts import LARGEST_WHOLE_NUMBER
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.rehearsal.findings import Findings
 from lowmem_ft.rehearsal.result import Rehearsal
@@ -77,8 +79,10 @@ def rehearse(
     _refuse_without_tokenizer(recipe)
     worst = estimate_memory(recipe, spec, kept=kept)
     # Trackers and the Hub must not hear of a rehearsal, and losses without values must not end it.
-    unheard = {"training.push_to_hub": False, "training.report_to": ()}
-    recipe = with_settings(recipe, {**unheard, "training.early_stopping_patience": None})
+    unheard: dict[str, Any] = {"training.push_to_hub": False, "training.report_to": ()}
+    if recipe.training.early_stopping_patience is not None:
+        unheard["training.early_stopping_patience"] = LARGEST_WHOLE_NUMBER  # other keys need one
+    recipe = with_settings(recipe, unheard)
     with _warnings_heard() as warnings, tempfile.TemporaryDirectory(prefix="lowmem_ft-rehearsal-") as folder:
         run, machine = _run(recipe, spec, _folder_of(recipe, Path(folder), warnings), steps, on_step)
     estimate, findings = _estimated(recipe, spec, run, machine)

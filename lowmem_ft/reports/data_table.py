@@ -10,6 +10,7 @@ from rich.text import Text
 
 from lowmem_ft.data.inspection import Inspection, ShownRow
 from lowmem_ft.data.text.marked_pieces import Piece
+from lowmem_ft.data.text.template_checks import MOST_KINDS, NUM_CHECKED_EXAMPLES
 from lowmem_ft.foundation.units import counted
 from lowmem_ft.reports.text.bar import Bar
 from lowmem_ft.reports.text.document import Document, Pairs, Table
@@ -147,9 +148,20 @@ def _paddings(inspection: Inspection) -> Document:
     )
 
 
+def _not_looked_at(inspection: Inspection) -> str:
+    if inspection.num_streamed is not None:
+        return " Of a stream, the template was tried on the first row alone."
+    if inspection.num_examples <= NUM_CHECKED_EXAMPLES:
+        return ""
+    return (
+        f" The template was tried on the kinds of rows among the first {NUM_CHECKED_EXAMPLES:,} of each source, on "
+        f"{MOST_KINDS} kinds at most."
+    )
+
+
 def _warnings(inspection: Inspection) -> Document | Text:
     if not inspection.warnings:
-        return Text(NOTHING_WRONG, "green")
+        return Text(NOTHING_WRONG + _not_looked_at(inspection), "green")
     rows = [
         (f"{number}.", visible(warning.words)) for number, warning in enumerate(inspection.warnings, start=1)
     ]

@@ -49,7 +49,16 @@ def _export(run: RunRecord) -> Step | None:
         return None
     return (
         "Write it for llama.cpp and Ollama (--merged and --quantized nf4: for transformers)",
-        ("lowmem-ft", "export", str(run.path), str(run.path / "gguf"), "--gguf", "q8_0"),
+        (
+            "lowmem-ft",
+            "export",
+            str(run.path),
+            str(run.path / "gguf"),
+            "--gguf",
+            "q8_0",
+            "--llama-cpp",
+            "~/llama.cpp",
+        ),
     )
 
 

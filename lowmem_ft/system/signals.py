@@ -249,6 +249,32 @@ def signals_end_at_once(leaves: str) -> Iterator[None]:
             thread.join()
 
 
+@contextlib.contextmanager
+def forks_ignore_ctrl_c() -> Iterator[None]:
+    """Let processes that are forked in this block ignore SIGINT, which a terminal sends them, too.
+
+    The process that forked them gets it and ends them; each would print a traceback of its own.
+    """
+    _blocks_of_forks.append(None)
+    try:
+        yield
+    finally:
+        _blocks_of_forks.pop()
+
+
+_blocks_of_forks: list[None] = []
+"""One entry for each block of :func:`forks_ignore_ctrl_c` that the process is in."""
+
+
+def _ignore_in_fork() -> None:
+    if _blocks_of_forks:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_ignore_in_fork)
+
+
 class Interruption(contextlib.ExitStack):
     """Context that records SIGINT and SIGTERM instead of ending the process; a later second signal ends it.
 

@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 from lowmem_ft.tensors.local_shards import whole_shape
 
+PART_OF_ANOTHER = "lowmem_ft_part_of_another"
+"""Attribute of a parameter that is a view of another parameter of its model."""
+
 
 def logical_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return the shape of the weights in a parameter; packed ones record it, scales of a packed one have none."""
@@ -19,6 +22,17 @@ def logical_shape(parameter: Tensor) -> tuple[int, ...]:
 def logical_numel(parameter: Tensor) -> int:
     """Return the number of weights in a parameter."""
     return math.prod(logical_shape(parameter))
+
+
+def num_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the number of a model's weights, and of those that are trained; a weight in two parameters counts once.
+
+    Rows of a table that alone are trained are a parameter of their own, which is a part of the table.
+    """
+    sizes = {parameter: logical_numel(parameter) for parameter in model.parameters()}
+    parts = sum(size for parameter, size in sizes.items() if getattr(parameter, PART_OF_ANOTHER, False))
+    trainable = sum(size for parameter, size in sizes.items() if parameter.requires_grad)
+    return sum(sizes.values()) - parts, trainable
 
 
 def is_packed(parameter: Tensor) -> bool:

@@ -6,6 +6,7 @@ the techniques around them (:mod:`lowmem_ft.training.enabled_techniques`). Accel
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import logging
 from pathlib import Path
@@ -18,17 +19,19 @@ from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
-from lowmem_ft.models.hf_config import compute_dtype, weights_dtype
+from lowmem_ft.models.hf_config import compute_dtype, other_parts_of, weights_dtype
+from lowmem_ft.models.loading import model_of_config
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.optimizers import check_optimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
-from lowmem_ft.techniques.adapters.lora import check_adapter
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import check_adapter, check_names
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
 from lowmem_ft.techniques.precision_check import check_precision
-from lowmem_ft.tensors.logical_size import logical_numel
+from lowmem_ft.tensors.logical_size import num_parameters
 from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
@@ -108,6 +111,25 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:
         _log_float32(recipe, runtime.device)
     return Plan(hf_config=hf_config, attention=attention)
+
+
+def refuse_unknown_names(recipe: Recipe, plan: Plan) -> None:
+    """Reject names of layers and modules that the model lacks, by the model without weights.
+
+    Tokenizing the data and loading the weights may take long; both are in vain if a name is misspelt.
+
+    Raises:
+        UserError: if ``adapter.target_modules``, ``target_parameters`` or ``modules_to_save`` holds such a name.
+    """
+    adapter, default = recipe.adapter, AdapterConfig()
+    named = (adapter.target_modules, adapter.target_parameters, adapter.modules_to_save)
+    if named == (default.target_modules, default.target_parameters, default.modules_to_save):
+        return
+    # Making a model draws random numbers, and may write into its config.
+    with torch.random.fork_rng():
+        hf_config, attention = copy.deepcopy(plan.hf_config), plan.attention.implementation
+        model = model_of_config(recipe.model, hf_config, attention, torch.device("meta"))
+    check_names(model, adapter, other_parts_of(recipe.model))
 
 
 def _refuse_to_train_packed(recipe: Recipe, hf_config: PretrainedConfig) -> None:
@@ -200,8 +222,7 @@ def _rows_per_micro_batch(recipe: Recipe, plan: Plan) -> int:
 
 
 def _log_size(model: nn.Module) -> None:
-    total = sum(map(logical_numel, model.parameters()))
-    trainable = sum(logical_numel(parameter) for parameter in model.parameters() if parameter.requires_grad)
+    total, trainable = num_parameters(model)
     logger.info(
         "%s: %s parameters, %s of them trainable.", type(model).__name__, f"{total:,}", f"{trainable:,}"
     )

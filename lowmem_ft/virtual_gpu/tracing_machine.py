@@ -19,7 +19,7 @@ from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.signals import signals_wait_while
 from lowmem_ft.tensors.backward_pass import is_in_backward
-from lowmem_ft.tensors.logical_size import logical_numel
+from lowmem_ft.tensors.logical_size import num_parameters
 from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
@@ -248,14 +248,11 @@ class TracingMachine:
     def _adopt(self, root: nn.Module) -> None:
         """Take up a model, placed or loaded by its own means: mark all that it holds as parameters or buffers."""
         self._mark_parameters(root)
-        sizes = {parameter: logical_numel(parameter) for parameter in root.parameters()}
-        if sum(sizes.values()) > self._num_parameters:  # not a part of the model that is called by itself
+        total, trainable = num_parameters(root)
+        if total > self._num_parameters:  # not a part of the model that is called by itself
             self._model_name = type(root).__name__
-            self._num_parameters = sum(sizes.values())
-            self._num_trainable_parameters = sum(
-                n for parameter, n in sizes.items() if parameter.requires_grad
-            )
-            self._is_quantized = not all(parameter.is_floating_point() for parameter in sizes)
+            self._num_parameters, self._num_trainable_parameters = total, trainable
+            self._is_quantized = not all(parameter.is_floating_point() for parameter in root.parameters())
 
     def _mark_parameters(self, root: nn.Module, prefix: str = "") -> None:
         for name, module in root.named_modules(prefix=prefix):

@@ -7,6 +7,7 @@ import pytest
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.summary import Outcome
+from lowmem_ft.data.text import tokenizing
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -232,6 +233,16 @@ def test_a_bad_row_is_named(write_jsonl, load):
     ]
     with pytest.raises(DataError, match=r"Example 1 of .*data\.jsonl \(train\): .*got 'elf'"):
         load(write_jsonl(rows))
+
+
+@pytest.mark.parametrize("text", ["ab " * 20 + "z" * 41, "z" * 41 + " ab" * 20])
+def test_a_word_without_an_end_is_named_and_long_texts_of_words_are_not(write_jsonl, load, monkeypatch, text):
+    monkeypatch.setattr(tokenizing, "MOST_CHARS_OF_WORD", 40)
+    load(write_jsonl([{"text": text.replace("z" * 41, "z" * 40)}]))
+    with pytest.raises(
+        DataError, match=r"Example 1 of .*: it holds a word of 41 characters, beginning with 'zzz"
+    ):
+        load(write_jsonl([{"text": "fine"}, {"text": text}]))
 
 
 def test_mixed_types_in_a_column_name_the_row(write_jsonl, load):

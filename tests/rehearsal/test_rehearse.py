@@ -107,6 +107,13 @@ def test_a_run_that_keeps_its_best_is_rehearsed_to_its_last_step(rehearse, recip
     assert found.model is not None
 
 
+def test_early_stopping_with_all_its_keys_neither_ends_a_rehearsal_nor_is_refused(rehearse, recipe):
+    early = ("training.early_stopping_patience=1", "training.early_stopping_threshold=0.5")
+    settings = (*early, "training.metric_for_best_model=perplexity", "training.eval_steps=1")
+    found = rehearse(recipe(*settings), "rtx-4090", steps=3)
+    assert (found.rehearsed_steps, found.recipe.training.early_stopping_patience) == (3, 1)
+
+
 def test_weights_that_share_their_memory_are_one_in_the_files():
     model = nn.ModuleDict(
         {name: nn.Linear(4, 8, bias=False) for name in ("embedding", "head", "first", "second")}

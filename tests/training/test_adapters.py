@@ -17,10 +17,13 @@ pytest.importorskip("bitsandbytes")
 
 import peft
 
-from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError
+from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.build import plan_session, refuse_unknown_names
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
+from lowmem_ft.training.run import run_parts
 from lowmem_ft.training.run.run_folder import RunFolder
 
 SHORT = (
@@ -198,3 +201,30 @@ def test_a_float16_base_needs_the_loss_scale_and_adapters_allow_it(tiny):
 def test_a_run_whose_adapters_nobody_can_use_says_so(tiny, caplog):
     train(tiny(*LORA, "model.weights=random", "training.max_steps=1", "training.eval_steps=null"))
     assert "random ones (model.weights=random) are not kept" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "target_modules=[q_prj]",
+        "target_parameters=[mlp.experts.gate_up_prj]",
+        "modules_to_save=[embed_tokenz]",
+    ],
+)
+def test_misspelt_names_are_told_before_data_and_weights_are_read(tiny, monkeypatch, setting):
+    def too_late(*_, **__):
+        raise AssertionError("data was read")
+
+    monkeypatch.setattr(run_parts, "read_data", too_late)
+    key, _, name = setting.partition("=")
+    with pytest.raises(UserError, match=rf"adapter\.{key} names .*{name.strip('[]')}"):
+        train(tiny("adapter.name=lora", f"adapter.{setting}"))
+
+
+def test_a_look_at_names_draws_no_random_numbers(tiny, tmp_path):
+    recipe = tiny("adapter.name=lora", "adapter.modules_to_save=[embed_tokens]")
+    plan = plan_session(recipe, AccelerateRuntime.create(recipe.training, tmp_path))
+    state, config = torch.get_rng_state(), plan.hf_config.to_dict()
+    refuse_unknown_names(recipe, plan)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert plan.hf_config.to_dict() == config

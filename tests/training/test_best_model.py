@@ -172,7 +172,8 @@ def test_a_run_ends_once_its_patience_does(tiny, held_out, tmp_path, caplog):
     with caplog.at_level("INFO", "lowmem_ft"):
         result = train(tiny(*SIX, "training.max_steps=20", BEST, *patience))
     assert (result.steps, result.best_step) == (8, 8)
-    assert result.stopped == "The held-out result has not improved for 2 evaluations in a row."
+    by = "by more than training.early_stopping_threshold=0.1"
+    assert result.stopped == f"The held-out result has not improved {by} for 2 evaluations in a row."
     assert "The run ends at step 8. The held-out result has not" in caplog.text
 
 

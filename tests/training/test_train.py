@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import math
 import resource
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -171,6 +174,42 @@ def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny, tmp_path):
         output_dir=run,
     )
     assert train(resumed).steps == 4
+
+
+@dataclass
+class _AtStep:
+    """Does something to the run's folder after a step."""
+
+    step: int
+    act: Callable[[], None]
+
+    def on_step(self, event):
+        if event.step == self.step:
+            self.act()
+
+
+@pytest.mark.parametrize(
+    "save_steps, left", [(1, "The checkpoints are untouched"), (9, "There is no checkpoint yet")]
+)
+def test_a_disk_that_is_full_of_metrics_is_told_with_what_is_left(tiny, tmp_path, save_steps, left):
+    run = tmp_path / "run"
+
+    def fill():
+        (run / "metrics.jsonl").unlink()
+        (run / "metrics.jsonl").symlink_to("/dev/full")
+
+    recipe = tiny(f"training.save_steps={save_steps}", "training.eval_steps=null", output_dir=run)
+    said = rf"metrics.jsonl cannot be written: No space left on device. {left}"
+    with pytest.raises(CheckpointError, match=said):
+        train(recipe, callbacks=[_AtStep(2, fill)])
+
+
+def test_a_folder_that_is_deleted_while_the_run_writes_there_is_told(tiny, tmp_path):
+    run = tmp_path / "run"
+    recipe = tiny("training.save_steps=9", "training.eval_steps=null", output_dir=run)
+    with pytest.raises(CheckpointError, match=r"the folder .*run is gone, with what the run had saved"):
+        train(recipe, callbacks=[_AtStep(2, lambda: shutil.rmtree(run))])
+    assert not run.exists()
 
 
 def test_a_tracker_gets_the_metrics(tiny, tmp_path):

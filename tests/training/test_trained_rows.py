@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import torch
@@ -233,6 +234,21 @@ def test_recipes_that_cannot_train_them_alone_are_refused(tiny, tmp_path):
         tiny(*TOKENS, *rows, "offload.parameters=stream", "checkpointing.mode=full", output_dir=tmp_path)
 
 
+def test_rows_of_a_table_count_once(tiny, tmp_path, caplog):
+    caplog.set_level("INFO")
+    settings = (*TOKENS, "adapter.name=lora", "training.max_steps=1", "training.eval_steps=null")
+
+    def counted(*others):
+        train(tiny(*settings, *others, output_dir=tmp_path / others[0]))
+        (line,) = (line for line in caplog.messages if line.endswith("of them trainable."))
+        caplog.clear()
+        return [int(number.replace(",", "")) for number in re.findall(r"[\d,]*\d", line)]
+
+    total, trained = counted("adapter.train_new_tokens=true")
+    all_rows = counted("adapter.modules_to_save=[embed_tokens]")
+    assert [total, trained + 512 * 32] == all_rows
+
+
 def test_a_trainer_is_told_of_pefts_own_key(tiny, tmp_path):
     recipe = tiny(*TOKENS, "adapter.name=lora", "adapter.train_new_tokens=true", output_dir=tmp_path)
     first, *_ = problems_of_whole_runs(recipe)
@@ -249,6 +265,7 @@ def test_estimates_count_gradients_and_state_of_these_rows_alone(tiny, tmp_path)
     rows = estimated("adapter.train_new_tokens=true")
     whole = estimated("adapter.modules_to_save=[embed_tokens]")
     num_frozen = 512 * 32
+    assert rows.model.parameters == whole.model.parameters
     assert whole.model.trainable_parameters - rows.model.trainable_parameters == num_frozen
     one, other = (estimate.by_category_at_peak["optimizer_state"] for estimate in (whole, rows))
     assert one - other == pytest.approx(8 * num_frozen, rel=0.01)

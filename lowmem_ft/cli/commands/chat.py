@@ -141,16 +141,16 @@ def _answer(conversation: Conversation, text: str) -> None:
     Raises:
         DoesNotFitError: if memory runs out.
     """
+    from lowmem_ft.training.generation.conversation import StoppedTwice
     from lowmem_ft.training.out_of_memory.error import is_out_of_memory
 
     try:
-        # Closing waits for the token that is being computed, which a second Ctrl-C interrupts: a process that ends
-        # while a thread computes would abort.
+        # Closing waits for the token that is being computed.
         with contextlib.closing(conversation.ask(text)) as pieces:
             for piece in pieces:
                 print(piece, end="", flush=True)
-    except KeyboardInterrupt:
-        if was_terminated():
+    except KeyboardInterrupt as stop:
+        if was_terminated() or isinstance(stop, StoppedTwice):
             raise
         _say("\n(stopped)")
         return

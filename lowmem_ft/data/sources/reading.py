@@ -34,6 +34,7 @@ from lowmem_ft.data.sources.files import (
     reader_of,
     wrong_beginning,
 )
+from lowmem_ft.data.sources.full_cache import full_cache
 from lowmem_ft.data.sources.hub_datasets import not_to_be_had
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.hub_connection import hub_is_reachable
@@ -218,6 +219,8 @@ def reading_error(error: Exception, source: Source) -> DataError:
     Returns:
         A ``DataError`` that names the malformed line, the known splits, or what to do without a hub.
     """
+    if (problem := full_cache(_root(error))) is not None:
+        return problem
     reason, path, setting = _root_reason(error), source.path, source.setting
     if any(sign in reason for sign in _OF_NO_ROWS) or isinstance(error, StopIteration):
         return no_example(source)

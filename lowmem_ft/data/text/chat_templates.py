@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lowmem_ft.data.sources.files import read_chat_template
+from lowmem_ft.data.text.bounded_templates import bounded_templates
 from lowmem_ft.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -121,13 +122,14 @@ class Renderer:
         # apply_chat_template calls this too, but returns the marks only as a token mask; we need characters.
         try:
             special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-            texts, ranges = render_jinja_template(
-                conversations=[messages],
-                tools=[*self.tools] or None,
-                chat_template=self.tokenizer.get_chat_template(),
-                **options,
-                **special_tokens,
-            )
+            with bounded_templates():
+                texts, ranges = render_jinja_template(
+                    conversations=[messages],
+                    tools=[*self.tools] or None,
+                    chat_template=self.tokenizer.get_chat_template(),
+                    **options,
+                    **special_tokens,
+                )
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 f"The chat template is not valid Jinja, line {error.lineno}: {error.message} Correct it, or set "
@@ -135,8 +137,9 @@ class Renderer:
             ) from error
         except Exception as error:  # a template is a program, and raises whatever its expressions raise
             roles = ", ".join(str(message.get("role")) for message in messages)
+            words = str(error) or type(error).__name__  # a MemoryError has no words
             raise DataError(
-                f"The chat template rejects a conversation with the roles {roles}: {error}. Change the data to fit the "
+                f"The chat template rejects a conversation with the roles {roles}: {words}. Change the data to fit the "
                 "template, or set data.chat_template to a template that allows these roles."
             ) from error
         return texts[0], ranges[0] if ranges else []

@@ -26,8 +26,11 @@ from lowmem_ft.foundation.errors import DataError
 
 logger = logging.getLogger(__name__)
 
-NUM_CHECKED_EXAMPLES = 64
-"""First examples of the data whose kinds of chats, and whose strings, are checked: enough to see what is usual."""
+NUM_CHECKED_EXAMPLES = 1000
+"""First examples of a source whose kinds of chats, and whose strings, are checked."""
+
+MOST_KINDS = 64
+"""Kinds of chats that are rendered, the first ones: where calls of tools differ, nearly each chat is a kind."""
 
 MUCH = 0.05
 """Share of strings that may be cut inside a token without a warning: some answers begin with a line break."""
@@ -96,7 +99,7 @@ def _problems(
     """
     check = _Check(tokenizer, loss_on, end_token_ids)
     kinds = {_kind_of(example): example for example in examples if isinstance(example, Chat)}
-    found = [problem for chat in kinds.values() for problem in check.chat(chat)]
+    found = [problem for chat in islice(kinds.values(), MOST_KINDS) for problem in check.chat(chat)]
     found += check.strings([example for example in examples if not isinstance(example, Chat)])
     first: dict[str, _Problem] = {}
     for problem in found:

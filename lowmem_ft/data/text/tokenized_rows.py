@@ -13,6 +13,7 @@ from datasets.fingerprint import Hasher
 from lowmem_ft.data.config import MOST_PROCESSES
 from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.system.cores import usable_cores
+from lowmem_ft.system.signals import forks_ignore_ctrl_c
 
 logger = logging.getLogger(__name__)
 
@@ -33,19 +34,20 @@ def tokenized_rows(rows: Any, tokenization: Tokenization, *, num_proc: int | Non
     if num_proc is None and len(rows) > FEW_ROWS:
         num_proc = min(usable_cores(), len(rows) // BATCH_ROWS, MOST_PROCESSES)
     start = time.time()
-    table = rows.map(
-        tokenization,
-        with_indices=True,
-        batched=True,
-        batch_size=BATCH_ROWS,
-        writer_batch_size=BATCH_ROWS,
-        remove_columns=rows.column_names,
-        features=TOKENIZED,
-        num_proc=num_proc,
-        # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
-        new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
-        desc=f"Tokenizing {tokenization.source}",
-    )
+    with forks_ignore_ctrl_c():
+        table = rows.map(
+            tokenization,
+            with_indices=True,
+            batched=True,
+            batch_size=BATCH_ROWS,
+            writer_batch_size=BATCH_ROWS,
+            remove_columns=rows.column_names,
+            features=TOKENIZED,
+            num_proc=num_proc,
+            # Hashing the function itself would hash the tokenizer's inner state, which changes as it is used.
+            new_fingerprint=Hasher.hash([rows._fingerprint, tokenization.key()]),
+            desc=f"Tokenizing {tokenization.source}",
+        )
     seconds = time.time() - start
     files = [str(file["filename"]) for file in table.cache_files]
     if files and max(map(os.path.getmtime, files)) < start:

@@ -6,6 +6,8 @@ Axes: T tokens of one example.
 from __future__ import annotations
 
 import hashlib
+import itertools
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +44,10 @@ TOKENIZED = datasets.Features(
 was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has and
 its text has not; ``digest`` is one of its tokens and of the mask.
 """
+
+
+MOST_CHARS_OF_WORD = 10_000_000
+"""Characters without a blank between them that are tokenized: a tokenizer takes minutes and GiB for 50 million."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +122,9 @@ class Tokenization:
                 return None
             refuse_images(self.example_format, row)
             refuse_judged_answers(self.example_format, row)
-            return mark_learnt(example, self.tokenizer, self.loss_on)
+            marked = mark_learnt(example, self.tokenizer, self.loss_on)
+            _refuse_endless_word(marked.text)
+            return marked
 
     def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Return token ids and the learnt mask of each text."""
@@ -220,3 +228,17 @@ def _dropped(outcome: Outcome) -> dict[str, Any]:
         "outcome": int(outcome),
         "digest": 0,
     }
+
+
+def _refuse_endless_word(text: str) -> None:
+    if len(text) <= MOST_CHARS_OF_WORD:
+        return
+    start = 0
+    for blank in itertools.chain(re.finditer(r"\s", text), [None]):
+        end = len(text) if blank is None else blank.start()
+        if end - start > MOST_CHARS_OF_WORD:
+            raise DataError(
+                f"it holds a word of {end - start:,} characters, beginning with {text[start : start + 20]!r}, and "
+                f"words of at most {MOST_CHARS_OF_WORD:,} are tokenized. Leave the row out, or write blanks into it."
+            )
+        start = end + 1

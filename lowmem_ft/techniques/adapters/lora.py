@@ -51,6 +51,18 @@ def check_adapter(config: AdapterConfig) -> None:
     config.require_packages()
 
 
+def check_names(model: PreTrainedModel, config: AdapterConfig, whole: WholeModel | None) -> None:
+    """Reject names that a model has no layer, parameter or module for; its weights may be on the meta device.
+
+    Raises:
+        UserError: if there are any.
+    """
+    target_parameters(model, config)
+    if config.target_modules != (ALL_LINEAR,):
+        target_modules(model, config, whole)
+    modules_to_save(model, config, whole)
+
+
 def enable_lora(
     model: PreTrainedModel,
     config: AdapterConfig,

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.techniques.adapters.modules_to_save import TRAINABLE, is_tied
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
+from lowmem_ft.tensors.logical_size import PART_OF_ANOTHER
 
 logger = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ def train_rows(model: Any, rows: range) -> Iterator[Callable[[], object]]:
         is_first = shared is None or not is_tied(model)
         if is_first:
             shared = TrainedRows(nn.Parameter(layer.weight.detach()[rows.start : rows.stop]), rows)
+            setattr(shared.parameter_RH, PART_OF_ANOTHER, True)
             holder, name = _OF_PEFT
             layer.add_module(holder, nn.ParameterDict({name: shared.parameter_RH}))
             yield partial(delattr, layer, holder)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Iterable
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.recipe.training_config import TrainingConfig
 from lowmem_ft.training.callbacks.early_stopping import EarlyStopping
 from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
@@ -69,19 +70,19 @@ class Callbacks:
 
 
 def callbacks_of_run(
-    callbacks: Iterable[object], patience: int | None, progress: Progress, processes: Processes
+    callbacks: Iterable[object], config: TrainingConfig, progress: Progress, processes: Processes
 ) -> Callbacks:
     """Return a caller's callbacks, and early stopping after them if a recipe asks for it.
 
     Args:
         callbacks: the caller's.
-        patience: ``training.early_stopping_patience``; None: no early stopping.
+        config: says whether a run stops early.
         progress: of the run, which may resume where it was to stop.
         processes: of the run.
     """
-    if patience is None:
+    if config.early_stopping_patience is None:
         return Callbacks(callbacks, processes)
-    early_stopping = EarlyStopping(patience)
+    early_stopping = EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold)
     all_of_run = Callbacks((*callbacks, early_stopping), processes)
     all_of_run.ask(early_stopping.verdict(progress.evaluations_without_gain))
     return all_of_run

@@ -13,9 +13,11 @@ class EarlyStopping:
 
     Args:
         patience: ``training.early_stopping_patience``.
+        threshold: ``training.early_stopping_threshold``, by which results that count as better have improved.
     """
 
     patience: int
+    threshold: float = 0.0
 
     def on_evaluate(self, event: EvaluationEvent) -> Stop | None:
         """Ask to stop after ``patience`` evaluations in a row without a gain."""
@@ -25,6 +27,7 @@ class EarlyStopping:
         """Return the same for a count, which a resumed run has from its checkpoint."""
         if evaluations_without_gain < self.patience:
             return None
+        by = f" by more than training.early_stopping_threshold={self.threshold:g}" if self.threshold else ""
         return Stop(
-            f"The held-out result has not improved for {evaluations_without_gain} evaluations in a row."
+            f"The held-out result has not improved{by} for {evaluations_without_gain} evaluations in a row."
         )

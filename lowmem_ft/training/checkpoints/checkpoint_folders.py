@@ -106,6 +106,24 @@ def find_checkpoint(output_dir: Path, *, before: int | None = None) -> Path | No
     return None
 
 
+def not_written(file: Path, error: OSError) -> CheckpointError:
+    """Return the error of a file in a run's folder that cannot be written, with what is left of the run."""
+    run = file.parent
+    if not run.is_dir():
+        return CheckpointError(
+            f"{file} cannot be written: the folder {run} is gone, with what the run had saved there. Start the run "
+            "again, and leave its folder in place until it ends."
+        )
+    way_out = "free some space, then"
+    if _newest_first(run):
+        way_out = (
+            f"The checkpoints are untouched; {way_out} resume with training.resume_from_checkpoint=auto."
+        )
+    else:
+        way_out = f"There is no checkpoint yet; {way_out} start the run again."
+    return CheckpointError(f"{file} cannot be written: {error.strerror}. {way_out}")
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the contents of ``checkpoint.json``, after checking that every file it lists is complete.
 

@@ -63,14 +63,17 @@ class Conversation:
         Raises:
             UserError: if the conversation has as many tokens as the model takes, or none, if the text is not Unicode,
                 or if ``generate`` refuses its settings.
+            StoppedTwice: after a Ctrl-C while the answer that a first one stopped ends.
             Exception: whatever else ``generate`` raises.
         """
         asked = [*self.messages, {"role": "user", "content": text}]
         input_ids_BT = self._tokens(asked)
         streamer: Any = TextIteratorStreamer(self._tokenizer, skip_prompt=True)  # type: ignore[arg-type]
         errors: list[BaseException] = []
+        ended = threading.Event()
         self._stop.clear()
-        thread = threading.Thread(target=self._generate, args=(input_ids_BT, streamer, errors), daemon=True)
+        arguments = (input_ids_BT, streamer, errors, ended)
+        thread = threading.Thread(target=self._generate, args=arguments, daemon=True)
         thread.start()
         pieces: list[str] = []
         try:
@@ -80,7 +83,7 @@ class Conversation:
                 yield shown
         finally:
             self.stop()
-            thread.join()
+            _wait_for(ended)
             if not errors:
                 self.messages = [*asked, {"role": "assistant", "content": "".join(pieces).strip()}]
         if errors:
@@ -107,7 +110,9 @@ class Conversation:
             )
         return encoded["input_ids"].to(self._session.runtime.device)
 
-    def _generate(self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException]) -> None:
+    def _generate(
+        self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException], ended: threading.Event
+    ) -> None:
         model: Any = self._session.unwrapped_model
         settings = dict(self._generation)
         if self._limit is not None:  # beyond its positions a model writes nonsense, or fails
@@ -136,6 +141,8 @@ class Conversation:
             errors.append(error)
             with contextlib.suppress(Exception):
                 streamer.end()
+        finally:
+            ended.set()
 
     def _without_end(self, piece: str) -> str:
         """Return a piece of text without the token that ends the answer; other special tokens are shown."""
@@ -143,6 +150,22 @@ class Conversation:
         for end in ends:
             piece = piece.removesuffix(end)
         return piece
+
+
+class StoppedTwice(KeyboardInterrupt):
+    """A Ctrl-C that came while an answer was ending."""
+
+
+def _wait_for(ended: threading.Event) -> None:
+    """Wait until a thread has ended, also after a Ctrl-C: a process that ends while a thread computes would abort.
+
+    It is an event because ``Thread.join`` takes a thread for ended once it was interrupted (Python 3.10 to 3.12).
+    """
+    try:
+        ended.wait()
+    except KeyboardInterrupt:
+        ended.wait()
+        raise StoppedTwice("while it answered.") from None
 
 
 class _Stopped(StoppingCriteria):

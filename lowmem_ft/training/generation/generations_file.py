@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, not_written
 
 GENERATIONS_FILE = "generations.jsonl"
 
@@ -138,10 +138,7 @@ def append_generations(run: Path, generations: Iterable[Generation]) -> None:
         with file.open("a", encoding="utf-8") as lines:
             lines.write(_lines(generations))
     except OSError as error:
-        raise CheckpointError(
-            f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
-            "training.resume_from_checkpoint=auto."
-        ) from error
+        raise not_written(file, error) from error
 
 
 def _lines(generations: Iterable[Generation]) -> str:

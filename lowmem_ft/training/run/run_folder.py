@@ -19,6 +19,7 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import (
     Progress,
     checkpoints_after,
     find_checkpoint,
+    not_written,
     read_manifest,
     read_progress,
     refuse_end_before,
@@ -141,10 +142,7 @@ class RunFolder:
             with file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(record) + "\n")
         except OSError as error:
-            raise CheckpointError(
-                f"{file} cannot be written: {error}. The checkpoints are untouched; free some space, then resume with "
-                "training.resume_from_checkpoint=auto."
-            ) from error
+            raise not_written(file, error) from error
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return all lines of ``metrics.jsonl``, except a last one that a killed process left half-written.

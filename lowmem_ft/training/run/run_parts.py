@@ -17,7 +17,7 @@ from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.build import build_session, plan_session, resumed
+from lowmem_ft.training.build import build_session, plan_session, refuse_unknown_names, resumed
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint
@@ -111,6 +111,7 @@ class RunParts:
             budget_watch = _within_budget(recipe, runtime)
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
+            refuse_unknown_names(built, plan)
             tokenizer = load_tokenizer(built.model)
         checks = PreflightChecks(preflight, built, runtime)
         checks.before_data()
@@ -145,7 +146,7 @@ class RunParts:
             num_steps=num_steps,
             session=session,
             memory=memory,
-            callbacks=callbacks_of_run(callbacks, config.early_stopping_patience, progress, runtime),
+            callbacks=callbacks_of_run(callbacks, config, progress, runtime),
             generations=generations,
         )
 

@@ -6,6 +6,7 @@ import io
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from lowmem_ft.cli.commands import chat
 from lowmem_ft.cli.console import exit_codes
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.training.generation import conversation
 from lowmem_ft.training.generation.conversation import Conversation
 
 GREEDY = ("--no-sample", "--max-new-tokens", "6", "training.use_cpu=true")
@@ -112,6 +114,30 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsy
     assert main(["chat", model_folder, "--no-sample", "--max-new-tokens", "200"]) == 0
     (conversation,) = {*stopped}
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+
+
+def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, capsys, monkeypatch):
+    waited: list[bool] = []
+
+    class Interrupted(threading.Event):
+        def wait(self, timeout=None):
+            waited.append(len(waited) == 1)
+            if len(waited) == 1:
+                raise KeyboardInterrupt
+            return super().wait(timeout)
+
+    def interrupted(*_, end="\n", **__):
+        if end == "":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("builtins.input", lambda _: "Hello")
+    monkeypatch.setattr(chat, "print", interrupted, raising=False)
+    monkeypatch.setattr(
+        conversation, "threading", SimpleNamespace(Thread=threading.Thread, Event=Interrupted)
+    )
+    assert main(["chat", model_folder, *GREEDY]) == 130
+    assert waited == [False, True]
+    assert "Stopped by SIGINT while it answered." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,19 @@ def test_all_is_well_with_the_shipped_data(capsys):
     assert "as the model reads it" not in out, "the log's example is shown once"
 
 
+@pytest.mark.parametrize("number, code", [(999, 4), (1000, 0)])
+def test_a_kind_of_chat_is_looked_for_in_many_rows_and_the_limit_is_said(capsys, tmp_path, number, code):
+    (tmp_path / "lost.jinja").write_text(SYSTEM_LOST)
+    turns = [{"role": "user", "content": "Go?"}, {"role": "assistant", "content": "yes"}]
+    rows = [{"messages": turns}] * 1001
+    rows[number] = {"messages": [{"role": "system", "content": "Be brief."}, *turns]}
+    (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found, out = run(capsys, "data=chats.jsonl", *NO_EVAL, "data.chat_template=lost.jinja")
+    assert found == code
+    said = "tried on the kinds of rows among the first 1,000 of each source, on 64 kinds at most."
+    assert (said in " ".join(out.split())) == (code == 0)
+
+
 def test_what_is_wrong_is_listed_and_ends_with_4(capsys, write_chats, tmp_path):
     (tmp_path / "lost.jinja").write_text(SYSTEM_LOST)
     data = write_chats(*["yes"] * 5, "long " * 300, system=HOSTILE)

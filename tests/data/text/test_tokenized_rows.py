@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
+import signal
 
 import numpy as np
 import pytest
+from datasets.arrow_writer import ArrowWriter
 
 from lowmem_ft.data.text import tokenized_rows
+from lowmem_ft.data.text.tokenizing import Tokenization
+from lowmem_ft.foundation.errors import DataError
 
 
 @pytest.fixture
@@ -49,6 +55,34 @@ def test_a_second_run_takes_the_tokens_from_the_cache(path, load, said, monkeypa
     load(path)
     (line,) = said()
     assert line.endswith("come from the cache of an earlier run.")
+
+
+def test_processes_that_tokenize_leave_ctrl_c_to_the_one_that_started_them(path, load, said, monkeypatch):
+    here, tokenize = os.getpid(), Tokenization.__call__
+
+    def interrupted(self, columns, numbers):
+        if os.getpid() != here:  # a terminal sends SIGINT to all processes
+            os.kill(os.getpid(), signal.SIGINT)
+        return tokenize(self, columns, numbers)
+
+    monkeypatch.setattr(Tokenization, "__call__", interrupted)
+    load(path, num_proc=2)
+    assert said()[0].endswith("processes: 2.")
+
+
+@pytest.mark.parametrize("after", ["nothing", "the rows"])
+def test_a_full_disk_is_said_with_the_folder_that_can_be_elsewhere(path, load, monkeypatch, after):
+    if after == "the rows":
+        load(path, max_length=100)
+
+    def finalize(self, close_stream=True):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArrowWriter, "finalize", finalize)
+    with pytest.raises(
+        DataError, match=r"The cache of datasets, .*: No space left on device \(.* free on that"
+    ):
+        load(path)
 
 
 def test_a_number_of_processes_that_is_given_holds(path, load, said, monkeypatch):

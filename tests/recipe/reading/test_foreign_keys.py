@@ -54,6 +54,7 @@ def test_a_config_of_another_toolkit_is_answered_key_by_key(tmp_path):
         ("sequence_len=4096", "`data.max_length=4096`"),
         ("tokenizer.max_seq_len=512", "`data.max_length=512`"),
         ("training.finetuning_type=lora", "`adapter.name=lora`"),
+        ("adapter.trainable_token_indices=[512]", "in a recipe it is `adapter.train_new_tokens`"),
         ("--neftune_noise_alpha 5", "hf.attach"),
         ("--lora_r 8", "Write adapter.r=8."),
         ("use_gradient_checkpointing=unsloth", "checkpointing.mode=full offload.activations=inputs"),
