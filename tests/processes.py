@@ -20,6 +20,7 @@ LIMIT_SECONDS = 1800
 
 FORKING = """
 import atexit, gc, json, os, signal, sys, traceback
+gc.disable()  # nothing of what is imported goes away
 import accelerate, datasets, torch, transformers
 import lowmem_ft.cli.commands.train, lowmem_ft.estimator, lowmem_ft.training.loop
 from transformers.models.llama import modeling_llama
@@ -53,6 +54,7 @@ def run(source):
     os._exit(code)  # taking every module down takes seconds
 
 gc.freeze()  # or each collection in a child would copy all that was imported
+gc.enable()
 for line in sys.stdin:
     job, children = json.loads(line), []
     for rank in range(len(job["environments"])):

@@ -129,9 +129,8 @@ import contextlib, json, os, shutil, sys, tempfile, types
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.loop import TrainingRun
 
-folder, untied, strategy, cases, steps = *sys.argv[1:4], *map(json.loads, sys.argv[4:6])
+folder, untied, strategy, cases, steps, ROWS = *sys.argv[1:4], *map(json.loads, sys.argv[4:7])
 world = int(os.environ["WORLD_SIZE"])
-ROWS = 12
 BY_ACCELERATE = dict(ACCELERATE_USE_FSDP="true", FSDP_VERSION="2", FSDP_RESHARD_AFTER_FORWARD="true",
                      FSDP_CPU_RAM_EFFICIENT_LOADING="true")
 OF_FILES = [f"model={untied}", "model.weights=pretrained", "model.tokenizer_name_or_path=null"]
@@ -158,7 +157,7 @@ def run(words):
 def kernels_of(flags):
     if "transcribed" not in flags:
         return contextlib.nullcontext()
-    sys.path.append(sys.argv[6])
+    sys.path.append(sys.argv[7])
     from transcribed_liger import transcribed_kernels
     return transcribed_kernels()
 
@@ -177,13 +176,13 @@ if os.environ["RANK"] == "0":
 """
 
 
-def trained(forks, folder, untied, engine, worlds, names, *, steps=6):
-    """Losses and norms, by number of processes and case."""
+def trained(forks, folder, untied, engine, worlds, names, *, steps=6, rows=12):
+    """Losses and norms, by number of processes and case; each step takes so many rows, which all processes share."""
     cases = json.dumps({name: CASES[engine][name][0] for name in names})
+    here = str(Path(__file__).parent)
     for world in worlds:
-        here = str(Path(__file__).parent)
         for done in forks.run_several(
-            world, TRAIN, str(folder), str(untied), engine, cases, f"{steps}", here
+            world, TRAIN, str(folder), str(untied), engine, cases, f"{steps}", f"{rows}", here
         ):
             assert done.returncode == 0, done.stderr
     return {world: json.loads((folder / f"{world}.json").read_text()) for world in worlds}

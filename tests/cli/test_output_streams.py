@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 
 import pytest
+from processes import LIMIT_SECONDS
 
 COMMANDS = (
     "gpus",
@@ -31,7 +32,7 @@ def shell(command: str, pass_fds: Sequence[int] = (), **environment: str) -> sub
         ["bash", "-c", command],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=LIMIT_SECONDS,
         pass_fds=pass_fds,
         env={**variables, "RUN": f"{sys.executable} -m lowmem_ft", **environment},
     )

@@ -28,7 +28,8 @@ LAST_LAYER_ALONE = ("checkpointing.mode=full", "checkpointing.skip_last_layers=1
 def tiny(tmp_path):
     def load(run, *settings):
         always = (f"training.output_dir={tmp_path / run}", "training.use_cpu=true", *SHORT)
-        return load_recipe("tiny", [*always, "training.per_device_train_batch_size=64", *settings])
+        large = ("training.per_device_train_batch_size=64", "training.gradient_accumulation_steps=1")
+        return load_recipe("tiny", [*always, *large, *settings])
 
     return load
 

@@ -14,7 +14,8 @@ BY_DEFAULT = ("offload.optimizer=host", "lora", "mixed_precision=bf16", "optimiz
 
 @pytest.fixture(scope="module")
 def by_default(forks, untied, tmp_path_factory):
-    return trained(forks, tmp_path_factory.mktemp("default"), untied, "ddp", (1, 3), BY_DEFAULT, steps=3)
+    folder = tmp_path_factory.mktemp("default")
+    return trained(forks, folder, untied, "ddp", (1, 3), BY_DEFAULT, steps=3, rows=6)
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("gradio", reason="the page needs the extra ui: pip install 'lowmem-ft[ui]'")
 import httpx
+from processes import LIMIT_SECONDS
 
 from lowmem_ft.ui import serving
 from lowmem_ft.ui.desk import Desk
@@ -30,7 +31,7 @@ def page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(page):
-    with httpx.Client(base_url=page.local_url, timeout=60) as client:
+    with httpx.Client(base_url=page.local_url, timeout=LIMIT_SECONDS) as client:
         yield client
 
 

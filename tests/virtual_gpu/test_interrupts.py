@@ -40,7 +40,7 @@ def pressed_in_backward(number: int = signal.SIGINT) -> None:
         weight = torch.ones(4, device="cuda", requires_grad=True)
         PressesInBackward.apply(weight, number).sum().backward()
         happened.append("backward ended")
-        for _ in range(100):  # a signal that another thread sends does not end a sleep
+        for _ in range(1200):  # a signal that another thread sends does not end a sleep
             time.sleep(0.05)
         happened.append("nobody was told")
 
