@@ -2,14 +2,15 @@
 
     python scripts/cpu_seconds_against_runs.py [--steps 6]
 
-Each setting trains a random Llama for some steps, and leaves the seconds of one (``system/timed_steps.py``). Each is
-then predicted from every other one, as an estimate does that knows only that. The machine must be idle.
+Each setting trains a random Llama for some steps, and leaves the seconds of one (``catalog/timed_steps.py``); each does
+so twice. A run is then predicted from its repetition, from the nearest other setting, as an estimate does, and from
+every other one. The machine must be idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
+import math
 import os
 import shutil
 import statistics
@@ -23,8 +24,9 @@ from make_tiny_model import FOLDER, VOCABULARY
 from measured_on import measured_on
 from transformers import LlamaConfig
 
+from lowmem_ft.catalog.timed_steps import timed_steps
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
-from lowmem_ft.system.timed_steps import TimedStep, timed_steps
+from lowmem_ft.memory.cpu_seconds import TimedStep
 
 SETTINGS = {
     "4 layers of 256": (256, 4, ()),
@@ -33,24 +35,26 @@ SETTINGS = {
     "same, checkpointed": (576, 8, ("checkpointing.mode=full",)),
     "same, LoRA": (576, 8, ("adapter.name=lora",)),
     "same, state in 8 bits": (576, 8, ("optimizer.state=8bit",)),
+    "same, rows not packed": (576, 8, ("data.packing=false", "data.max_length=64")),
     "4 layers of 1,024": (1024, 4, ()),
 }
 """Name of each setting: width and layers of the model, and settings of the recipe."""
 
 
 def main() -> None:
-    """Run all settings and print the table."""
+    """Run all settings twice and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ[KEPT_FOLDER_VARIABLE] = str(Path(folder, "kept"))
-        steps = {}
-        for name, (width, layers, settings) in SETTINGS.items():
-            steps[name] = timed(Path(folder, "model"), width, layers, settings, arguments.steps)
-            print(f"{name}: {steps[name].seconds:.3g} s a step", flush=True)
+        rounds: list[dict[str, TimedStep]] = [{}, {}]
+        for steps in rounds:
+            for name, (width, layers, settings) in SETTINGS.items():
+                steps[name] = timed(Path(folder, "model"), width, layers, settings, arguments.steps)
+                print(f"{name}: {steps[name].seconds:.3g} s a step", flush=True)
     print(measured_on(torch.device("cpu")))
-    print_errors(steps)
+    print_errors(*rounds)
 
 
 def timed(model: Path, width: int, layers: int, settings: tuple[str, ...], num_steps: int) -> TimedStep:
@@ -76,23 +80,37 @@ def timed(model: Path, width: int, layers: int, settings: tuple[str, ...], num_s
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
-    return timed_steps()[-1]
+    return timed_steps(torch.get_num_threads())[-1]
 
 
-def print_errors(steps: dict[str, TimedStep]) -> None:
-    """Print what each step is predicted to take, by every other one: the lowest, the highest and the median error."""
-    errors: list[float] = []
+def print_errors(steps: dict[str, TimedStep], again: dict[str, TimedStep]) -> None:
+    """Print how far predictions of each step are off: from its repetition, the nearest other step, and all others."""
+    errors: dict[str, list[float]] = {"repetition": [], "nearest": [], "all others": []}
     for name, step in steps.items():
+
+        def error(other: TimedStep, step: TimedStep = step) -> float:
+            ratio = step.work.reference_seconds / other.work.reference_seconds
+            return other.seconds * ratio / step.seconds - 1
+
+        def distance(other: TimedStep, step: TimedStep = step) -> float:
+            return abs(math.log(step.work.reference_seconds / other.work.reference_seconds))
+
         others = [other for key, other in steps.items() if key != name]
-        scaled = [other.seconds * step.reference_seconds / other.reference_seconds for other in others]
-        each = [seconds / step.seconds - 1 for seconds in scaled]
-        errors += each
+        each = [error(other) for other in others]
+        nearest = error(min(others, key=distance))
+        repeated = error(again[name])
+        errors["repetition"].append(repeated)
+        errors["nearest"].append(nearest)
+        errors["all others"] += each
         print(
-            f"{name:30} measured {step.seconds:7.3f} s, from the others {min(each):+.0%} to {max(each):+.0%}"
+            f"{name:28} {step.seconds:7.3f} s; from its repetition {repeated:+.0%}, the nearest {nearest:+.0%}, "
+            f"all others {min(each):+.0%} to {max(each):+.0%}"
         )
-    pairs = len(list(itertools.permutations(steps, 2)))
-    sizes = sorted(abs(error) for error in errors)
-    print(f"{pairs} pairs: median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%}")
+    for source, found in errors.items():
+        sizes = sorted(abs(one) for one in found)
+        print(
+            f"from {source}: median error {statistics.median(sizes):.0%}, worst {sizes[-1]:.0%} of {len(sizes)}"
+        )
 
 
 if __name__ == "__main__":

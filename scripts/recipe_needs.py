@@ -43,8 +43,6 @@ def main() -> None:
 def needs_of(name: str, gpu: str) -> tuple[RecipeNeeds, dict[str, str]]:
     """Return the needs of a recipe on a GPU, and the versions behind the numbers."""
     estimate = estimate_memory(load_recipe(name), gpu, kept=KeptTraces.of_user())
-    if gpu == CPU:  # its seconds would be those of runs on this machine
-        estimate = dataclasses.replace(estimate, step=None)
     of_build = build_bytes() if gpu == CPU else 0
     num_processes = 1 if estimate.processes is None else estimate.processes.num_processes
     needs = RecipeNeeds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -62,7 +63,10 @@ class TokenizedParts:
                 # Arrow accepts any bytes as text; only reading a row decodes them.
                 raise reading_error(error, part.source) from error
             except OSError as error:
-                if (problem := full_cache(error)) is None:
+                files = rows.cache_files
+                if (
+                    problem := full_cache(error, os.path.dirname(files[0]["filename"]) if files else None)
+                ) is None:
                     raise
                 raise problem from error
 

@@ -18,7 +18,6 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.cpu_seconds import with_seconds_here
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.models.config import ModelConfig
@@ -28,7 +27,6 @@ from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
-from lowmem_ft.system.timed_steps import timed_steps
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
@@ -88,8 +86,6 @@ def estimate_memory(
         estimate = dataclasses.replace(
             _of_most_memory(estimate, balanced), trace_seconds=time.perf_counter() - start
         )
-    if estimate.is_of_cpu:
-        estimate = with_seconds_here(estimate, timed_steps())
     if estimate.processes is None or not is_cut_unevenly(recipe):
         return estimate
     traced = _trace(recipe, spec, kept, estimate.processes.num_processes - 1)

@@ -1,4 +1,4 @@
-"""The work of one step on a processor, as one number: seconds on a reference processor."""
+"""The work of one step on a processor, and as one number: seconds on a reference processor."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ class StepWork:
         num_operators: calls of operators.
         dtype: type of the operands of most products.
         tokens: tokens of the step.
+
+    Raises:
+        ValueError: if a number is not above 0.
     """
 
     flops: float
@@ -26,6 +29,11 @@ class StepWork:
     num_operators: float
     dtype: str
     tokens: int
+
+    def __post_init__(self) -> None:
+        for number in (self.flops, self.num_bytes, self.num_operators, self.tokens):
+            if not 0 < number < float("inf"):
+                raise ValueError(f"work is above 0, got {self}")
 
     @property
     def seconds_by_bound(self) -> dict[str, float]:
@@ -40,3 +48,11 @@ class StepWork:
     def reference_seconds(self) -> float:
         """Seconds on the reference processor."""
         return sum(self.seconds_by_bound.values())
+
+    def is_like(self, other: StepWork) -> bool:
+        """Return whether two steps are the same work, part by part, up to 2%."""
+        mine, theirs = self.seconds_by_bound, other.seconds_by_bound
+        return all(abs(mine[part] - theirs[part]) <= _SAME * mine[part] for part in mine)
+
+
+_SAME = 0.02

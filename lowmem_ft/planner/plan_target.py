@@ -119,10 +119,7 @@ def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: Kept
         The estimate, and its trace's number of events, which measures its effort independently of other load.
     """
     estimate = estimate_memory(recipe, gpu or CPU, budget=budget, kept=kept)
-    events = len(estimate.timeline.events)
-    if estimate.is_of_cpu:  # seconds that are scaled from another step rank no settings
-        estimate = dataclasses.replace(estimate, step=None)
-    return estimate.without_timeline(), events
+    return estimate.without_timeline(), len(estimate.timeline.events)
 
 
 def _or_infinite(num_bytes: int | None) -> float:

@@ -151,7 +151,7 @@ def _paddings(inspection: Inspection) -> Document:
 def _not_looked_at(inspection: Inspection) -> str:
     if inspection.num_streamed is not None:
         return " Of a stream, the template was tried on the first row alone."
-    if inspection.num_examples <= NUM_CHECKED_EXAMPLES:
+    if inspection.num_examples <= MOST_KINDS:
         return ""
     return (
         f" The template was tried on the kinds of rows among the first {NUM_CHECKED_EXAMPLES:,} of each source, on "

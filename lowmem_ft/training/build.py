@@ -126,7 +126,7 @@ def refuse_unknown_names(recipe: Recipe, plan: Plan) -> None:
     if named == (default.target_modules, default.target_parameters, default.modules_to_save):
         return
     # Making a model draws random numbers, and may write into its config.
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         hf_config, attention = copy.deepcopy(plan.hf_config), plan.attention.implementation
         model = model_of_config(recipe.model, hf_config, attention, torch.device("meta"))
     check_names(model, adapter, other_parts_of(recipe.model))

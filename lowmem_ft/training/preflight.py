@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from lowmem_ft.catalog.timed_steps import with_seconds_here
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.units import format_bytes
@@ -97,7 +98,8 @@ class PreflightChecks:
             return
         with self._runtime.failing_together():
             if self._preflight is not None:
-                self._estimate = self._preflight.finish(longest_row)
+                found = self._preflight.finish(longest_row)
+                self._estimate = found and with_seconds_here(found, torch.get_num_threads())
             if self._estimate is not None:
                 check_estimate(self._recipe, self._estimate, num_processes=self._runtime.num_processes)
 

@@ -140,7 +140,7 @@ def test_attaching_twice_to_the_trainer_or_to_its_model(tmp_path):
 def test_a_trainer_that_has_trained_already(tmp_path):
     trainer, _ = trainer_of(tmp_path, fields={"max_steps": 1})
     trainer.train()
-    assert any("between a trainer's constructor" in problem for problem in problems_of_trained(trainer))
+    assert any("before the trainer's first train()" in problem for problem in problems_of_trained(trainer))
 
 
 def problems_of_trained(trainer):

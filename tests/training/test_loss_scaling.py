@@ -13,7 +13,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.techniques import precision
+from lowmem_ft.techniques import precision_check
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
@@ -155,9 +155,11 @@ def test_the_scale_goes_on_from_a_checkpoint(make_session, batch, tmp_path, monk
 @pytest.fixture
 def fp16_on_cpu(monkeypatch):
     """Runs in float16 on a CPU, whose autocast has it; the loss scalers of those made."""
-    rules = precision.precision_problems
+    rules = precision_check.precision_problems
     monkeypatch.setattr(
-        precision, "precision_problems", lambda *types, **device: rules(*types, **device | {"is_cpu": False})
+        precision_check,
+        "precision_problems",
+        lambda *types, **device: rules(*types, **device | {"is_cpu": False}),
     )
     create, scalers = AccelerateRuntime.create, []
 

@@ -107,7 +107,10 @@ def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
 
 
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
+    import torch
+
     from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.catalog.timed_steps import with_seconds_here
     from lowmem_ft.estimator import estimate_memory
     from lowmem_ft.estimator.device_target import choose_gpu
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
@@ -126,6 +129,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     try:
         with progress_line(_tracing(recipe)):
             estimate = estimate_memory(recipe, options.gpu, kept=KeptTraces.of_user())
+            estimate = with_seconds_here(estimate, torch.get_num_threads())
     except UserError as error:
         if target is None and options.gpu is None:
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -11,7 +12,13 @@ import jinja2
 from lowmem_ft.upstream.patches import replace, wrap
 
 MOST_CHARS = 2**27
-"""Characters of one conversation: more than a thousand novels, and at most 512 MiB as Python keeps them."""
+"""Characters of one conversation: more than a hundred novels, and less than 1 GiB as Python keeps them."""
+
+CHARS_OF_PIECE = 8
+"""Characters that each piece of the text counts for in addition: a loop may write empty ones without an end."""
+
+_patching = threading.RLock()
+"""Held while a template is rendered: the limit is a patch of jinja's classes."""
 
 
 @contextlib.contextmanager
@@ -21,7 +28,7 @@ def bounded_templates() -> Iterator[None]:
     A whole template and its parts that are kept in a variable, macros and ``{% generation %}`` blocks count each for
     themselves. Strings that one expression multiplies are not looked at.
     """
-    with contextlib.ExitStack() as undo:
+    with _patching, contextlib.ExitStack() as undo:
         replace(undo, jinja2.Environment, "concat", staticmethod(_joined))
         wrap(undo, jinja2.Template, "generate", _generated)
         yield
@@ -38,9 +45,10 @@ def _generated(generate: Callable[..., Iterator[str]], *args: Any, **kwargs: Any
 def _bounded(pieces: Iterable[str]) -> Iterator[str]:
     length = 0
     for piece in pieces:
-        length += len(piece)
+        length += len(piece) + CHARS_OF_PIECE
         if length > MOST_CHARS:
             raise jinja2.TemplateError(
                 f"it has written more than {MOST_CHARS:,} characters, as a loop without an end would"
             )
-        yield piece
+        if piece:
+            yield piece

@@ -18,11 +18,9 @@ from lowmem_ft.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes
 from lowmem_ft.estimator.script.running import ScriptRun
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.script_file import check_script
-from lowmem_ft.memory.cpu_seconds import with_seconds_here
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
-from lowmem_ft.system.timed_steps import timed_steps
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.recording.code_places import Running
@@ -221,7 +219,6 @@ class _Seen:
         allowed = limits(gpu, Budget())
         if gpu is None:
             estimate = estimate_on_cpu(trace, processor_name(), allowed, surroundings, seconds)
-            estimate = with_seconds_here(estimate, timed_steps())
         else:
             replays = self._replays_for(gpu)
             estimate = estimate_on_gpu(replays.trace, gpu, allowed, surroundings, seconds, replays)

@@ -167,7 +167,7 @@ class CutTensor:
             else values[...]
             for first, values in self.parts
             if first < rows.stop and rows.start < first + num_rows(values)
-        ]
+        ] or [self.parts[0][1][...]]  # no rows at all
         whole = torch.cat(read) if len(read) > 1 else read[0]
         return whole[index]
 

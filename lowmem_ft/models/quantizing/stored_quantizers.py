@@ -23,6 +23,7 @@ from lowmem_ft.models.files.stored_quantization import FORMATS, method_of
 from lowmem_ft.models.quantizing import block_fp8, mxfp4
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 from lowmem_ft.upstream.grouped_experts import weights_of
+from lowmem_ft.upstream.patches import UpstreamChangedError
 
 logger = logging.getLogger(__name__)
 
@@ -92,10 +93,16 @@ def _mark(values: Any, scales: Any, shape: tuple[int, ...]) -> None:
 
 
 def _with_operation(conversions: list[Any], theirs: type, ours: Any) -> list[Any]:
-    """Return conversions with our operation in the place of transformers', wherever its version attaches that."""
-    for one in conversions:
-        if hasattr(one, "operations"):
-            one.operations = [ours if type(each) is theirs else each for each in one.operations]
+    """Return conversions with our operation in the place of transformers', wherever its version attaches that.
+
+    Raises:
+        UpstreamChangedError: if it attaches it nowhere.
+    """
+    with_operations = [one for one in conversions if hasattr(one, "operations")]
+    if not any(type(each) is theirs for one in with_operations for each in one.operations):
+        raise UpstreamChangedError(f"conversions of a checkpoint with {theirs.__name__}")
+    for one in with_operations:
+        one.operations = [ours if type(each) is theirs else each for each in one.operations]
     return conversions
 
 
@@ -162,8 +169,9 @@ def _mxfp4_quantizer() -> type:
 
         def get_weight_conversions(self) -> list[Any]:
             """Return none: tensors in files have the parameters' names, unless they are unpacked."""
-            stock = super().get_weight_conversions() if self.quantization_config.dequantize else []
-            return _with_operation(stock, Mxfp4Dequantize, Unpack(self))
+            if not self.quantization_config.dequantize:
+                return []
+            return _with_operation(super().get_weight_conversions(), Mxfp4Dequantize, Unpack(self))
 
         def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
             """Return nothing: a state dict has the names and bytes of the files."""
@@ -274,6 +282,8 @@ def _fp8_quantizer() -> type:
         def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
             """Return conversions that unpack matrices as above where transformers is told to."""
             stock = super().update_weight_conversions(weight_conversions, *args)
+            if not self.quantization_config.dequantize:
+                return stock
             return _with_operation(stock, Fp8Dequantize, Unpack(self))
 
     return Fp8Quantizer

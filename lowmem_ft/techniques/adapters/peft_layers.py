@@ -27,7 +27,9 @@ def add_layers(model: PreTrainedModel, lora_config: Any) -> Any:
         UserError: if PEFT has no such adapter for one of the layers; the model then has its own layers.
     """
     from peft import get_peft_model
+    from peft.tuners.tuners_utils import BaseTunerLayer
 
+    existing(BaseTunerLayer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
     try:
         with without_pefts_warnings(), _made_in_float32(), _experts_as_float32(model):
             peft_model = get_peft_model(model, lora_config)
@@ -39,7 +41,6 @@ def add_layers(model: PreTrainedModel, lora_config: Any) -> Any:
             "adapter.target_modules, such as [q_proj, k_proj, v_proj, o_proj]."
         ) from error
     for layer in adapted_layers(model).values():
-        existing(layer, "_cast_input_dtype")  # raises if PEFT has renamed it: ours would never be called
         layer._cast_input_dtype = _cast_unless_autocast
     return peft_model
 

@@ -6,6 +6,7 @@ before the imports that take seconds. ``checkpoint.py`` reads and writes the con
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import operator
@@ -114,14 +115,15 @@ def not_written(file: Path, error: OSError) -> CheckpointError:
             f"{file} cannot be written: the folder {run} is gone, with what the run had saved there. Start the run "
             "again, and leave its folder in place until it ends."
         )
-    way_out = "free some space, then"
+    is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    way_out = "free some space, then" if is_full else "once that is fixed,"
     if _newest_first(run):
         way_out = (
             f"The checkpoints are untouched; {way_out} resume with training.resume_from_checkpoint=auto."
         )
     else:
         way_out = f"There is no checkpoint yet; {way_out} start the run again."
-    return CheckpointError(f"{file} cannot be written: {error.strerror}. {way_out}")
+    return CheckpointError(f"{file} cannot be written: {error.strerror or error}. {way_out}")
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:

@@ -14,15 +14,18 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
+from lowmem_ft.catalog.timed_steps import keep_timed_step
 from lowmem_ft.foundation.devices import name_of
 from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
+from lowmem_ft.memory.cpu_seconds import TimedStep
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.system.phase_peaks import PhasePeaks
-from lowmem_ft.system.timed_steps import TimedStep, keep_timed_step, this_processor
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.run.run_metrics import RunMetrics
+
+LEAST_SHARE_OF_TOKENS = 0.5
 
 
 class RunMemory:
@@ -41,7 +44,7 @@ class RunMemory:
         self._peaks = PhasePeaks(device)
         self._by_category: dict[str, int] = {}
         self._step_seconds: list[float] = []
-        self._seconds_by_token: list[float] = []
+        self._timed: list[tuple[float, int]] = []
         self._has_stepped = False
         self.estimate: MemoryEstimate | None = None
         self._earlier: tuple[Peaks | None, Peaks] | None = None
@@ -79,10 +82,8 @@ class RunMemory:
         if seconds is not None:
             self._step_seconds.append(seconds)
             if num_tokens:
-                self._seconds_by_token.append(seconds / num_tokens)
-                if (
-                    len(self._seconds_by_token) == 2
-                ):  # the first step warms up; a killed run has left the second
+                self._timed.append((seconds, num_tokens))
+                if len(self._timed) == 2:  # the first step warms up; a killed run has left the second
                     self._keep_speed()
         if not self._by_category:
             self._by_category = _bytes_that_stay(model, optimizer, techniques, self._device)
@@ -130,23 +131,26 @@ class RunMemory:
             )
 
     def _keep_speed(self) -> None:
-        """Keep what a step took on a processor, in the user's cache folder, for estimates on this machine."""
+        """Keep what a step took on a processor, in the user's cache folder, for estimates on this machine.
+
+        Steps of fewer than half as many tokens as the estimated one tell little of it, and are not kept.
+        """
         estimate = self.estimate
-        work = None if estimate is None or estimate.processes else estimate.cpu_work
-        if estimate is None or work is None or not work.tokens or not self._seconds_by_token:
+        work = None if estimate is None or estimate.processes is not None else estimate.cpu_work
+        warm = self._timed[1:] or self._timed
+        if estimate is None or work is None or not warm:
             return
-        warm = self._seconds_by_token[1:] or self._seconds_by_token
-        keep_timed_step(
-            TimedStep(
-                processor=this_processor(),
-                dtype=work.dtype,
-                reference_seconds=work.reference_seconds,
-                seconds=statistics.median(warm) * work.tokens,
-                threads=torch.get_num_threads(),
-                model=estimate.model.name,
-                date=datetime.date.today().isoformat(),
-            )
+        tokens = statistics.median(num_tokens for _, num_tokens in warm)
+        if tokens < LEAST_SHARE_OF_TOKENS * work.tokens:
+            return
+        step = TimedStep(
+            work=work,
+            tokens=tokens,
+            seconds=statistics.median(seconds / num_tokens for seconds, num_tokens in warm) * work.tokens,
+            model=estimate.model.name,
+            date=datetime.date.today().isoformat(),
         )
+        keep_timed_step(step, torch.get_num_threads())
 
     def _of_earlier(self) -> tuple[Peaks | None, Peaks] | None:
         return None if self._has_stepped else self._earlier

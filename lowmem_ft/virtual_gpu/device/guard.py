@@ -52,8 +52,16 @@ def errors_of_hooks_raised() -> Iterator[None]:
 
 def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run a backward pass, and raise what was taken from it: the engine fails without an error, a ``SystemError``."""
+    before = len(_taken)
     try:
-        return run(*args, **kwargs)
+        result = run(*args, **kwargs)
     except SystemError as error:
-        raised: BaseException = _taken.pop() if _taken else error
+        raised: BaseException = _taken.pop() if len(_taken) > before else error
+    except BaseException:
+        del _taken[before:]  # the engine had an error of its own to raise
+        raise
+    else:
+        if len(_taken) == before:
+            return result
+        raised = _taken.pop()
     raise raised

@@ -10,7 +10,7 @@ from typing import Any
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.cpu_seconds import NO_SECONDS_OF_CPU
+from lowmem_ft.memory.cpu_seconds import NO_SECONDS
 from lowmem_ft.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
@@ -229,7 +229,7 @@ def estimate_on_cpu(
         ),
         processes=surroundings.processes,
         choices=trace.choices,
-        not_modelled=(NO_SECONDS_OF_CPU, "workspaces inside the CPU's kernels", *surroundings.not_modelled),
+        not_modelled=(NO_SECONDS, "workspaces inside the CPU's kernels", *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
 

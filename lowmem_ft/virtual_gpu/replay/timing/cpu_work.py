@@ -15,13 +15,13 @@ def cpu_work(trace: Trace, *, tokens: int, micro_batches: int | None) -> StepWor
 
     Args:
         trace: a trace on a machine without a GPU.
-        tokens: tokens of one step.
+        tokens: tokens of one step; 0: not known.
         micro_batches: micro-batches of a step, of which the trace may have fewer; None: as traced.
 
     Returns:
-        The work; None if the trace has no step, or the step no products.
+        The work; None if the trace has no step, or the step no tokens or no products.
     """
-    if not trace.step_ends:
+    if not trace.step_ends or not tokens:
         return None
     first, last = [0, *trace.step_ends][-2:]
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
