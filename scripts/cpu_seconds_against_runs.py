@@ -1,6 +1,6 @@
 """Compare seconds that an estimate for a processor scales from another step with what runs on this machine take.
 
-    python scripts/cpu_seconds_against_runs.py [--steps 6]
+    python scripts/cpu_seconds_against_runs.py [--steps 4]
 
 Each setting trains a random Llama for some steps, and leaves the seconds of one (``catalog/timed_steps.py``); each does
 so twice. A run is then predicted from its repetition, from the nearest other setting, as an estimate does, and from
@@ -44,7 +44,7 @@ SETTINGS = {
 def main() -> None:
     """Run all settings twice and print the table."""
     parser = argparse.ArgumentParser(description=main.__doc__)
-    parser.add_argument("--steps", type=int, default=6, help="steps of each run (default: 6)")
+    parser.add_argument("--steps", type=int, default=4, help="steps of each run (default: 4)")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ[KEPT_FOLDER_VARIABLE] = str(Path(folder, "kept"))
@@ -70,7 +70,13 @@ def timed(model: Path, width: int, layers: int, settings: tuple[str, ...], num_s
         num_key_value_heads=heads,
     ).save_pretrained(model)
     command = [sys.executable, "-m", "lowmem_ft", "train", "recipe=tiny", f"model.name_or_path={model}"]
-    command += ["data.packing=true", "data.max_length=256", "data.eval_size=null", "training.eval_steps=null"]
+    command += [
+        "training.gradient_accumulation_steps=1",
+        "data.packing=true",
+        "data.max_length=256",
+        "data.eval_size=null",
+        "training.eval_steps=null",
+    ]
     command += [f"training.max_steps={num_steps}", "training.save_steps=null", "checkpointing.mode=none"]
     command += [
         f"training.output_dir={model.parent / 'run'}",
