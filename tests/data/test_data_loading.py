@@ -245,6 +245,14 @@ def test_a_word_without_an_end_is_named_and_long_texts_of_words_are_not(write_js
         load(write_jsonl([{"text": "fine"}, {"text": text}]))
 
 
+@pytest.mark.parametrize(
+    "text", ["[0,1,22,333]" * 20, "\u4f60\u597d\uff0c\u4e16\u754c\u3002" * 20, "a-b_c/d+e" * 20]
+)
+def test_text_without_blanks_is_no_word(write_jsonl, load, monkeypatch, text):
+    monkeypatch.setattr(tokenizing, "MOST_CHARS_OF_WORD", 40)
+    load(write_jsonl([{"text": text}]))
+
+
 def test_mixed_types_in_a_column_name_the_row(write_jsonl, load):
     chats = [
         [{"role": "user", "content": content}, {"role": "assistant", "content": "Ho"}]

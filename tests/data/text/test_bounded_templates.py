@@ -26,6 +26,7 @@ MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content
 @pytest.mark.parametrize("most", [1199, 1200])
 def test_a_loop_ends_at_the_limit(make_tokenizer, monkeypatch, template, most):
     monkeypatch.setattr(bounded_templates, "MOST_CHARS", most)
+    monkeypatch.setattr(bounded_templates, "CHARS_OF_PIECE", 0)
     renderer = Renderer(make_tokenizer(chat_template=template))
     for render in (renderer.text, renderer.marked_text) if "generation" in template else (renderer.text,):
         if most == 1200 and not template.startswith("{% generation %}Hi"):
@@ -33,6 +34,13 @@ def test_a_loop_ends_at_the_limit(make_tokenizer, monkeypatch, template, most):
             continue
         with pytest.raises(DataError, match=f"user, assistant: it has written more than {most:,} characters"):
             render(MESSAGES)
+
+
+def test_a_loop_that_writes_nothing_ends_too(make_tokenizer, monkeypatch):
+    monkeypatch.setattr(bounded_templates, "MOST_CHARS", 1000)
+    nothing = "{% for _ in range(300) %}{{ '' if messages else 'x' }}{% endfor %}"
+    with pytest.raises(DataError, match="it has written more than 1,000 characters"):
+        Renderer(make_tokenizer(chat_template=nothing)).text(MESSAGES)
 
 
 def test_jinja_is_as_before(make_tokenizer, monkeypatch):

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 
+import datasets
 import numpy as np
 import pytest
 from datasets.arrow_writer import ArrowWriter
@@ -83,6 +84,18 @@ def test_a_full_disk_is_said_with_the_folder_that_can_be_elsewhere(path, load, m
         DataError, match=r"The cache of datasets, .*: No space left on device \(.* free on that"
     ):
         load(path)
+
+
+def test_a_full_disk_of_a_saved_dataset_is_named_by_its_folder(tmp_path, load, monkeypatch):
+    """Rows of ``save_to_disk`` have their tokens next to them, wherever the cache is."""
+    datasets.Dataset.from_list([{"text": "a line"}] * 8).save_to_disk(tmp_path / "saved")
+
+    def finalize(*args, **kwargs):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(ArrowWriter, "finalize", finalize)
+    with pytest.raises(DataError, match=r"The folder .*/saved, where .*: No space left .*move it to another"):
+        load(tmp_path / "saved")
 
 
 def test_a_number_of_processes_that_is_given_holds(path, load, said, monkeypatch):

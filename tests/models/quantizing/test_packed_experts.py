@@ -248,6 +248,7 @@ def test_rows_of_a_tensor_in_parts_are_those_of_the_whole():
     assert torch.equal(cut[...], whole)
     assert torch.equal(cut[1:6:2], whole[1:6:2])
     assert cut[3:3].shape == (0, 3)
+    assert CutTensor("a", [0, 3], [(0, whole[:0])])[...].shape == (0, 3)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from lowmem_ft.virtual_gpu.device import guard
 from lowmem_ft.virtual_gpu.device.guard import VirtualDeviceGuard
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
@@ -65,3 +66,19 @@ def test_the_guard_keeps_nothing_that_is_raised_elsewhere(monkeypatch):
     )
     with pytest.raises(KeyboardInterrupt):
         VirtualDeviceGuard().type_()
+
+
+@pytest.mark.parametrize("ends_with", [None, RuntimeError("the engine's own")])
+def test_nothing_that_was_taken_is_left_for_a_later_pass(monkeypatch, ends_with):
+    """Such as a timeout's exception, raised while the guard was asked."""
+    monkeypatch.setattr(guard, "is_in_backward", lambda: True)
+    monkeypatch.setattr(guard, "_raise_current_error", raises(TimeoutError()))
+
+    def run():
+        VirtualDeviceGuard().type_()
+        if ends_with is not None:
+            raise ends_with
+
+    with pytest.raises(TimeoutError if ends_with is None else RuntimeError):
+        guard._run_backward(run)
+    assert guard._taken == []
