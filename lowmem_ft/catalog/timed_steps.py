@@ -32,7 +32,7 @@ MOST_BYTES = 2**20
 
 
 @dataclass(frozen=True)
-class Machine:
+class _Machine:
     """The surroundings that a step's seconds hold for; steps of others are neither used nor deleted.
 
     Args:
@@ -46,7 +46,7 @@ class Machine:
     software: str
 
     @classmethod
-    def here(cls, threads: int) -> Machine:
+    def here(cls, threads: int) -> _Machine:
         """Describe this one."""
         software = ", ".join(f"{name} {version(name)}" for name in ("torch", "lowmem_ft"))
         return cls(f"{_model_name()}, {usable_cores()} cores", threads, software)
@@ -66,13 +66,13 @@ def with_seconds_here(estimate: MemoryEstimate, threads: int) -> MemoryEstimate:
 
 def timed_steps(threads: int) -> list[TimedStep]:
     """Return the steps that were timed here with as many threads, the oldest first; none where nothing is kept."""
-    here = Machine.here(threads)
+    here = _Machine.here(threads)
     return [step for machine, step in _read(_file()) if machine == here]
 
 
 def keep_timed_step(step: TimedStep, threads: int) -> None:
     """Keep a step; it replaces one of the same work. Where the file cannot be written, a line in the log says so."""
-    file, here = _file(), Machine.here(threads)
+    file, here = _file(), _Machine.here(threads)
     if file is None:
         return
     kept = [(machine, one) for machine, one in _read(file) if (machine, one.work) != (here, step.work)]
@@ -87,7 +87,7 @@ def _file() -> Path | None:
     return None if folder is None else folder / FILE_NAME
 
 
-def _read(file: Path | None) -> list[tuple[Machine, TimedStep]]:
+def _read(file: Path | None) -> list[tuple[_Machine, TimedStep]]:
     if file is None or not file.is_file():
         return []
     try:
@@ -99,7 +99,7 @@ def _read(file: Path | None) -> list[tuple[Machine, TimedStep]]:
     return list(_steps(rows if isinstance(rows, list) else []))
 
 
-def _steps(rows: list[Any]) -> Iterator[tuple[Machine, TimedStep]]:
+def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
     """Yield the rows that can be read."""
     for row in rows:
         with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
@@ -112,10 +112,10 @@ def _steps(rows: list[Any]) -> Iterator[tuple[Machine, TimedStep]]:
                 model=str(row["model"]),
                 date=str(row["date"]),
             )
-            yield Machine(str(row["processor"]), int(row["threads"]), str(row["software"])), step
+            yield _Machine(str(row["processor"]), int(row["threads"]), str(row["software"])), step
 
 
-def _write(file: Path, steps: Iterable[tuple[Machine, TimedStep]]) -> None:
+def _write(file: Path, steps: Iterable[tuple[_Machine, TimedStep]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
     try:
