@@ -57,7 +57,7 @@ def _export(run: RunRecord) -> Step | None:
             "--gguf",
             "q8_0",
             "--llama-cpp",
-            "~/llama.cpp",
+            "../llama.cpp",
         ),
     )
 
