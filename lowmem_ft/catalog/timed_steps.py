@@ -5,9 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import os
 import platform
-import tempfile
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -19,6 +17,7 @@ from lowmem_ft.memory.cpu_seconds import TimedStep, with_seconds
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.memory.step_work import StepWork
 from lowmem_ft.system.cores import usable_cores
+from lowmem_ft.system.whole_files import whole_file
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +116,9 @@ def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
 
 def _write(file: Path, steps: Iterable[tuple[_Machine, TimedStep]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as stream:
-            json.dump([asdict(machine) | asdict(step) for machine, step in steps], stream, indent=1)
-        os.replace(name, file)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+    rows = [asdict(machine) | asdict(step) for machine, step in steps]
+    with whole_file(file) as stream:
+        stream.write(json.dumps(rows, indent=1).encode())
 
 
 def _model_name() -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.foundation.user_paths import kept_folder
+from lowmem_ft.system.whole_files import whole_file
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
@@ -158,11 +158,5 @@ def _write(file: Path, key: TraceKey, short: ShortTrace) -> None:
         "copied_weight_bytes": traced.copied_weight_bytes,
     }
     arrays = arrays_of(traced.trace, short.repetition, **notes)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}-")
-    try:
-        with os.fdopen(descriptor, "wb") as stream:
-            np.savez_compressed(stream, allow_pickle=False, **arrays)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+    with whole_file(file) as stream:
+        np.savez_compressed(stream, allow_pickle=False, **arrays)
