@@ -103,6 +103,7 @@ def assert_rounds_equal_the_full_trace(
         (streamed_embedding, "_CHUNK_ELEMENTS"),
         (optimizer_in_backward, "_ELEMENTS_AT_ONCE"),
         (chunked_optimizer, "GPU_CHUNK_ELEMENTS"),
+        (chunked_optimizer, "KERNEL_CHUNK_ELEMENTS"),
         (chunked_optimizer, "CPU_CHUNK_ELEMENTS"),
     ):
         monkeypatch.setattr(module, name, 768)

@@ -10,9 +10,11 @@ from torch import nn
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.memory.race import RaceError
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
+from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 NUM_CHUNKS, CHUNK = 4, 2**16
@@ -70,6 +72,22 @@ def test_an_update_moves_what_its_formats_hold_and_takes_no_memory(name, master)
         moved = sum(work.num_bytes for work in kernels) / (NUM_CHUNKS * CHUNK)
         assert 0.8 * own <= moved <= 1.2 * own
         assert taken == 0
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_one_launch_updates_a_parameter_unless_its_state_comes_from_the_host(on_host, monkeypatch):
+    monkeypatch.setattr(chunked_optimizer, "GPU_CHUNK_ELEMENTS", CHUNK)
+    with VirtualGPU("a100-80gb") as gpu:
+        parameter, optimizer = build(gpu.device)
+        optimizer.chunk_elements = None
+        offload = enable_optimizer_offload(optimizer, HostMemory(gpu.device, is_limited=False)) if on_host else None
+        parameter.grad = torch.zeros_like(parameter)
+        before = len(gpu.recorder.work.entries)
+        optimizer.step()
+        kernels = [work for work in gpu.recorder.work.entries[before:] if work.name == KERNEL]
+        if offload is not None:
+            offload.remove()
+    assert sum(work.times for work in kernels) == (NUM_CHUNKS if on_host else 1)
 
 
 WITHOUT_TRITON = dataclasses.replace(find_gpu("a100-80gb"), has_triton=False)
