@@ -20,6 +20,9 @@ logger = logging.getLogger(__name__)
 Message: TypeAlias = dict[str, Any]
 """One turn: at least ``role`` and ``content``, and possibly keys such as ``tool_calls``, which the template knows."""
 
+_NAMES_OF_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names by which chats have an answer's reasoning; the first one with a value counts."""
+
 CHATML = (
     "{% for message in messages %}"
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' }}"
@@ -124,7 +127,7 @@ class Renderer:
             special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
             with bounded_templates():
                 texts, ranges = render_jinja_template(
-                    conversations=[messages],
+                    conversations=[[_with_names_of_reasoning(message) for message in messages]],
                     tools=[*self.tools] or None,
                     chat_template=self.tokenizer.get_chat_template(),
                     **options,
@@ -143,6 +146,12 @@ class Renderer:
                 "template, or set data.chat_template to a template that allows these roles."
             ) from error
         return texts[0], ranges[0] if ranges else []
+
+
+def _with_names_of_reasoning(message: Message) -> Message:
+    """Return a message whose reasoning has the names that templates read; transformers does so from 5.21 on."""
+    reasoning = next((message[name] for name in _NAMES_OF_REASONING if message.get(name) is not None), None)
+    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
