@@ -8,6 +8,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu
 from lowmem_ft.estimator.estimate import estimate_of_trace
 from lowmem_ft.estimator.runtime import VirtualRuntime
@@ -30,23 +31,26 @@ from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 
 @collector_paused()
-def estimate_evaluation(recipe: Recipe, *, adapter: Path | None = None) -> MemoryEstimate:
-    """Estimate what the evaluation of a model needs on this machine: all of its layers are traced, once.
+def estimate_evaluation(
+    recipe: Recipe, gpu: str | Gpu | None = None, *, adapter: Path | None = None
+) -> MemoryEstimate:
+    """Estimate what the evaluation of a model needs: all of its layers are traced, once.
 
     Args:
         recipe: from :func:`lowmem_ft.training.export.model_source.forward_recipe`; rows have ``data.max_length``.
+        gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
         adapter: the folder of an adapter; None: it is a whole model.
 
     Returns:
-        The estimate, for this machine's GPU, or its processor.
+        The estimate.
 
     Raises:
-        UserError: if the machine cannot run it.
+        UserError: if the catalogue has no such GPU, or the device cannot run it.
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     start = time.perf_counter()
-    gpu, reason = choose_gpu(None, recipe.budget, use_cpu=recipe.training.use_cpu)
-    machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
+    spec, reason = choose_gpu(gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    machine = TracingMachine() if spec is None else VirtualGPU(spec)
     hf_config = load_model_config(recipe.model, architecture_only=True)
     training = recipe.training
     rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
@@ -68,7 +72,7 @@ def estimate_evaluation(recipe: Recipe, *, adapter: Path | None = None) -> Memor
         vocabulary_size=vocab_size(hf_config) or 0,
         copied_weight_bytes=copied_weight_bytes(session.techniques),
     )
-    return estimate_of_trace(recipe, traced, gpu, recipe.budget, time.perf_counter() - start, reason)
+    return estimate_of_trace(recipe, traced, spec, recipe.budget, time.perf_counter() - start, reason)
 
 
 def _add_fresh(model: PreTrainedModel, adapter: Path) -> None:

@@ -384,7 +384,9 @@ class ChunkedOptimizer(Optimizer):
         size = self.chunk_size(device)
         if update.in_kernel is not None and self.chunk_elements is None and self._is_on(device, update):
             size = KERNEL_CHUNK_ELEMENTS
-        return [ChunkUpdate(update, start, stop) for start, stop in spans(update.start, update.stop, size, row)]
+        return [
+            ChunkUpdate(update, start, stop) for start, stop in spans(update.start, update.stop, size, row)
+        ]
 
     def _is_on(self, device: torch.device, update: SliceUpdate) -> bool:
         """Return whether an update finds weight and state on its device, where nothing limits their size."""

@@ -21,12 +21,14 @@ from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.weights_on_disk import weights_in_files
 from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.training.checkpoints.run_files import RunFiles
 from lowmem_ft.training.generation.greedy import greedy_answer
 from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.schedule import create_scheduler
+from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session
@@ -45,6 +47,12 @@ class RunRuntime(Runtime, RunFiles):
     host: Host = THIS_HOST
     computes_values: bool = True
     progress_console: Console | None = None
+
+    def __init__(
+        self, mixed_precision: str, device: torch.device, distributed: DistributedConfig = ONE_PROCESS
+    ) -> None:
+        refuse_after_virtual_gpu(device)
+        super().__init__(mixed_precision, device, distributed)
 
     def load_config(self, config: ModelConfig) -> PretrainedConfig:
         """Return the config that comes with the weights."""

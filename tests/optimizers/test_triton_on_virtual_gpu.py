@@ -80,7 +80,9 @@ def test_one_launch_updates_a_parameter_unless_its_state_comes_from_the_host(on_
     with VirtualGPU("a100-80gb") as gpu:
         parameter, optimizer = build(gpu.device)
         optimizer.chunk_elements = None
-        offload = enable_optimizer_offload(optimizer, HostMemory(gpu.device, is_limited=False)) if on_host else None
+        offload = (
+            enable_optimizer_offload(optimizer, HostMemory(gpu.device, is_limited=False)) if on_host else None
+        )
         parameter.grad = torch.zeros_like(parameter)
         before = len(gpu.recorder.work.entries)
         optimizer.step()

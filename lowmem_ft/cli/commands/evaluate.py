@@ -59,7 +59,7 @@ def _evaluate(arguments: list[str]) -> int:
 
     check_small_local_data(recipe.data)
 
-    from lowmem_ft.estimator.forward_estimate import estimate_evaluation
+    from lowmem_ft.preflight.own_process import estimate_evaluation
     from lowmem_ft.reports.text.document import Pairs
     from lowmem_ft.reports.wording import verdict
     from lowmem_ft.training.export.saved_evaluation import evaluate_saved

@@ -151,7 +151,9 @@ class Renderer:
 def _with_names_of_reasoning(message: Message) -> Message:
     """Return a message whose reasoning has the names that templates read; transformers does so from 5.21 on."""
     reasoning = next((message[name] for name in _NAMES_OF_REASONING if message.get(name) is not None), None)
-    return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    return (
+        message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    )
 
 
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:

@@ -21,6 +21,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
+from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
 
 _SOURCE = "lowmem_ft_source"
 
@@ -133,6 +134,8 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
 
 def _device(recipe: Recipe) -> torch.device:
     """Return the device on which the trainer will train: this process's accelerator, if there is one."""
+    if torch.cuda.is_available() and not recipe.training.use_cpu:
+        refuse_after_virtual_gpu(torch.device("cuda"))
     accelerator = torch.accelerator.current_accelerator()
     if recipe.training.use_cpu or accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")
