@@ -361,7 +361,7 @@ def main() -> None:
     parser.add_argument(
         "--settings",
         nargs="+",
-        type=_setting,
+        type=setting_of,
         help="micro-batches to try for the peer, such as 2:off for 2 rows and no checkpointing; by default all",
     )
     parser.add_argument("--device", choices=["cuda"], help="measure on this machine's GPU")
@@ -408,8 +408,8 @@ def measure(names: Sequence[str], settings: Sequence[tuple[int, bool]] | None, o
     rows: list[dict[str, Any]] = json.loads(out.read_text()) if out.exists() else []
     out.parent.mkdir(parents=True, exist_ok=True)
     for name in names:
-        titles = {setting: _title(work, None) for setting, work in WORKS[name].ours().items()}
-        titles |= {_text(one): _title(WORKS[name], one) for one in settings or WORKS[name].peer.settings}
+        titles = {setting: title_of(work, None) for setting, work in WORKS[name].ours().items()}
+        titles |= {_text(one): title_of(WORKS[name], one) for one in settings or WORKS[name].peer.settings}
         with ThreadPoolExecutor(2) as pool:  # one imports everything while the other has the GPU
             results = pool.map(functools.partial(_in_new_process, name, options=("--device", "cuda")), titles)
             for title, result in zip(titles.values(), results, strict=True):
@@ -452,14 +452,14 @@ def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> l
         else:
             too_large.add(checkpoints)
     setting, best = min(fitting.items(), key=lambda pair: pair[1].seconds, default=(None, None))
-    its = f"{work.peer.title}: no setting fits" if setting is None else _title(work, setting)
+    its = f"{work.peer.title}: no setting fits" if setting is None else title_of(work, setting)
     return [
         _line(f"{work.recipe}, {work.gpu}", its, best),
-        *(_line("", _title(one, None), ours(one), than=best, goal=work.goal) for one in work.ours().values()),
+        *(_line("", title_of(one, None), ours(one), than=best, goal=work.goal) for one in work.ours().values()),
     ]
 
 
-def _title(work: Work, setting: tuple[int, bool] | None) -> str:
+def title_of(work: Work, setting: tuple[int, bool] | None) -> str:
     """Describe a run of the peer, or ours, which has no setting."""
     if setting is None:
         return f"ours, `{' '.join((work.recipe, *work.overrides))}`"
@@ -467,7 +467,8 @@ def _title(work: Work, setting: tuple[int, bool] | None) -> str:
     return f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
 
 
-def _setting(text: str) -> tuple[int, bool]:
+def setting_of(text: str) -> tuple[int, bool]:
+    """Read rows of a micro-batch and whether layers are checkpointed, such as ``2:off``."""
     rows, _, checkpoints = text.partition(":")
     if not rows.isdecimal() or ROWS % int(rows) or checkpoints not in ("on", "off"):
         raise argparse.ArgumentTypeError(f"expected rows that divide {ROWS}, then :on or :off, got {text!r}")
@@ -479,7 +480,7 @@ def _text(setting: tuple[int, bool]) -> str:
 
 
 def _by_clock(name: str, setting: str) -> Result:
-    return of_peer(WORKS[name], *_setting(setting))
+    return of_peer(WORKS[name], *setting_of(setting))
 
 
 def _measured(name: str, setting: str) -> Result:
@@ -489,7 +490,7 @@ def _measured(name: str, setting: str) -> Result:
         recipe = load_recipe(work.recipe, overrides)
         wait_for_the_gpu()
         return gpu.result_of(run_for_real(recipe, num_steps=MEASURED_STEPS).seconds[1:])
-    rows, checkpoints = _setting(setting)
+    rows, checkpoints = setting_of(setting)
     wait_for_the_gpu()
     step = MicroBatches(rows=rows, number=ROWS // rows, checkpoints=checkpoints, steps=MEASURED_STEPS)
     work.peer.run(gpu, work.peer.model, step)

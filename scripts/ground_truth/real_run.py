@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,13 +144,20 @@ class MeasuredRuntime(AccelerateRuntime):
         self._meter.begin("optimizer_step")
 
 
-def run_for_real(recipe: Recipe, *, num_steps: int = 2, tracker: StorageTracker | None = None) -> RealPeaks:
+def run_for_real(
+    recipe: Recipe,
+    *,
+    num_steps: int = 2,
+    tracker: StorageTracker | None = None,
+    after_step: Callable[[], object] = lambda: None,
+) -> RealPeaks:
     """Load, take optimizer steps and, if the recipe has held-out data, evaluate.
 
     Args:
         recipe: the recipe to run; its data is not read.
         num_steps: number of optimizer steps; from the second on all optimizer state exists.
         tracker: counts the tensors of a CPU; None: a plain one.
+        after_step: called at the end of each step.
 
     Returns:
         The peaks of each phase over all steps.
@@ -166,11 +173,18 @@ def run_for_real(recipe: Recipe, *, num_steps: int = 2, tracker: StorageTracker 
             meter: PhaseMeter = CudaMeter(device)
         else:
             meter = CpuMeter(stack.enter_context(tracker or StorageTracker()))
-        _run(recipe, MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter), meter, num_steps)
+        runtime = MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter)
+        _run(recipe, runtime, meter, num_steps, after_step)
         return meter.peaks
 
 
-def _run(recipe: Recipe, runtime: MeasuredRuntime, meter: PhaseMeter, num_steps: int) -> None:
+def _run(
+    recipe: Recipe,
+    runtime: MeasuredRuntime,
+    meter: PhaseMeter,
+    num_steps: int,
+    after_step: Callable[[], object],
+) -> None:
     training = recipe.training
     plan = plan_session(recipe, runtime, load_model_config(recipe.model, architecture_only=True))
     meter.begin("load")
@@ -183,6 +197,7 @@ def _run(recipe: Recipe, runtime: MeasuredRuntime, meter: PhaseMeter, num_steps:
         begin = _when_idle(runtime.device)
         train_step(session, window)
         meter.peaks.seconds.append(_when_idle(runtime.device) - begin)
+        after_step()
         del window
     if has_held_out_data(recipe):
         _evaluate(recipe, plan, session, meter)

@@ -1,0 +1,169 @@
+"""Where a GPU's seconds go in one step of our recipes and of the peers that ``bench_speed.py`` compares them with.
+
+    python scripts/profile_speed.py --work 8b-full --runs ours:0 ours:3 2:off [--out FILE]
+    python scripts/profile_speed.py --write
+
+Each run, named as in ``bench_speed.py``, is a process of its own, with random weights; the third of five steps is
+recorded by torch's profiler, kernels alone. It says how long the GPU computes and how long it waits for the host, which
+the clock of ``docs/clock.md`` only estimates. ``--write`` runs nothing, and writes the table of
+``tests/data/measured/profiles-cuda.json`` into ``docs/benchmarks.md``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench_speed
+import torch
+from ground_truth import real_run
+from marked_table import with_table
+from measured_on import measured_on, require_device, wait_for_the_gpu
+from torch.profiler import ProfilerActivity, profile
+
+from lowmem_ft.recipe import load_recipe
+
+DATA = bench_speed.ROOT / "tests" / "data" / "measured" / "profiles-cuda.json"
+STEPS, PROFILED = 5, 3
+KINDS = {
+    "attention": ("flash", "sdpa", "fmha"),
+    "products": ("nvjet", "gemm", "cublas", "cutlass"),
+    "update": ("update_chunk", "koptimizer"),
+    "Liger": ("rms_norm", "swiglu", "_triton_rope", "liger_", "element_mul"),
+}
+"""Parts of the names of kernels; the first kind with one counts."""
+
+
+class ProfiledGPU(bench_speed.ThisGPU):
+    """This machine's GPU, which times every step and profiles one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Wait for a step's work; the next step begins at once."""
+        torch.cuda.synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self._began)
+        if len(self.seconds) == PROFILED:
+            self._profile.stop()
+        elif len(self.seconds) == PROFILED - 1:
+            self._profile.start()
+        self._began = time.perf_counter()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the GPU did in the profiled step: kernels, copies, fills; ``ts`` and ``dur`` in microseconds."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(file))
+            events = json.loads(file.read_text())["traceEvents"]
+        return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def main() -> None:
+    """Profile, or write the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--work", choices=bench_speed.WORKS, default="8b-full")
+    parser.add_argument("--runs", nargs="+", default=["ours:0", "2:off"])
+    parser.add_argument("--out", type=Path, default=Path("runs/profiles.json"))
+    parser.add_argument("--write", action="store_true", help="run nothing, write the table")
+    parser.add_argument("--in-this-process", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.write:
+        table = "\n".join(lines_of(json.loads(DATA.read_text()))) + "\n"
+        page = bench_speed.PAGE
+        page.write_text(with_table(page.read_text(), Path(__file__).name, table))
+        return
+    require_device("cuda")
+    if arguments.in_this_process:
+        print(json.dumps(profiled(arguments.work, arguments.in_this_process)))
+        return
+    rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
+    for run in arguments.runs:
+        command = [sys.executable, __file__, "--work", arguments.work, "--in-this-process", run]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(json.dumps(rows, indent=1) + "\n")
+        print(f"{run}: {rows[-1]}", flush=True)
+
+
+def profiled(work_name: str, run: str) -> dict[str, Any]:
+    """Run a work's steps in this process, and return where the seconds of the profiled one went."""
+    work, gpu = bench_speed.WORKS[work_name], ProfiledGPU()
+    wait_for_the_gpu()
+    if run in work.ours():
+        title = bench_speed.title_of(work.ours()[run], None)
+        recipe = load_recipe(work.recipe, (*work.ours()[run].overrides, "model.weights=random", "data=any"))
+        real_run.run_for_real(recipe, num_steps=STEPS, after_step=gpu.end_step)
+    else:
+        rows, checkpoints = bench_speed.setting_of(run)
+        title = bench_speed.title_of(work, (rows, checkpoints))
+        step = bench_speed.MicroBatches(
+            rows=rows, number=bench_speed.ROWS // rows, checkpoints=checkpoints, steps=STEPS
+        )
+        work.peer.run(gpu, work.peer.model, step)
+    undisturbed = [*gpu.seconds[1 : PROFILED - 1], *gpu.seconds[PROFILED:]]
+    found = digest(gpu.events()) | {"seconds": statistics.median(undisturbed)}
+    return {"work": work_name, "run": title, **found, **measured_on(torch.device("cuda"))}
+
+
+def digest(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return seconds in which the GPU computed and waited, by length of the gaps and by kind of kernel."""
+    events = sorted(events, key=lambda event: event["ts"])
+    seconds: Counter[str] = Counter()
+    gaps: Counter[str] = Counter()
+    end = events[0]["ts"]
+    for event in events:
+        seconds[kind_of(event["name"])] += event["dur"] * 1e-6
+        gap = max(event["ts"] - end, 0)
+        gaps["below 10 us" if gap < 10 else "below 100 us" if gap < 100 else "longer"] += gap * 1e-6
+        end = max(end, event["ts"] + event["dur"])
+    span = (end - events[0]["ts"]) * 1e-6
+    return {
+        "kernels": len(events),
+        "profiled_seconds": span,
+        "busy_seconds": span - sum(gaps.values()),
+        "idle_seconds": dict(gaps),
+        "seconds_by_kind": dict(seconds),
+    }
+
+
+def kind_of(kernel: str) -> str:
+    """Return the kind of a kernel by its name."""
+    name = kernel.lower()
+    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")
+
+
+def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the lines of the table."""
+    kinds = [*KINDS, "others"]
+    lines = [
+        f"| run | s a step | profiled, s | GPU computes, s | GPU waits, s | kernels | {', s | '.join(kinds)}, s |",
+        f"|---|{'---:|' * (5 + len(kinds))}",
+    ]
+    for row in rows:
+        busy, span, by_kind = row["busy_seconds"], row["profiled_seconds"], row["seconds_by_kind"]
+        numbers = [row["seconds"], span, busy, span - busy]
+        cells = [f"{number:.2f}" for number in numbers] + [f"{row['kernels']:,}"]
+        cells += [f"{by_kind.get(kind, 0):.2f}" for kind in kinds]
+        lines.append(f"| {row['run']} | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {number}" for name, number in rows[0]["versions"].items())
+    return [*lines, "", f"{rows[0]['hardware']}, {rows[0]['date']}; {versions}."]
+
+
+if __name__ == "__main__":
+    main()
