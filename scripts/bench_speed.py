@@ -455,7 +455,10 @@ def compared(name: str, settings: Sequence[tuple[int, bool]] | None = None) -> l
     its = f"{work.peer.title}: no setting fits" if setting is None else title_of(work, setting)
     return [
         _line(f"{work.recipe}, {work.gpu}", its, best),
-        *(_line("", title_of(one, None), ours(one), than=best, goal=work.goal) for one in work.ours().values()),
+        *(
+            _line("", title_of(one, None), ours(one), than=best, goal=work.goal)
+            for one in work.ours().values()
+        ),
     ]
 
 

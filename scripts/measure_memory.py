@@ -43,7 +43,7 @@ from ground_truth.comparison import compare, estimated_peaks, measured_gpu, tabl
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
-from ground_truth.public_seconds import CUDA_ROWS
+from ground_truth.public_seconds import CUDA_ROWS, updated_in_chunks_until
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
@@ -284,7 +284,8 @@ def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
     yield f"|---|---|{'---:|---:|' * len(columns)}"
     with tempfile.TemporaryDirectory() as folder:
         for row in rows:
-            estimate = estimate_memory(recipe_of(row["overrides"], Path(folder)), measured_gpu(row))
+            with updated_in_chunks_until(row["date"]):
+                estimate = estimate_memory(recipe_of(row["overrides"], Path(folder)), measured_gpu(row))
             assert estimate.step is not None
             measured = row["measured"]
             bytes_of = (

@@ -6,13 +6,14 @@ a layer's time does not depend on how many there are.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import json
 import pickle
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -26,6 +27,7 @@ from lowmem_ft.estimator.estimate import surroundings_of
 from lowmem_ft.estimator.traces.tracing import trace_recipe
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.optimizers import chunked_optimizer
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
@@ -35,6 +37,9 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
 CUDA_ROWS = ROWS.with_name("measured-cuda.json")
+LAST_IN_CHUNKS = "2026-11-27"
+"""Last day of runs that launched the update kernel for each 2**22 elements, also where the state was on the GPU."""
+
 FEW, MORE = 2, 3
 """Numbers of layers that are traced."""
 
@@ -91,6 +96,18 @@ class SecondsRow:
 def load_rows() -> list[SecondsRow]:
     """Return every row that the package keeps."""
     return [SecondsRow(**row | {"open": tuple(row["open"])}) for row in json.loads(ROWS.read_text())]
+
+
+@contextlib.contextmanager
+def updated_in_chunks_until(date: str) -> Iterator[None]:
+    """Trace what a run of that day was, in a block; see :data:`LAST_IN_CHUNKS`."""
+    now = chunked_optimizer.KERNEL_CHUNK_ELEMENTS
+    if date <= LAST_IN_CHUNKS:
+        chunked_optimizer.KERNEL_CHUNK_ELEMENTS = chunked_optimizer.GPU_CHUNK_ELEMENTS
+    try:
+        yield
+    finally:
+        chunked_optimizer.KERNEL_CHUNK_ELEMENTS = now
 
 
 def measured_rows() -> list[SecondsRow]:
@@ -166,7 +183,8 @@ class TracedRecipe:
         self.row, self.gpu = row, find_gpu(row.gpu)
         name, *settings = row.settings["overrides"]
         recipe = load_recipe(name.removeprefix("recipe="), settings)
-        traced = trace_recipe(recipe, functools.partial(VirtualGPU, self.gpu))
+        with updated_in_chunks_until(row.date):
+            traced = trace_recipe(recipe, functools.partial(VirtualGPU, self.gpu))
         self._surroundings = surroundings_of(recipe, traced, self.gpu, recipe.budget)
         self._replays = Replays(traced.trace, allocator_config_of_runs(self.gpu))
 

@@ -7,6 +7,7 @@ import pytest
 from lowmem_ft.estimator import answers, estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
+from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 WITHOUT_LOSS = ("data.eval_size=null", "training.eval_steps=null", "training.use_cpu=false")
 
@@ -56,8 +57,11 @@ def test_inputs_of_answers_are_on_the_device_where_weights_are_streamed(recipe):
     estimate = estimate_memory(streamed, "rtx-4090")
     assert estimate.by_phase["evaluation"] > 0
     kernels = [said for said in estimate.choices if "attention: unfused" in said]
-    assert len(kernels) == 1
-    assert kernels[0].startswith("answers: ")  # the step has another kernel
+    if TORCH_VERSION < (2, 14):  # whose memory-efficient kernel takes no groups of heads
+        assert len(kernels) == 1
+        assert kernels[0].startswith("answers: ")  # the step has another kernel
+    else:
+        assert not kernels
     assert not any("generation/" in said for said in estimate.choices)
 
 

@@ -37,7 +37,7 @@ from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
-from lowmem_ft.virtual_gpu.recording.operator_costs import TRITON_LAUNCHES
+from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
@@ -315,8 +315,9 @@ class Recorder(TorchDispatchMode):
         if work is not None:
             work = work.at(self.work.position)
             work.stream, work.times = self.stream, self.alike.times
-            is_triton = getattr(func, "namespace", None) == TRITON_LAUNCHES
-            work.python_calls, self._python_calls = self._python_calls + is_triton, 0
+            registered = registered_cost(func)
+            is_from_python = registered is not None and registered.launched_from_python
+            work.python_calls, self._python_calls = self._python_calls + is_from_python, 0
             if work.kind == "copy":
                 self._host_copies.begin(func, args, result, work)
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:

@@ -16,10 +16,13 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.virtual_gpu.recording.operator_costs import TRITON_LAUNCHES, register_operator_cost
+from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 from lowmem_ft.virtual_gpu.triton.triton_operands import operands_of_kernel
 
-_LIBRARY = torch.library.Library(TRITON_LAUNCHES, "FRAGMENT")
+_LAUNCHES = "triton"
+"""Namespace of the operators that represent launches of Triton kernels."""
+
+_LIBRARY = torch.library.Library(_LAUNCHES, "FRAGMENT")
 _SCHEMA = "(Tensor(a!)[] written, Tensor[] read, int num_bytes) -> ()"
 
 Arguments = Mapping[str, Any]
@@ -137,9 +140,9 @@ def _bytes(tensor: Tensor) -> int:
 @functools.cache
 def _operator(name: str) -> Any:
     _LIBRARY.define(f"{name}{_SCHEMA}")
-    torch.library.register_fake(f"{TRITON_LAUNCHES}::{name}", _makes_nothing, lib=_LIBRARY)
-    packet = getattr(getattr(torch.ops, TRITON_LAUNCHES), name)
-    register_operator_cost(packet.default, moved_bytes=_moved_bytes, irrelevant=())
+    torch.library.register_fake(f"{_LAUNCHES}::{name}", _makes_nothing, lib=_LIBRARY)
+    packet = getattr(getattr(torch.ops, _LAUNCHES), name)
+    register_operator_cost(packet.default, moved_bytes=_moved_bytes, irrelevant=(), launched_from_python=True)
     return packet
 
 
