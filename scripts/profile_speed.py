@@ -1,4 +1,4 @@
-"""Where a GPU's seconds go in one step of our recipes and of the peers that ``bench_speed.py`` compares them with.
+"""Profile one step of our recipes, and of the peers that ``bench_speed.py`` compares them with, on this machine's GPU.
 
     python scripts/profile_speed.py --work 8b-full --runs ours:0 ours:3 2:off [--out FILE]
     python scripts/profile_speed.py --write
