@@ -289,6 +289,16 @@ WITHOUT_CHECKPOINTS = (
 )
 """Settings of 8b-bf16 that sum gradients in bfloat16, as the peer does, in place of computing activations again."""
 
+TWO_ROWS = (
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=8",
+    "checkpointing.mode=full",
+    "checkpointing.skip_last_layers=24",
+    "optimizer.in_backward=false",
+    "accumulation.dtype=weights",
+)
+"""The same with half the launches: the host sets the pace of one row per micro-batch."""
+
 WORKS = {
     "8b-full": Work(
         gpu="h100-80gb",
@@ -304,7 +314,7 @@ WORKS = {
                 "offload.optimizer=host",
                 "accumulation.fusion=true",
             ),
-            (*WITHOUT_CHECKPOINTS, "optimizer.master=split24"),
+            (*TWO_ROWS, "optimizer.master=split24"),
             WITHOUT_CHECKPOINTS,
         ),
         peer=TRAINER,
