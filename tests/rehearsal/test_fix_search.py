@@ -11,8 +11,10 @@ from rich.console import Console
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import changes, estimate_memory
+from lowmem_ft.planner.outlook import outlook_for
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.space.search_space import ROWS
 from lowmem_ft.rehearsal.fix_search import FixSearch
 from lowmem_ft.reports.rehearsal_table import fixes_table
 
@@ -68,8 +70,14 @@ def test_where_nothing_mends_it_what_is_missing_is_said(small_settings, tmp_path
     assert "With this change" not in said
 
 
-def test_changes_are_for_rows_as_long_as_the_data_has_them(rehearse, kept, chats, recipe):
-    """Of 256 tokens at the most, the longest has some 30."""
+def test_changes_are_for_rows_as_long_as_the_data_has_them(rehearse, kept, chats, recipe, monkeypatch):
+    """Of 256 tokens at the most, the longest has some 30. Only fewer rows are tried, of all changes."""
+    offered = changes.remediations_for
+
+    def fewer_rows(*arguments, **options):
+        return [way for way in offered(*arguments, **options) if way.settings.keys() <= {*ROWS}]
+
+    monkeypatch.setattr(changes, "remediations_for", fewer_rows)
     wanted = recipe(f"data={chats([9] * 64)}", *LARGE, "training.max_steps=1")
     needs = rehearse(wanted, "rtx-4090").estimate.process_high_bytes
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**23, held_by_others_bytes=0)
@@ -87,7 +95,7 @@ def test_changes_are_for_rows_as_long_as_the_data_has_them(rehearse, kept, chats
 def test_a_change_that_fails_when_rehearsed_is_not_offered(rehearse, kept, settings, monkeypatch):
     found = rehearse(load_recipe("tiny", [*settings[1:], "budget=700MiB"]), "rtx-4090", steps=1)
     monkeypatch.setattr("lowmem_ft.rehearsal.fix_search.rehearse", lambda *arguments, **options: found)
-    mending = FixSearch(found, kept=kept)
+    mending = FixSearch(found, kept=kept, outlook_of=outlook_for)
     tried = [next(iter(mending))]
     console = Console(width=80)
     with console.capture() as capture:

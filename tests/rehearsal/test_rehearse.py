@@ -82,8 +82,8 @@ def test_streamed_weights_and_flash_attn_take_what_the_estimate_of_the_longest_w
     takes_what_the_estimate_of_its_longest_rows_says(streamed)
 
 
-def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, recipe, chats):
-    wanted = recipe(*ALIKE, f"data={chats([9] * 32)}", "training.max_steps=3")
+def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, small, chats):
+    wanted = small("data.loss_on=all", f"data={chats([9] * 32)}", "training.max_steps=3")
     found = rehearse(wanted, "rtx-4090")
     length = found.longest.shape.length
     data = dataclasses.replace(wanted.data, max_length=length)
