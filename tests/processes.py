@@ -22,7 +22,8 @@ FORKING = """
 import atexit, gc, json, os, signal, sys, traceback
 gc.disable()  # nothing of what is imported goes away
 import accelerate, datasets, torch, transformers
-import lowmem_ft.cli.commands.train, lowmem_ft.estimator, lowmem_ft.training.loop
+import lowmem_ft.cli.commands.train, lowmem_ft.estimator, lowmem_ft.preflight.train, lowmem_ft.training.loop
+import lowmem_ft.recipe, lowmem_ft.reports.run_report, torch.distributed.fsdp
 from transformers.models.llama import modeling_llama
 
 def become(job, rank):
@@ -53,6 +54,7 @@ def run(source):
     sys.stderr.flush()
     os._exit(code)  # taking every module down takes seconds
 
+lowmem_ft.recipe.load_recipe("tiny")  # what the first recipe imports and keeps
 gc.freeze()  # or each collection in a child would copy all that was imported
 gc.enable()
 for line in sys.stdin:

@@ -69,6 +69,14 @@ def test_recipes_catalogue_and_command_come_with_it(installed):
     assert (inside / "recipes" / "tiny" / "tokenizer.json").is_file()
 
 
+def test_every_file_of_the_package_comes_with_it(installed):
+    source = ROOT / "lowmem_ft"
+    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
+    files = [path for path in files if "__pycache__" not in path.parts]
+    assert len(files) > 500
+    assert [str(path) for path in files if not (installed.unpacked / "lowmem_ft" / path).is_file()] == []
+
+
 def test_no_text_names_a_script_that_is_not_there(installed):
     """Not help, not recipes, not messages: what they name works from a wheel."""
     files = [
@@ -101,6 +109,7 @@ def test_it_trains_under_accelerate_launch_in_two_processes(installed):
     assert "2 processes" in done.stderr
 
 
+@pytest.mark.slow
 def test_it_trains(installed):
     settings = (
         "training.max_steps=1",

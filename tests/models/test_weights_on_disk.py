@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -130,11 +128,11 @@ print(host.peak_file_bytes, max(host.most, anonymous_bytes()) - before)
 """
 
 
-def test_while_a_model_is_loaded_ram_holds_a_tensor_or_two_of_it(disk_folder, tmp_path):
+def test_while_a_model_is_loaded_ram_holds_a_tensor_or_two_of_it(forks, disk_folder, tmp_path):
     sizes = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 4, "vocab_size": 96}
     folder = saved(tmp_path / "model", LlamaConfig(**sizes, num_hidden_layers=12))
-    command = [sys.executable, "-c", MEASURE_LOAD, str(folder), str(disk_folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    done = forks.run(MEASURE_LOAD, str(folder), str(disk_folder))
+    assert done.returncode == 0, done.stderr
     file_bytes, anonymous_bytes = map(int, done.stdout.split())
     assert file_bytes > 64 * MIB
     assert anonymous_bytes < 24 * MIB

@@ -10,6 +10,7 @@ import pytest
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.estimator.child_process import EstimatingProcess
 from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
@@ -31,10 +32,50 @@ def _without_clock(values: Any) -> Any:
     return values
 
 
+@pytest.fixture(scope="module")
+def running():
+    """A function that returns a process with its imports behind it, which take seconds: the last one while it runs."""
+    started: list[EstimatingProcess] = []
+
+    def process() -> EstimatingProcess:
+        if not started or started[-1]._process.poll() is not None:
+            started.append(EstimatingProcess())
+        return started[-1]
+
+    yield process
+    for one in started:
+        one.close()
+
+
 @pytest.fixture
-def ahead():
+def kept_running(running, monkeypatch):
+    """Let searches have that process, and let nobody end it."""
+    monkeypatch.setattr(ahead_module, "EstimatingProcess", running)
+    monkeypatch.setattr(EstimatingProcess, "close", lambda self: None)
+
+
+@pytest.fixture
+def ahead(kept_running):
     with contextlib.closing(EstimatesAhead(1, find_gpu("l4"), BUDGET)) as processes:
         yield processes
+
+
+def test_a_plan_is_the_same_with_another_process(kept_running, make_recipe, monkeypatch):
+    keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation]"
+    recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
+    results, taken = [], []
+    take = EstimatesAhead.take
+    monkeypatch.setattr(
+        EstimatesAhead, "take", lambda self, place: taken.append(take(self, place)) or taken[-1]
+    )
+    for num_processes in (0, 1):
+        monkeypatch.setattr(planning, "num_processes_ahead", lambda number=num_processes: number)
+        assert not any(taken)
+        values = _without_clock(plan(recipe, BUDGET, "l4").to_json())
+        del values["seconds"]
+        results.append(values)
+    assert results[0] == results[1]
+    assert any(taken), "nothing was guessed rightly"
 
 
 def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ahead, make_recipe):
@@ -71,24 +112,6 @@ def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
             time.sleep(0.01)
     assert ahead._processes[0]._process.returncode, "it was not killed"
     assert ahead._guessed[0].exception() is not None, "it was waited for"
-
-
-def test_a_plan_is_the_same_with_another_process(make_recipe, monkeypatch):
-    keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation]"
-    recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
-    results, taken = [], []
-    take = EstimatesAhead.take
-    monkeypatch.setattr(
-        EstimatesAhead, "take", lambda self, place: taken.append(take(self, place)) or taken[-1]
-    )
-    for num_processes in (0, 1):
-        monkeypatch.setattr(planning, "num_processes_ahead", lambda number=num_processes: number)
-        assert not any(taken)
-        values = _without_clock(plan(recipe, BUDGET, "l4").to_json())
-        del values["seconds"]
-        results.append(values)
-    assert results[0] == results[1]
-    assert any(taken), "nothing was guessed rightly"
 
 
 def test_there_are_as_many_processes_as_cores_and_memory_allow(monkeypatch):

@@ -11,7 +11,9 @@ from typing_extensions import Self
 
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
+from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.preflight import background_estimate, plan_first
 
@@ -22,6 +24,17 @@ SHORT = (
     "budget.preflight=false",
 )
 LAST_LAYER_ALONE = ("checkpointing.mode=full", "checkpointing.skip_last_layers=1")
+
+
+@pytest.fixture(scope="module")
+def traces(tmp_path_factory):
+    """A folder of kept traces: each test asks for the same three estimates."""
+    return tmp_path_factory.mktemp("traces")
+
+
+@pytest.fixture(autouse=True)
+def _traces_are_kept(traces, monkeypatch):
+    monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(traces))
 
 
 @pytest.fixture
@@ -62,7 +75,7 @@ def just_enough(tiny):
     """A budget that what is chosen just fits; nobody holds this process, which has run other tests, to it."""
 
     def settings(*choice, share=1.0):
-        estimate = estimate_memory(tiny("any", *choice), "cpu")
+        estimate = estimate_memory(tiny("any", *choice), "cpu", kept=KeptTraces.of_user())
         size = max(with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes)
         return f"budget.device={round(share * size) + 1}B", "budget.enforce=false", "checkpointing.mode=auto"
 

@@ -24,6 +24,7 @@ from lowmem_ft.estimator.child_process import (
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError
 from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.preflight import background_estimate
 from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 
 
@@ -102,8 +103,10 @@ def test_a_run_is_trained_where_no_process_can_be_started(tiny, monkeypatch, cap
     )
 
 
-def test_what_does_not_fit_is_not_trained(tiny, tmp_path):
-    """A batch that takes gigabytes, of which a budget allows one."""
+def test_what_does_not_fit_is_not_trained(process, tiny, tmp_path, monkeypatch):
+    """A batch that takes gigabytes, of which a budget allows two; the process is one that has its imports behind it."""
+    monkeypatch.setattr(background_estimate, "EstimatingProcess", lambda: process)
+    monkeypatch.setattr(process, "close", lambda: None)
     large = dataclasses.replace(
         tiny,
         data=dataclasses.replace(tiny.data, packing=True),

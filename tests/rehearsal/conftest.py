@@ -24,24 +24,24 @@ def _commands_keep_their_traces(traces, monkeypatch):
     monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(traces))
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def kept(traces):
     """The traces in that folder."""
     return KeptTraces(traces)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def rehearse(kept):
     """A function that rehearses a run, whose estimate may be a kept one; the run itself is traced each time."""
     return functools.partial(rehearse_run, kept=kept)
 
 
-@pytest.fixture
-def chats(tmp_path):
-    """A function that writes chats with answers of so many words."""
+@pytest.fixture(scope="session")
+def chats_in():
+    """A function that writes chats with answers of so many words into a folder."""
 
-    def write(numbers_of_words):
-        file = tmp_path / "chats.jsonl"
+    def write(folder, numbers_of_words):
+        file = folder / "chats.jsonl"
         lines = [
             {
                 "messages": [
@@ -58,12 +58,39 @@ def chats(tmp_path):
 
 
 @pytest.fixture
-def recipe(tmp_path):
-    """The tiny recipe with settings."""
+def chats(chats_in, tmp_path):
+    """A function that writes chats with answers of so many words."""
+    return functools.partial(chats_in, tmp_path)
 
-    def make(*settings):
+
+@pytest.fixture(scope="session")
+def recipe_in():
+    """A function that makes the tiny recipe, whose run's folder is in this one, with settings."""
+
+    def make(folder, *settings):
         return load_recipe(
-            "tiny", ["training.use_cpu=false", f"training.output_dir={tmp_path / 'run'}", *settings]
+            "tiny", ["training.use_cpu=false", f"training.output_dir={folder / 'run'}", *settings]
         )
 
     return make
+
+
+@pytest.fixture
+def recipe(recipe_in, tmp_path):
+    """The tiny recipe with settings."""
+    return functools.partial(recipe_in, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def small_settings():
+    """Settings of a step of a third of the operators, for what does not depend on how many they are."""
+    return (
+        *("data.eval_size=null", "training.eval_steps=null", "training.gradient_accumulation_steps=1"),
+        *("checkpointing.mode=none", "loss.chunk_tokens=null"),
+    )
+
+
+@pytest.fixture
+def small(recipe, small_settings):
+    """The tiny recipe with such a step, and with settings."""
+    return functools.partial(recipe, *small_settings)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import io
 
 import pytest
@@ -20,56 +21,71 @@ LARGE = (  # activations beyond the allocator's small pool
     *("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null", "training.num_train_epochs=1"),
     *("loss.chunk_tokens=null", "checkpointing.mode=none", "data.shuffle=false"),
 )
-LENGTHS = [5, 20, 30, 40]
+LENGTHS = (5, 20, 30, 40)
 """In words."""
+FIXED = "expandable_segments:False"
 
 
-@pytest.fixture
-def rehearsed(rehearse, recipe, chats, monkeypatch):
+@pytest.fixture(scope="module")
+def rehearsed(rehearse, recipe_in, chats_in, tmp_path_factory):
     """A function that rehearses a batch of each of these lengths, in turn, and estimates the longest alone."""
 
-    def make(lengths: list[int], allocator: str | None) -> tuple[Rehearsal, MemoryEstimate]:
-        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-        if allocator is not None:
-            monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator)
-        wanted = recipe(*LARGE, f"data={chats([words for words in lengths for _ in range(64)])}")
-        found = rehearse(wanted, "rtx-4090")
-        assert len(found.steps) == len(set(lengths))
-        data = dataclasses.replace(wanted.data, max_length=found.longest.shape.length)
-        return found, estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
+    @functools.cache
+    def make(lengths: tuple[int, ...], allocator: str | None) -> tuple[Rehearsal, MemoryEstimate]:
+        folder = tmp_path_factory.mktemp("rehearsed")
+        wanted = recipe_in(
+            folder, *LARGE, f"data={chats_in(folder, [words for words in lengths for _ in range(64)])}"
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+            patch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+            if allocator is not None:
+                patch.setenv("PYTORCH_ALLOC_CONF", allocator)
+            found = rehearse(wanted, "rtx-4090")
+            data = dataclasses.replace(wanted.data, max_length=found.longest.shape.length)
+            estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
+        assert len(found.steps) == len(lengths)
+        return found, estimate
 
     return make
 
 
 def test_segments_of_a_fixed_size_hold_more_than_the_longest_rows_need(rehearsed):
-    found, longest = rehearsed(LENGTHS, "expandable_segments:False")
+    found, longest = rehearsed(LENGTHS, FIXED)
     assert found.estimate.reserved_peak_bytes > 1.15 * longest.reserved_peak_bytes  # 1.2 with torch 2.14
-    alone, estimate = rehearsed([max(LENGTHS)], "expandable_segments:False")
+    alone, estimate = rehearsed((max(LENGTHS),), FIXED)
     assert alone.estimate.reserved_peak_bytes == estimate.reserved_peak_bytes == longest.reserved_peak_bytes
 
 
-@pytest.mark.parametrize("allocator", ["expandable_segments:True", None], ids=["asked for", "as runs set it"])
+@pytest.mark.parametrize(
+    "allocator",
+    [
+        pytest.param("expandable_segments:True", id="asked for", marks=pytest.mark.slow),
+        pytest.param(None, id="as runs set it"),
+    ],
+)
 def test_segments_that_grow_serve_all_lengths_with_what_the_longest_needs(rehearsed, allocator):
     found, longest = rehearsed(LENGTHS, allocator)
     assert found.estimate.reserved_peak_bytes == longest.reserved_peak_bytes
 
 
-def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearse, rehearsed):
-    found, longest = rehearsed(LENGTHS, "expandable_segments:False")
+def test_it_is_printed_and_a_card_without_room_for_it_is_told(rehearse, rehearsed, monkeypatch):
+    found, longest = rehearsed(LENGTHS, FIXED)
     held = format_bytes(found.estimate.reserved_peak_bytes)
     assert f" in tensors, {held} reserved for them, " in printed(found)
     assert "empty its cache" not in printed(found)
     needs = found.estimate.process_peak_bytes
     spare = (found.estimate.reserved_peak_bytes - longest.reserved_peak_bytes) // 2
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - spare, held_by_others_bytes=0)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", FIXED)
     again = rehearse(found.recipe, small)
     assert "the allocator has to empty its cache 1 time" in printed(again)
     assert "expandable_segments:True needs less" in printed(again)
 
 
-def test_waits_beyond_the_usual_one_say_what_to_do(rehearse, recipe, chats):
-    found = rehearse(recipe(f"data={chats([5] * 64)}"), "rtx-4090")
+def test_waits_beyond_the_usual_one_say_what_to_do(rehearse, small, chats):
+    # The last step waits for more: the weights that it leaves are looked at.
+    found = rehearse(small(f"data={chats([5] * 64)}", "training.max_steps=2"), "rtx-4090")
     assert sum(found.longest.waits.values()) == 1
     assert ".item()" not in printed(found)
     waiting = dataclasses.replace(found.longest, waits={"train.py:3": 5})

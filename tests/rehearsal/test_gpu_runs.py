@@ -82,12 +82,12 @@ def test_streamed_weights_that_do_not_wait_are_found(rehearse, seven_layers, tmp
     assert rehearse(short_recipe(tmp_path / "run", *settings), GPU, steps=2).estimate.races
 
 
-def test_a_budget_caps_the_allocator_for_the_run_alone(rehearse, tmp_path):
+def test_a_budget_caps_the_allocator_for_the_run_alone(rehearse, small_settings, tmp_path):
     gpu = find_gpu(GPU)
     one_mib = budget_of_one_mib(gpu)
-    found = rehearse(short_recipe(tmp_path / "run", f"budget={one_mib}"), gpu)
+    found = rehearse(short_recipe(tmp_path / "run", *small_settings, f"budget={one_mib}"), gpu)
     assert not found.fits
     assert found.failure is not None
     assert found.failure.phase == "load"
     with pytest.raises(DoesNotFitError, match=r"budget\.device=1MiB leaves nothing for tensors"):
-        rehearse(short_recipe(tmp_path / "run", "budget=1MiB"), gpu)
+        rehearse(short_recipe(tmp_path / "run", *small_settings, "budget=1MiB"), gpu)

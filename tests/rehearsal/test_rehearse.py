@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_runs import budget_of_one_mib
 from torch import nn
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -20,6 +21,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.training.loop import train
 
+EVALUATED = ("data.eval_size=8", "training.eval_steps=1")
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
 
 STREAMED = (
@@ -29,24 +31,25 @@ STREAMED = (
 )
 
 
-@pytest.mark.parametrize(
-    "settings, steps",
-    [
-        pytest.param((), None, id="two micro-batches", marks=pytest.mark.slow),
-        pytest.param(
-            ("training.gradient_accumulation_steps=1",), None, id="one micro-batch", marks=pytest.mark.slow
-        ),
-        pytest.param(("data.packing=true", "accumulation.order=vertical"), None, id="packed, vertical"),
-        pytest.param(STREAMED, 2, id="streamed"),
-        pytest.param(STREAMED, None, id="streamed, all of it", marks=pytest.mark.slow),
-    ],
-)
-def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(
-    rehearse, settings, steps, recipe
-):
-    wanted = recipe(*ALIKE, *settings)
-    found = rehearse(wanted, "rtx-4090", steps=steps)
-    longest = found.longest
+@pytest.fixture(scope="module")
+def whole(rehearse, recipe_in, tmp_path_factory):
+    """The rehearsal of the whole tiny run, of which every checkpoint stays."""
+    wanted = recipe_in(tmp_path_factory.mktemp("whole"), "training.save_total_limit=null")
+    return rehearse(wanted, "rtx-4090")
+
+
+@pytest.fixture(scope="module")
+def streamed(rehearse, recipe_in, tmp_path_factory):
+    """The rehearsal of two steps with streamed weights, and with a kernel of attention that is not installed here.
+
+    These weights lie on the host while the loss is compared, where flash-attn has no kernel.
+    """
+    settings = (*ALIKE, *STREAMED, "model.attn_implementation=flash_attention_2")
+    return rehearse(recipe_in(tmp_path_factory.mktemp("streamed"), *settings), "rtx-4090", steps=2)
+
+
+def takes_what_the_estimate_of_its_longest_rows_says(found):
+    longest, wanted = found.longest, found.recipe
     data = dataclasses.replace(wanted.data, max_length=longest.shape.length)
     estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
     assert longest.is_exact
@@ -55,8 +58,32 @@ def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byt
     assert found.worst.allocated_peak_bytes >= longest.peak_bytes
 
 
-def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, recipe, chats):
-    wanted = recipe(*ALIKE, f"data={chats([9] * 32)}")
+@pytest.mark.parametrize(
+    "settings, steps",
+    [
+        pytest.param((), None, id="two micro-batches", marks=pytest.mark.slow),
+        pytest.param(
+            ("training.gradient_accumulation_steps=1",), None, id="one micro-batch", marks=pytest.mark.slow
+        ),
+        pytest.param(("data.packing=true", "accumulation.order=vertical"), 2, id="packed, vertical"),
+        pytest.param(STREAMED, None, id="streamed, all of it", marks=pytest.mark.slow),
+    ],
+)
+def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(
+    rehearse, settings, steps, recipe
+):
+    takes_what_the_estimate_of_its_longest_rows_says(
+        rehearse(recipe(*ALIKE, *settings), "rtx-4090", steps=steps)
+    )
+
+
+def test_streamed_weights_and_flash_attn_take_what_the_estimate_of_the_longest_window_says(streamed):
+    assert streamed.rehearsed_steps == 2
+    takes_what_the_estimate_of_its_longest_rows_says(streamed)
+
+
+def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, small, chats):
+    wanted = small("data.loss_on=all", f"data={chats([9] * 32)}", "training.max_steps=3")
     found = rehearse(wanted, "rtx-4090")
     length = found.longest.shape.length
     data = dataclasses.replace(wanted.data, max_length=length)
@@ -69,12 +96,11 @@ def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, recip
     assert found.rounding == 0
 
 
-def test_it_is_the_run_that_train_makes(rehearse, recipe, tmp_path):
+def test_it_is_the_run_that_train_makes(whole, recipe):
     """Steps, tokens, evaluations, checkpoints: those of a real run on a CPU with the same settings."""
-    settings = ("training.save_total_limit=null",)
-    found = rehearse(recipe(*settings), "rtx-4090")
-    assert not (tmp_path / "run").exists()
-    result = train(recipe(*settings, "training.use_cpu=true"))
+    found = whole
+    assert not Path(found.recipe.training.output_dir).exists()
+    result = train(recipe("training.save_total_limit=null", "training.use_cpu=true"))
     records = [json.loads(line) for line in (result.output_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if "loss" in record]
     assert found.num_steps == found.rehearsed_steps == result.steps
@@ -107,10 +133,10 @@ def test_a_run_that_keeps_its_best_is_rehearsed_to_its_last_step(rehearse, recip
     assert found.model is not None
 
 
-def test_early_stopping_with_all_its_keys_neither_ends_a_rehearsal_nor_is_refused(rehearse, recipe):
+def test_early_stopping_with_all_its_keys_neither_ends_a_rehearsal_nor_is_refused(rehearse, small):
     early = ("training.early_stopping_patience=1", "training.early_stopping_threshold=0.5")
-    settings = (*early, "training.metric_for_best_model=perplexity", "training.eval_steps=1")
-    found = rehearse(recipe(*settings), "rtx-4090", steps=3)
+    settings = (*early, "training.metric_for_best_model=perplexity", *EVALUATED)
+    found = rehearse(small(*settings), "rtx-4090", steps=3)
     assert (found.rehearsed_steps, found.recipe.training.early_stopping_patience) == (3, 1)
 
 
@@ -125,8 +151,8 @@ def test_weights_that_share_their_memory_are_one_in_the_files():
     assert _bytes_in_files(model) == embedding.nbytes + halves.nbytes
 
 
-def test_a_part_of_the_run_stands_for_all_of_it(rehearse, recipe):
-    whole, part = rehearse(recipe(), "rtx-4090"), rehearse(recipe(), "rtx-4090", steps=7)
+def test_a_part_of_the_run_stands_for_all_of_it(rehearse, whole):
+    part = rehearse(whole.recipe, "rtx-4090", steps=7)
     assert (part.num_steps, part.rehearsed_steps) == (whole.num_steps, 7)
     assert part.time.steps == pytest.approx(whole.time.steps, rel=0.1)
     assert part.tokens == pytest.approx(whole.tokens, rel=0.1)
@@ -134,16 +160,16 @@ def test_a_part_of_the_run_stands_for_all_of_it(rehearse, recipe):
     assert part.num_checkpoints == whole.num_checkpoints
 
 
-def test_an_evaluation_of_several_sources_is_one(rehearse, recipe, chats, tmp_path):
+def test_an_evaluation_of_several_sources_is_one(rehearse, small, chats, tmp_path):
     files = [chats([3, 3, 3, 3]).rename(tmp_path / "more.jsonl"), chats([3, 3, 3, 3])]
     settings = (f"data={','.join(map(str, files))}", "data.eval_size=2", "training.eval_generations=2")
     once = ("training.max_steps=2", "training.eval_steps=1", "training.max_new_tokens=2")
-    found = rehearse(recipe(*settings, *once), "rtx-4090")
+    found = rehearse(small(*settings, *once), "rtx-4090")
     assert found.num_evaluations == 2
 
 
-def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(rehearse, recipe, chats):
-    found = rehearse(recipe(*ALIKE, f"data={chats([2] * 30 + [40] * 10)}"), "rtx-4090")
+def test_windows_of_other_lengths_are_traced_by_themselves_and_take_less(rehearse, small, chats):
+    found = rehearse(small(f"data={chats([2] * 30 + [40] * 10)}"), "rtx-4090")
     lengths = {step.shape.length for step in found.steps}
     assert len(lengths) > 1
     assert found.longest.shape.length == max(lengths)
@@ -156,47 +182,47 @@ def seconds_of(shapes):
     return sum(shape.times * shape.seconds for shape in shapes)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        pytest.param(
-            ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"), marks=pytest.mark.slow
-        ),
-        ("optimizer.in_backward=true", "training.gradient_accumulation_steps=1"),
-    ],
-    ids=["vertical", "in backward"],
-)
-def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(rehearse, recipe, chats, settings):
-    found = rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090")
+def seconds_add_up(found):
     updates = found.num_steps * found.update_seconds
     assert seconds_of(found.steps) + updates == pytest.approx(found.time.steps)
     assert seconds_of(found.evaluations) == pytest.approx(found.time.evaluations)
     assert found.to_json()["run"]["update_seconds"] == found.update_seconds
 
 
-def test_it_says_where_the_host_waits(rehearse, recipe):
-    waits = rehearse(recipe(*ALIKE), "rtx-4090", steps=3).steps[-1].waits
+def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(whole):
+    seconds_add_up(whole)
+    assert whole.update_seconds > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ("training.gradient_accumulation_steps=4", "accumulation.order=vertical"),
+        ("optimizer.in_backward=true", "training.gradient_accumulation_steps=1"),
+    ],
+    ids=["vertical", "in backward"],
+)
+def test_seconds_add_up_where_updates_are_no_part_of_their_own(rehearse, recipe, chats, settings):
+    seconds_add_up(rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090"))
+
+
+def test_it_says_where_the_host_waits(whole):
+    waits = whole.steps[-1].waits
     files = {place.rpartition(":")[0] for place in waits}
     assert "lowmem_ft/training/step.py" in files  # is the step finite?
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 
-def test_flash_attn_is_counted_on_though_it_is_not_installed_here(rehearse, recipe):
-    """As an estimate does. Streamed weights lie on the host while the loss is compared, where it has no kernel."""
-    streamed = recipe(*ALIKE, *STREAMED, "model.attn_implementation=flash_attention_2")
-    assert rehearse(streamed, "rtx-4090", steps=1).rehearsed_steps == 1
-
-
-def test_fields_of_the_data_that_are_not_used_are_told(rehearse, recipe, tmp_path):
+def test_fields_of_the_data_that_are_not_used_are_told(rehearse, small, tmp_path):
     file = tmp_path / "alpaca.jsonl"
     file.write_text('{"instruction": "Hi", "output": "Hello", "tools": [{"name": "look_up"}]}\n' * 8)
-    found = rehearse(recipe(f"data={file}", "data.eval_size=null", "training.eval_steps=null"), "l4", steps=1)
+    found = rehearse(small(f"data={file}"), "rtx-4090", steps=1)
     assert any("8 of 8 (100.0%) have `tools`" in warning for warning in found.warnings)
 
 
-def test_warnings_of_the_run_are_told_once(rehearse, recipe, chats):
+def test_warnings_of_the_run_are_told_once(rehearse, small, chats):
     file = chats([3] * 20 + [4000] * 10)  # whose answers are cut
-    settings = (f"data={file}", "data.eval_size=null", "training.eval_steps=null")
     log = logging.getLogger("lowmem_ft.training")
     steps = []
 
@@ -204,14 +230,14 @@ def test_warnings_of_the_run_are_told_once(rehearse, recipe, chats):
         steps.append(step)
         log.warning("Each step says so.")
 
-    found = rehearse(recipe(*settings), "rtx-4090", steps=3, on_step=on_step)
+    found = rehearse(small(f"data={file}"), "rtx-4090", steps=3, on_step=on_step)
     assert len(steps) > 1
     assert found.warnings.count("Each step says so.") == 1
     assert any("max_length" in warning for warning in found.warnings)
 
 
-def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(rehearse, recipe, caplog):
-    wanted = recipe("training.max_steps=2", "training.eval_steps=null", "data.eval_size=null")
+def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(rehearse, small, caplog):
+    wanted = small("training.max_steps=2")
     for _ in range(2):  # each rehearsal says so
         (warning,) = rehearse(wanted, "t4", steps=1).warnings
         assert warning.startswith("Weights are updated by many small kernels")
@@ -221,14 +247,14 @@ def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(rehea
     assert "small kernels" not in caplog.text
 
 
-def test_what_only_values_could_tell_is_no_warning(rehearse, recipe):
-    found = rehearse(recipe("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
+def test_what_only_values_could_tell_is_no_warning(rehearse, small):
+    found = rehearse(small("model.dtype=bfloat16", "optimizer.master=none"), "rtx-4090", steps=2)
     assert [warning.partition(" for ")[0] for warning in found.warnings] == ["No master weights"]
 
 
-def test_a_run_goes_on_from_its_checkpoint(rehearse, recipe):
-    train(recipe("training.use_cpu=true", "training.max_steps=7", "training.lr_scheduler_type=constant"))
-    longer = recipe(
+def test_a_run_goes_on_from_its_checkpoint(rehearse, small):
+    train(small("training.use_cpu=true", "training.max_steps=7", "training.lr_scheduler_type=constant"))
+    longer = small(
         "training.max_steps=10", "training.lr_scheduler_type=constant", "training.resume_from_checkpoint=auto"
     )
     found = rehearse(longer, "rtx-4090")
@@ -237,22 +263,16 @@ def test_a_run_goes_on_from_its_checkpoint(rehearse, recipe):
     assert [warning.partition(":")[0] for warning in found.warnings] == ["Resuming with other settings"]
 
 
-def test_a_folder_in_the_way_is_told_and_left_alone(rehearse, recipe, tmp_path):
-    train(recipe("training.use_cpu=true", "training.max_steps=2"))
+def test_a_folder_in_the_way_is_told_and_left_alone(rehearse, small, tmp_path):
+    train(small("training.use_cpu=true", "training.max_steps=2"))
     before = sorted((tmp_path / "run").rglob("*"))
-    found = rehearse(recipe(), "rtx-4090", steps=2)
+    found = rehearse(small(), "rtx-4090", steps=2)
     assert any("holds another run" in warning for warning in found.warnings)
     assert sorted((tmp_path / "run").rglob("*")) == before
 
 
-def test_memory_that_runs_out_is_told_with_step_and_data(rehearse, recipe, chats):
-    wanted = recipe(
-        *ALIKE,
-        f"data={chats([40] * 64)}",
-        "training.per_device_train_batch_size=32",
-        "loss.chunk_tokens=null",
-        "checkpointing.mode=none",
-    )
+def test_memory_that_runs_out_is_told_with_step_and_data(rehearse, small, chats):
+    wanted = small(f"data={chats([40] * 64)}", "training.per_device_train_batch_size=32")
     needs = rehearse(wanted, "rtx-4090", steps=1).estimate.process_peak_bytes
     small = dataclasses.replace(find_gpu("rtx-4090"), memory_bytes=needs - 2**22, held_by_others_bytes=0)
     found = rehearse(wanted, small)
@@ -264,9 +284,9 @@ def test_memory_that_runs_out_is_told_with_step_and_data(rehearse, recipe, chats
     assert len(failure.sample_ids) == 32
 
 
-def test_more_steps_than_the_run_has_are_refused(rehearse, recipe):
-    with pytest.raises(UserError, match=r"22 is more than the 21 steps"):
-        rehearse(recipe(), "rtx-4090", steps=22)
+def test_more_steps_than_the_run_has_are_refused(rehearse, small):
+    with pytest.raises(UserError, match=r"4 is more than the 3 steps"):
+        rehearse(small("training.max_steps=3"), "rtx-4090", steps=4)
 
 
 def test_several_processes_and_processors_are_refused(rehearse, recipe):
@@ -276,19 +296,18 @@ def test_several_processes_and_processors_are_refused(rehearse, recipe):
         rehearse(recipe(), "cpu")
 
 
-def test_races_are_found_in_a_rehearsal(rehearse, recipe, monkeypatch):
-    streamed = recipe(*ALIKE, *STREAMED)
-    assert rehearse(streamed, "rtx-4090", steps=2).estimate.races == ()
+def test_races_are_found_in_a_rehearsal(rehearse, streamed, monkeypatch):
+    assert streamed.estimate.races == ()
     monkeypatch.setattr(
         "lowmem_ft.virtual_gpu.device.streams.VirtualStream.wait_event", lambda self, event: None
     )
     monkeypatch.setattr(
         "lowmem_ft.virtual_gpu.device.streams.VirtualEvent.wait", lambda self, stream=None: None
     )
-    assert rehearse(streamed, "rtx-4090", steps=1).to_json()["races"]
+    assert rehearse(streamed.recipe, "rtx-4090", steps=1).to_json()["races"]
 
 
-def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys, monkeypatch):
+def test_the_command_keeps_it_for_the_report_of_the_run(small_settings, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
     folder = Path("a run")
@@ -297,6 +316,7 @@ def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys
         f"training.output_dir={folder}",
         "training.use_cpu=true",
         "training.max_steps=3",
+        *small_settings,
     ]
     assert main(["rehearse", *settings, "--gpu", "rtx-4090"]) == 0
     said = capsys.readouterr().out
@@ -316,7 +336,8 @@ def test_the_command_keeps_it_for_the_report_of_the_run(recipe, tmp_path, capsys
     assert run["rehearsed"]["run"]["steps"] == run["steps"] == 3
 
 
-def test_a_gpu_that_is_too_small_ends_the_command_with_3(tmp_path, capsys):
-    settings = ["recipe=tiny", f"training.output_dir={tmp_path / 'run'}", "training.max_steps=2"]
-    assert main(["rehearse", *settings, "--gpu", "rtx-4090", "budget=430MiB", "--no-changes"]) == 3
+def test_a_gpu_that_is_too_small_ends_the_command_with_3(small_settings, tmp_path, capsys):
+    budget = budget_of_one_mib(find_gpu("rtx-4090"))
+    settings = [f"training.output_dir={tmp_path / 'run'}", f"budget={budget}", *small_settings]
+    assert main(["rehearse", "recipe=tiny", *settings, "--gpu", "rtx-4090", "--no-changes"]) == 3
     assert "Memory runs out while the model is loaded" in capsys.readouterr().out

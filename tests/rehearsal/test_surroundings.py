@@ -13,19 +13,19 @@ from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.run import progress
 
 
-def test_budgets_are_held_against_the_host_it_is_for(rehearse, recipe, monkeypatch):
+def test_budgets_are_held_against_the_host_it_is_for(rehearse, small, monkeypatch):
     """This machine is full and its process huge; the other one has 100 KiB more than the libraries take."""
     full = HostLimit(0, "this machine is full")
     monkeypatch.setattr(budget_cap, "tightest_host_limit", lambda budget_bytes, *, file_bytes: full)
     monkeypatch.setattr(budget_cap, "read_host_memory", lambda: pytest.fail("that is this machine's"))
     budget = f"budget.host={HOST_BYTES_WITH_CUDA // KIB + 100}KiB"
     on_host = ("offload.optimizer=host", "optimizer.state=fp32")
-    found = rehearse(recipe(budget, *on_host), "rtx-4090", steps=2)
+    found = rehearse(small(budget, *on_host), "rtx-4090", steps=2)
     assert not found.estimate.fits
     grown, peak = found.warnings
     assert grown.startswith(f"Host memory has grown to 2.44 GiB, above {budget}")
     assert peak.startswith(f"Peak host memory: 2.44 GiB, above {budget}")
-    assert rehearse(recipe(budget), "rtx-4090", steps=2).warnings == ()
+    assert rehearse(small(budget), "rtx-4090", steps=2).warnings == ()
 
 
 def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
@@ -43,7 +43,7 @@ def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
     assert host.peak_bytes(file_bytes=2**30) - HOST_BYTES_WITH_CUDA == 75
 
 
-def test_the_runs_own_display_is_drawn_and_not_seen(rehearse, recipe, monkeypatch, capfd):
+def test_the_runs_own_display_is_drawn_and_not_seen(rehearse, small, monkeypatch, capfd):
     drawn = []
     parts_of = progress._OneLine._parts
 
@@ -52,12 +52,12 @@ def test_the_runs_own_display_is_drawn_and_not_seen(rehearse, recipe, monkeypatc
         return parts_of(self, task, *further, **options)
 
     monkeypatch.setattr(progress._OneLine, "_parts", parts)
-    rehearse(recipe(), "rtx-4090", steps=3)
+    rehearse(small(), "rtx-4090", steps=3)
     assert drawn[-1] == 3
     assert "step" not in "".join(capfd.readouterr())
 
 
-def test_an_error_of_the_display_is_found(rehearse, recipe, monkeypatch):
+def test_an_error_of_the_display_is_found(rehearse, small, monkeypatch):
     monkeypatch.setattr(progress, "format_bytes", lambda num_bytes: num_bytes.of_a_typo)
     with pytest.raises(AttributeError, match="of_a_typo"):
-        rehearse(recipe(), "rtx-4090", steps=1)
+        rehearse(small(), "rtx-4090", steps=1)

@@ -15,7 +15,7 @@ BY_DEFAULT = ("offload.optimizer=host", "lora", "mixed_precision=bf16", "optimiz
 @pytest.fixture(scope="module")
 def by_default(forks, untied, tmp_path_factory):
     folder = tmp_path_factory.mktemp("default")
-    return trained(forks, folder, untied, "ddp", (1, 3), BY_DEFAULT, steps=3, rows=6)
+    return trained(forks, folder, untied, "ddp", (1, 3), BY_DEFAULT, steps=2, rows=6)
 
 
 @pytest.fixture(scope="module")

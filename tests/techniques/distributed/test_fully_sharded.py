@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 
 import pytest
@@ -77,35 +78,40 @@ def measured(sharded, checkpointing="none", vertical=False, offload=False, tiles
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())  # as if it were whole
     return {"kept": kept, "weights": weights, "state": state, "layer": layer}
 
-def write(name, sharded):
-    results = {technique: measured(sharded, **options) for technique, options in techniques.items()}
-    if os.environ["RANK"] == "0":
-        json.dump(results, open(f"{folder}/{name}.json", "w"))
-
-if world == 1:
-    write("alone", False)
-dist.init_process_group("gloo")
-write(world, True)
+if sharded := sys.argv[3] != "0":
+    dist.init_process_group("gloo")
+results = {technique: measured(sharded, **options) for technique, options in techniques.items()}
+if os.environ["RANK"] == "0":
+    json.dump(results, open(f"{folder}/kept.json", "w"))
 """
 
 
 @pytest.fixture(scope="module")
-def measured(forks, tmp_path_factory):
-    """By the number of processes that share the model, or "alone": bytes of the first."""
-    folder = tmp_path_factory.mktemp("kept")
-    techniques = json.dumps(TECHNIQUES)
-    for world in (1, 3):
-        for done in forks.run_several(world, KEPT, str(folder), techniques):
+def measured_in(forks, tmp_path_factory):
+    """Bytes of the first of so many processes that share the model; 0: of one that has it alone."""
+
+    @functools.cache
+    def measured(world):
+        folder = tmp_path_factory.mktemp("kept")
+        for done in forks.run_several(world or 1, KEPT, str(folder), json.dumps(TECHNIQUES), f"{world}"):
             assert done.returncode == 0, done.stderr
-    return {world: json.loads((folder / f"{world}.json").read_text()) for world in ("alone", 1, 3)}
+        return json.loads((folder / "kept.json").read_text())
+
+    return measured
 
 
+@pytest.fixture
+def measured(measured_in):
+    """By the number of processes that share the model, or "alone": bytes of the first."""
+    return {"alone": measured_in(0), 3: measured_in(3)}
+
+
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("name", TECHNIQUES)
-def test_forward_keeps_for_backward_what_it_keeps_without(measured, name):
-    """But for gathered weights beside the layers, which stay until backward: here one norm of 64 numbers."""
-    for world in (1, 3):
-        beyond = measured[world][name]["kept"] - measured["alone"][name]["kept"]
-        assert 0 <= beyond <= 1024
+def test_forward_keeps_for_backward_what_it_keeps_without(measured_in, name, world):
+    """Except for gathered weights outside the layers, which stay until backward: here one norm of 64 numbers."""
+    beyond = measured_in(world)[name]["kept"] - measured_in(0)[name]["kept"]
+    assert 0 <= beyond <= 1024
 
 
 def test_checkpointing_still_frees_most_of_what_layers_keep(measured):
