@@ -53,6 +53,9 @@ def rehearsed(rehearse, recipe_in, chats_in, tmp_path_factory):
 def test_segments_of_a_fixed_size_hold_more_than_the_longest_rows_need(rehearsed):
     found, longest = rehearsed(LENGTHS, FIXED)
     assert found.estimate.reserved_peak_bytes > 1.15 * longest.reserved_peak_bytes  # 1.2 with torch 2.14
+    largest = max((step.shape for step in found.steps), key=lambda shape: shape.tokens)
+    assert largest == found.longest.shape
+    assert any(said.startswith(f"batch: at most {largest}") for said in found.estimate.choices)
     alone, estimate = rehearsed((max(LENGTHS),), FIXED)
     assert alone.estimate.reserved_peak_bytes == estimate.reserved_peak_bytes == longest.reserved_peak_bytes
 
