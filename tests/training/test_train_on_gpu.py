@@ -17,7 +17,9 @@ from gpu_runs import (
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
+import lowmem_ft
 from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.host.copy_engine import CopyEngine
 from lowmem_ft.training.loop import train
@@ -111,6 +113,17 @@ def test_a_budget_caps_the_allocator_for_the_run_alone(tmp_path):
     assert torch.cuda.get_per_process_memory_fraction() == 1.0
     with pytest.raises(DoesNotFitError, match=r"budget\.device=1MiB leaves nothing for tensors"):
         train(short_recipe(tmp_path / "run", "budget=1MiB"))
+
+
+def test_an_estimate_in_python_and_an_evaluation_leave_the_gpu_to_torch(tmp_path):
+    """A virtual GPU in this process would be torch's accelerator from then on, and pinned memory its to give."""
+    recipe = short_recipe(tmp_path / "run")
+    estimate = lowmem_ft.estimate_memory(recipe)
+    assert estimate.gpu.full_name == torch.cuda.get_device_name()
+    assert torch.zeros(1).pin_memory().is_pinned()
+    lowmem_ft.train(recipe)
+    assert main(["evaluate", str(tmp_path / "run")]) == 0
+    assert torch.accelerator.current_accelerator().type == "cuda"
 
 
 def _remove(folder):
