@@ -231,7 +231,11 @@ class CudaDriver:
 
 @pytest.fixture
 def cuda_driver(monkeypatch):
-    """Gives this machine a CUDA device that answers questions and computes nothing; takes its properties."""
+    """Gives this machine a CUDA device that answers questions and computes nothing; takes its properties.
+
+    Processes of tests have had virtual GPUs, and could not train on a real one.
+    """
+    monkeypatch.setattr("lowmem_ft.virtual_gpu.active.has_virtual_device", lambda: False)
     return lambda **properties: CudaDriver(monkeypatch, **properties)
 
 

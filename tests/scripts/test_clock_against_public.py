@@ -107,7 +107,7 @@ def test_rows_of_other_kernels_are_predicted_and_not_fitted_to():
 
 @pytest.mark.parametrize(
     "quantization,length,tolerance",
-    [pytest.param("none", 4096, 0.01, marks=pytest.mark.slow), ("nf4", 512, 0.08)],
+    [pytest.param("none", 4096, 0.01, marks=pytest.mark.slow), ("nf4", 512, 0.12)],
 )
 def test_seconds_grow_by_a_layer_at_a_time(quantization, length, tolerance):
     """Less so where calls of bitsandbytes' functions keep the host: few layers hide behind the head's kernels."""
