@@ -34,7 +34,7 @@ from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
-from lowmem_ft.virtual_gpu.replay.timing.step_clock import step_clock
+from lowmem_ft.virtual_gpu.replay.timing.memory_event_times import step_clock
 
 OTHERS = "other processes and a display on the GPU"
 NOT_MODELLED = (

@@ -15,7 +15,7 @@ from lowmem_ft.virtual_gpu.recording.work import (
     WorkLog,
 )
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
-from lowmem_ft.virtual_gpu.replay.timing.step_clock import step_clock
+from lowmem_ft.virtual_gpu.replay.timing.memory_event_times import step_clock
 
 
 def traced(program) -> Trace:
