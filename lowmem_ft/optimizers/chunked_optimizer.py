@@ -390,10 +390,10 @@ class ChunkedOptimizer(Optimizer):
 
     def _is_on(self, device: torch.device, update: SliceUpdate) -> bool:
         """Return whether an update finds weight and state on its device, where nothing limits their size."""
-        kept = self._kept(ChunkUpdate(update, update.start, update.stop), with_weights=True)
-        return isinstance(self.home, DeviceStorage) and not any(
-            is_apart(tensor, device) for tensor in kept.values()
-        )
+        if not isinstance(self.home, DeviceStorage):
+            return False
+        kept = (update.weight, *self.state[update.parameter].values())
+        return not any(isinstance(one, Tensor) and is_apart(one, device) for one in kept)
 
     def _visits(
         self, chunks: Iterable[ChunkUpdate], device: torch.device, *, with_weights: bool = True

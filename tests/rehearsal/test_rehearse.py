@@ -48,7 +48,7 @@ def streamed(rehearse, recipe_in, tmp_path_factory):
     return rehearse(recipe_in(tmp_path_factory.mktemp("streamed"), *settings), "rtx-4090", steps=2)
 
 
-def takes_what_the_estimate_of_its_longest_rows_says(found):
+def assert_it_takes_what_the_estimate_of_its_longest_rows_says(found):
     longest, wanted = found.longest, found.recipe
     data = dataclasses.replace(wanted.data, max_length=longest.shape.length)
     estimate = estimate_memory(dataclasses.replace(wanted, data=data), "rtx-4090")
@@ -72,14 +72,14 @@ def takes_what_the_estimate_of_its_longest_rows_says(found):
 def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(
     rehearse, settings, steps, recipe
 ):
-    takes_what_the_estimate_of_its_longest_rows_says(
+    assert_it_takes_what_the_estimate_of_its_longest_rows_says(
         rehearse(recipe(*ALIKE, *settings), "rtx-4090", steps=steps)
     )
 
 
 def test_streamed_weights_and_flash_attn_take_what_the_estimate_of_the_longest_window_says(streamed):
     assert streamed.rehearsed_steps == 2
-    takes_what_the_estimate_of_its_longest_rows_says(streamed)
+    assert_it_takes_what_the_estimate_of_its_longest_rows_says(streamed)
 
 
 def test_seconds_of_rows_of_one_length_are_those_of_the_estimate(rehearse, small, chats):
@@ -182,7 +182,7 @@ def seconds_of(shapes):
     return sum(shape.times * shape.seconds for shape in shapes)
 
 
-def seconds_add_up(found):
+def assert_seconds_add_up(found):
     updates = found.num_steps * found.update_seconds
     assert seconds_of(found.steps) + updates == pytest.approx(found.time.steps)
     assert seconds_of(found.evaluations) == pytest.approx(found.time.evaluations)
@@ -190,7 +190,7 @@ def seconds_add_up(found):
 
 
 def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(whole):
-    seconds_add_up(whole)
+    assert_seconds_add_up(whole)
     assert whole.update_seconds > 0
 
 
@@ -204,7 +204,7 @@ def test_the_seconds_of_shapes_and_updates_add_up_to_the_runs(whole):
     ids=["vertical", "in backward"],
 )
 def test_seconds_add_up_where_updates_are_no_part_of_their_own(rehearse, recipe, chats, settings):
-    seconds_add_up(rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090"))
+    assert_seconds_add_up(rehearse(recipe(*settings, f"data={chats([2, 40, 9, 17] * 10)}"), "rtx-4090"))
 
 
 def test_it_says_where_the_host_waits(whole):
