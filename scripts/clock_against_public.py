@@ -7,7 +7,7 @@ that was measured. A row is traced once, with two depths, and kept in ``--traces
 runs of recipes in ``measured-cuda.json`` are rows too.
 
 ``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, the host's seconds
-an operator, and how many operators a call of Python is, to the rows of each architecture that has at least four, and
+an operator, and how many operators a launch by Triton is, to the rows of each architecture that has at least four, and
 writes them into ``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's
 host. Rows of programs that run other kernels are left out of the fit. It minimises the squared relative errors, and
 adds the squared distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as
@@ -46,15 +46,15 @@ RESULTS = ROWS.with_name("clocked-public.json")
 PAGE = ROOT / "docs" / "clock.md"
 
 FEWEST_ROWS = 4
-SPREAD = {"products": 0.1, "attention": 0.5, "bandwidth": 0.1, "operator_seconds": 0.5, "python_call": 0.7}
+SPREAD = {"products": 0.1, "attention": 0.5, "bandwidth": 0.1, "operator_seconds": 0.5, "triton_launch": 0.7}
 """Distance, as a logarithm, by which a fitted number may well differ from its microbenchmark's. Attention has few
-microbenchmarks by architecture, hosts differ, and a call of Python has no microbenchmark."""
+microbenchmarks by architecture, hosts differ, and so does the Python around a launch."""
 LARGEST = {
     "products": 1.15,
     "attention": 1.0,
     "bandwidth": 0.95,
     "operator_seconds": 1.0,
-    "python_call": 40.0,
+    "triton_launch": 40.0,
 }
 NOISE = 0.1
 """Relative error of a row that is expected: repeats of one configuration on a T4 spread as far."""

@@ -26,8 +26,8 @@ class ClockRates:
         host_link: share of the host link's rate after line coding that copies from pinned memory reach.
         operator_seconds: seconds on the host for an operator in eager mode: Python, dispatcher, autograd and launch.
         launch_seconds: seconds on the host for each further kernel of an operator.
-        python_call: operators that keep the host as long as a Triton kernel's launch does, or one pass of an autograd
-            function written in Python, in addition to its own operators.
+        triton_launch: operators that keep the host as long as what a Triton kernel's launch takes longer than an
+            operator.
         seconds_share: relative distance of a run's seconds from the clock's, either way.
         num_rows: published training runs behind the numbers that are fitted; 0: the numbers are microbenchmarks'.
     """
@@ -38,7 +38,7 @@ class ClockRates:
     host_link: float
     operator_seconds: float
     launch_seconds: float
-    python_call: float
+    triton_launch: float
     seconds_share: float
     num_rows: int = 0
 

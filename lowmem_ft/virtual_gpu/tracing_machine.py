@@ -37,8 +37,8 @@ from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
 from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
+from lowmem_ft.virtual_gpu.upstream.host_python import host_python_counted
 from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
-from lowmem_ft.virtual_gpu.upstream.python_calls import python_calls_counted
 from lowmem_ft.virtual_gpu.upstream.weight_files import checkpoints_without_values
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
@@ -125,7 +125,7 @@ class TracingMachine:
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
-        stack.enter_context(python_calls_counted(self.recorder.python_is_called))
+        stack.enter_context(host_python_counted(self.recorder.python_runs))
         stack.enter_context(self.recorder)
 
     def place(

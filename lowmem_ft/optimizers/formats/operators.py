@@ -51,7 +51,7 @@ def register_operator(
     temporary_bytes: Callable[..., int] | None = None,
     launches: Callable[..., int] | None = None,
     irrelevant: Collection[str],
-    launched_from_python: bool = False,
+    launched_by_triton: bool = False,
 ) -> Callable[..., Any]:
     """Register a function as operator ``lowmem_ft::NAME``, with fake rule and costs for a trace; return the operator.
 
@@ -63,7 +63,7 @@ def register_operator(
         temporary_bytes: peak bytes in addition to the result.
         launches: number of its kernels; None: one.
         irrelevant: arguments on which none of these depends.
-        launched_from_python: whether it launches a Triton kernel.
+        launched_by_triton: whether it launches a Triton kernel.
     """
     name = function.__name__
     _LIBRARY.define(f"{name}{schema}")
@@ -76,7 +76,7 @@ def register_operator(
         temporary_bytes=temporary_bytes,
         launches=launches,
         irrelevant=irrelevant,
-        launched_from_python=launched_from_python,
+        launched_by_triton=launched_by_triton,
     )
     return operator
 

@@ -188,7 +188,7 @@ _update_in_triton = register_operator(
     lambda *arguments: None,
     moved_bytes=_moved_bytes,
     irrelevant=("constants", "keys", "element"),
-    launched_from_python=True,
+    launched_by_triton=True,
 )
 
 

@@ -25,14 +25,14 @@ class OperatorCost:
         temporary_bytes: peak bytes that it takes in addition to its results, and gives back when it returns.
         launches: kernels that it runs one after the other.
         irrelevant: arguments on which neither these nor the operator's fake rule depend; None: not declared.
-        launched_from_python: whether a launch keeps the host as long as one by Triton does.
+        launched_by_triton: whether Triton launches it.
     """
 
     moved_bytes: Callable[..., int]
     temporary_bytes: Callable[..., int]
     launches: Callable[..., int]
     irrelevant: frozenset[str] | None = None
-    launched_from_python: bool = False
+    launched_by_triton: bool = False
 
 
 _COSTS: dict[OpOverload, OperatorCost] = {}
@@ -45,7 +45,7 @@ def register_operator_cost(
     temporary_bytes: Callable[..., int] | None = None,
     launches: Callable[..., int] | None = None,
     irrelevant: Collection[str] | None = None,
-    launched_from_python: bool = False,
+    launched_by_triton: bool = False,
 ) -> None:
     """Register an operator's cost with every virtual GPU of this process; a later call replaces an earlier one.
 
@@ -64,7 +64,7 @@ def register_operator_cost(
         irrelevant: names of arguments, such as a seed, on which neither these functions nor the operator's fake rule
             depend. If given, even as ``()``, a trace does not call them again where all other arguments and the shapes,
             strides, types and devices of the tensors are as before. None: it calls them each time.
-        launched_from_python: whether Triton launches it: Python prepares the arguments, which keeps the host for as
+        launched_by_triton: whether Triton launches it: Python prepares the arguments, which keeps the host for as
             long as several operators of torch.
 
     Raises:
@@ -80,7 +80,7 @@ def register_operator_cost(
         temporary_bytes=temporary_bytes or _nothing,
         launches=launches or _one,
         irrelevant=None if irrelevant is None else frozenset(irrelevant),
-        launched_from_python=launched_from_python,
+        launched_by_triton=launched_by_triton,
     )
 
 

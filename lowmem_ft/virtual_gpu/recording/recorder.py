@@ -43,6 +43,7 @@ from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
 from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
+from lowmem_ft.virtual_gpu.upstream.host_python import python_around
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     are_routed,
@@ -119,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self.peak_bytes = 0
         self.is_closed = False
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
-        self._python_calls = 0  # since the last entry of the log
+        self._python_operators = 0.0  # since the last kernel
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
@@ -242,9 +243,9 @@ class Recorder(TorchDispatchMode):
         self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
-    def python_is_called(self) -> None:
-        """Count a pass of an autograd function written in Python for the next operator."""
-        self._python_calls += 1
+    def python_runs(self, operators: float) -> None:
+        """Count Python that keeps the host as long as some operators do, with the next one."""
+        self._python_operators += operators
 
     def host_reads(self, tensor: Tensor) -> None:
         """Note that the program reads a tensor's values."""
@@ -316,8 +317,10 @@ class Recorder(TorchDispatchMode):
             work = work.at(self.work.position)
             work.stream, work.times = self.stream, self.alike.times
             registered = registered_cost(func)
-            is_from_python = registered is not None and registered.launched_from_python
-            work.python_calls, self._python_calls = self._python_calls + is_from_python, 0
+            work.by_triton = registered is not None and registered.launched_by_triton
+            if work.kind == "kernel":
+                work.python_operators = self._python_operators + python_around(func)
+                self._python_operators = 0.0
             if work.kind == "copy":
                 self._host_copies.begin(func, args, result, work)
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:

@@ -32,8 +32,8 @@ class Work:
         to_host: for a copy, its direction; each has a copy engine of its own.
         times: the number of entries like this one that it represents: its round runs that often, as a whole.
         launches: for a kernel, how many kernels CUDA runs one after the other, before rounding up.
-        python_calls: for a kernel, launches of Triton kernels and passes of autograd functions written in Python since
-            the entry before.
+        python_operators: for a kernel, the operators that keep the host as long as the Python since the kernel before.
+        by_triton: for a kernel, whether Triton launches it.
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "host copy", "mark"]
@@ -48,7 +48,8 @@ class Work:
     to_host: bool = False
     times: int = 1
     launches: float = 1
-    python_calls: int = 0
+    python_operators: float = 0.0
+    by_triton: bool = False
 
     @property
     def num_launches(self) -> int:

@@ -142,7 +142,7 @@ def _operator(name: str) -> Any:
     _LIBRARY.define(f"{name}{_SCHEMA}")
     torch.library.register_fake(f"{_LAUNCHES}::{name}", _makes_nothing, lib=_LIBRARY)
     packet = getattr(getattr(torch.ops, _LAUNCHES), name)
-    register_operator_cost(packet.default, moved_bytes=_moved_bytes, irrelevant=(), launched_from_python=True)
+    register_operator_cost(packet.default, moved_bytes=_moved_bytes, irrelevant=(), launched_by_triton=True)
     return packet
 
 

@@ -44,7 +44,7 @@ def test_a_launch_is_one_kernel_that_reads_and_writes_its_tensors_and_allocates_
         (entry,) = gpu.work.entries[done:]
         assert gpu.recorder.live_bytes == before
     assert (entry.kind, entry.name, entry.num_bytes, entry.launches) == ("kernel", "add", 3 * 4 * N, 1)
-    assert entry.python_calls == 1
+    assert (entry.by_triton, entry.python_operators) == (True, 0)
 
 
 def test_an_autotuner_chooses_without_timing_takes_its_buffer_once_and_forgets_the_choice():

@@ -113,7 +113,8 @@ class Clock:
         )
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
         self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
-        self._python_calls = np.array([entry.python_calls for entry in entries], dtype=np.float64)
+        self._python_operators = np.array([entry.python_operators for entry in entries], dtype=np.float64)
+        self._by_triton = np.array([entry.by_triton for entry in entries], dtype=bool)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
@@ -205,10 +206,10 @@ class Clock:
 
     def _runs_at(self, rates: ClockRates) -> _KernelRuns:
         """Return the runs of kernels as a host with these rates issues them; most GPUs share one."""
-        key = rates.operator_seconds, rates.launch_seconds, rates.python_call
+        key = rates.operator_seconds, rates.launch_seconds, rates.triton_launch
         if key not in self._runs:
             bounds = [run for run in itertools.pairwise(self._cuts) if self._is_kernel[run[0]]]
-            operators = 1 + rates.python_call * self._python_calls
+            operators = 1 + rates.triton_launch * self._by_triton + self._python_operators
             host = rates.operator_seconds * operators + rates.launch_seconds * (self._launches - 1)
             kernels = np.flatnonzero(self._is_kernel)
             self._runs[key] = _KernelRuns.of(bounds, kernels, self._launches, host, rates.launch_seconds)

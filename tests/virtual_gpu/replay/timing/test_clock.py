@@ -103,11 +103,12 @@ def test_an_operator_of_several_small_kernels_takes_the_host_a_launch_each():
     assert span.bound_by == "kernel launches"
 
 
-def test_calls_of_python_keep_the_host_as_long_as_operators_do():
-    quick = computing(1e-6)
-    quick.python_calls = 2
-    span = Clock([quick] * 50).times_on(H100).between(0, 50)
-    assert span.seconds == pytest.approx(50 * LAUNCH * (1 + 2 * RATES.python_call), rel=0.01)
+def test_python_and_launches_by_triton_keep_the_host_as_long_as_operators_do():
+    after_python, by_triton = computing(1e-6), computing(1e-6)
+    after_python.python_operators, by_triton.by_triton = 7.5, True
+    for one, operators in ((after_python, 1 + 7.5), (by_triton, 1 + RATES.triton_launch)):
+        span = Clock([one] * 50).times_on(H100).between(0, 50)
+        assert span.seconds == pytest.approx(50 * LAUNCH * operators, rel=0.01)
 
 
 def test_an_operator_begins_with_its_first_launch_and_ends_after_its_last():

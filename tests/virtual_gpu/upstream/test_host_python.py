@@ -1,0 +1,93 @@
+"""Python between operators counts for the host: passes of autograd functions, hooks, selective checkpoints' modes."""
+
+import functools
+
+import pytest
+import torch
+from torch.autograd.function import BackwardCFunction, Function
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lowmem_ft.virtual_gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.upstream.host_python import DISPATCH, HOOK, PASS
+
+
+class Double(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx, d_result):
+        return 2 * d_result
+
+
+class Quadruple(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return Double.apply(Double.apply(x))
+
+    @staticmethod
+    def backward(ctx, d_result):
+        return 4 * d_result
+
+
+def patched():
+    return Function.__dict__["apply"], BackwardCFunction.__dict__["apply"], saved_tensors_hooks.__init__
+
+
+def python_of_products(entries):
+    return [entry.python_operators for entry in entries if entry.kind == "kernel" and entry.name == "mul"]
+
+
+def test_each_pass_counts_with_the_operator_that_follows():
+    before = patched()
+    with VirtualGPU("a100-80gb") as gpu:
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        done = len(gpu.work.entries)
+        Double.apply(x * 1).sum().backward()
+        assert python_of_products(gpu.work.entries[done:]) == [0, PASS, PASS, 0]
+        done = len(gpu.work.entries)
+        Quadruple.apply(x)
+        assert python_of_products(gpu.work.entries[done:]) == [2 * PASS, PASS]
+    assert before == patched()
+
+
+def python_of_checkpoint(**keywords):
+    """Return what a checkpoint of one product counts in the forward and in the backward pass."""
+    with VirtualGPU("a100-80gb") as gpu:
+        x = torch.ones(4, device="cuda", requires_grad=True)
+        done = len(gpu.work.entries)
+        total = checkpoint(lambda x: x * x, x, use_reentrant=False, **keywords).sum()
+        between = len(gpu.work.entries)
+        total.backward()
+        counted = [entry.python_operators for entry in gpu.work.entries]
+    return sum(counted[done:between]), sum(counted[between:])
+
+
+def test_a_checkpoints_hooks_count():
+    """Both factors are packed in forward, packed again when they are recomputed, and unpacked."""
+    assert python_of_checkpoint() == (pytest.approx(2 * HOOK), pytest.approx(4 * HOOK))
+
+
+def test_the_modes_of_selective_checkpointing_count_for_each_operator():
+    contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: False)
+    for selective, full in zip(
+        python_of_checkpoint(context_fn=contexts), python_of_checkpoint(), strict=True
+    ):
+        calls = (selective - full) / DISPATCH
+        assert calls >= 1  # the product, and by the version of torch what the hooks detach
+        assert calls == pytest.approx(round(calls))
+
+
+def test_python_before_a_copy_counts_with_the_next_kernel():
+    with VirtualGPU("a100-80gb") as gpu:
+        host = torch.ones(4, pin_memory=True)
+        x = torch.ones(4, device="cuda")
+        done = len(gpu.work.entries)
+        gpu.recorder.python_runs(3.0)
+        x.copy_(host, non_blocking=True)
+        _ = x * 2
+        copy, product = gpu.work.entries[done:]
+    assert (copy.kind, copy.python_operators) == ("copy", 0.0)
+    assert product.python_operators == 3.0
