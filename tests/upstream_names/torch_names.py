@@ -22,6 +22,21 @@ TORCH = (
         "replaced",
         since=(2, 13),
     ),
+    replaced(
+        "torch.autograd.graph.saved_tensors_hooks",
+        "__init__",
+        "self pack_hook unpack_hook",
+        "calls of hooks are counted",
+    ),
+    *(
+        replaced(
+            f"torch.utils.checkpoint.{mode}",
+            "__torch_dispatch__",
+            None,
+            "so are its calls",
+        )
+        for mode in ("_CachingTorchDispatchMode", "_CachedTorchDispatchMode")
+    ),
     called(
         "torch.autograd.graph",
         "_engine_run_backward",
