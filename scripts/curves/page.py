@@ -121,8 +121,11 @@ def _parts(by_task: dict[str, TaskResults], steps: int) -> Iterator[str]:
         "computes: the row `split16`, whose optimizer is exact, has this rounding alone. The steps ran on a CPU; "
         "products of bfloat16 are computed in float32 and rounded once, as tensor cores do."
     )
+    runs = f"{len(TASKS)} tasks, {NUM_SEEDS} seeds, {len(RUNGS)} rungs"
     yield _wrapped(
-        f"Runs made so far: **{len(rows)} of {planned}** ({len(TASKS)} tasks, {NUM_SEEDS} seeds, {len(RUNGS)} rungs). "
+        f"All {planned} runs ({runs}) are made, by this command:"
+        if len(rows) == planned
+        else f"Runs made so far: **{len(rows)} of {planned}** ({runs}). "
         "This command makes the missing ones, and writes this page again after each:"
     )
     yield f"```\npython scripts/learning_curves.py --steps {steps}\n```"
