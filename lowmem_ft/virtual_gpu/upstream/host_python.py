@@ -28,9 +28,8 @@ _CALLS = (
     (Function, "apply", PASS),
     (BackwardCFunction, "apply", PASS),  # or, by the version of torch, the next
     (BackwardCFunction, "apply_boxed", PASS),
-    (torch.utils.checkpoint._CachingTorchDispatchMode, "__torch_dispatch__", DISPATCH),
-    (torch.utils.checkpoint._CachedTorchDispatchMode, "__torch_dispatch__", DISPATCH),
 )
+_MODES = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
 _SINCE_TORCH_2_13 = "apply_boxed"
 
 
@@ -41,6 +40,8 @@ def host_python_counted(count: Callable[[float], None]) -> Iterator[None]:
         for owner, name, operators in _CALLS:
             if name != _SINCE_TORCH_2_13 or hasattr(owner, name):
                 wrap(undo, owner, name, functools.partial(_counted, functools.partial(count, operators)))
+        for mode in _MODES:
+            wrap(undo, mode, "__torch_dispatch__", functools.partial(_dispatched, count))
         wrap(undo, saved_tensors_hooks, "__init__", functools.partial(_with_counted_hooks, count))
         yield
 
@@ -53,6 +54,14 @@ def python_around(func: Any) -> float:
 def _counted(count: Callable[[], None], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     count()
     return run(*args, **kwargs)
+
+
+def _dispatched(
+    count: Callable[[float], None], run: Callable[..., Any], mode: Any, func: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if func.namespace != "prim":  # a fake tensor's device is asked for this way, a real one's is not
+        count(DISPATCH)
+    return run(mode, func, *args, **kwargs)
 
 
 def _with_counted_hooks(

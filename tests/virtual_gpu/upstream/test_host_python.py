@@ -9,7 +9,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lowmem_ft.virtual_gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.upstream.host_python import DISPATCH, HOOK, PASS
+from lowmem_ft.virtual_gpu.upstream.host_python import DISPATCH, HOOK, PASS, host_python_counted
 
 
 class Double(Function):
@@ -53,31 +53,35 @@ def test_each_pass_counts_with_the_operator_that_follows():
     assert before == patched()
 
 
+def run_checkpoint(device, **keywords):
+    x = torch.ones(4, device=device, requires_grad=True)
+    checkpoint(lambda x: x * x, x, use_reentrant=False, **keywords).sum().backward()
+
+
 def python_of_checkpoint(**keywords):
-    """Return what a checkpoint of one product counts in the forward and in the backward pass."""
+    """Return what a checkpoint of one product counts on a virtual GPU, and what the same run counts on the CPU."""
     with VirtualGPU("a100-80gb") as gpu:
-        x = torch.ones(4, device="cuda", requires_grad=True)
         done = len(gpu.work.entries)
-        total = checkpoint(lambda x: x * x, x, use_reentrant=False, **keywords).sum()
-        between = len(gpu.work.entries)
-        total.backward()
-        counted = [entry.python_operators for entry in gpu.work.entries]
-    return sum(counted[done:between]), sum(counted[between:])
+        run_checkpoint("cuda", **keywords)
+        virtual = sum(entry.python_operators for entry in gpu.work.entries[done:])
+    real = []
+    with host_python_counted(real.append):
+        run_checkpoint("cpu", **keywords)
+    return virtual, sum(real)
 
 
 def test_a_checkpoints_hooks_count():
     """Both factors are packed in forward, packed again when they are recomputed, and unpacked."""
-    assert python_of_checkpoint() == (pytest.approx(2 * HOOK), pytest.approx(4 * HOOK))
+    assert python_of_checkpoint() == (pytest.approx(6 * HOOK), pytest.approx(6 * HOOK))
 
 
 def test_the_modes_of_selective_checkpointing_count_for_each_operator():
     contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: False)
-    for selective, full in zip(
-        python_of_checkpoint(context_fn=contexts), python_of_checkpoint(), strict=True
-    ):
-        calls = (selective - full) / DISPATCH
-        assert calls >= 1  # the product, and by the version of torch what the hooks detach
-        assert calls == pytest.approx(round(calls))
+    virtual, real = python_of_checkpoint(context_fn=contexts)
+    assert virtual == pytest.approx(real)
+    assert (
+        virtual >= 6 * HOOK + 2 * DISPATCH
+    )  # the product twice, and by the version of torch what the hooks detach
 
 
 def test_python_before_a_copy_counts_with_the_next_kernel():
