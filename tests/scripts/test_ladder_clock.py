@@ -21,8 +21,9 @@ def rows(tmp_path_factory):
         num_hidden_layers=3,
         num_attention_heads=16,
         num_key_value_heads=4,
+        max_position_embeddings=4096,
     ).save_pretrained(folder)
-    arguments = argparse.Namespace(model=str(folder), tokens=1024, accumulation=16, gpus=["a100-80gb"])
+    arguments = argparse.Namespace(model=str(folder), tokens=4096, accumulation=16, gpus=["a100-80gb"])
     with mock.patch.object(ladder_clock, "RUNGS", RUNGS[4:7]):  # three around the one that is compared with
         return {row["rung"]: row for row in ladder_clock.on_clock(arguments)}
 

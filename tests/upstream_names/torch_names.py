@@ -28,6 +28,12 @@ TORCH = (
         "self pack_hook unpack_hook",
         "calls of hooks are counted",
     ),
+    *each(
+        "class",
+        "torch.utils.checkpoint",
+        "_CachingTorchDispatchMode _CachedTorchDispatchMode",
+        "the modes of selective checkpointing",
+    ),
     *(
         replaced(
             f"torch.utils.checkpoint.{mode}",
