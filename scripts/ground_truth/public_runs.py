@@ -24,6 +24,7 @@ from lowmem_ft.memory.allocator.replay import replay
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.techniques.kernels.fused_operators import Kernels, enable_fused_operators
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END
 
@@ -40,7 +41,9 @@ class PublicRun:
         model: name in the catalogue.
         dtype: type of the weights, and of 4-bit products.
         quantization: format of the linear layers except the head: ``none``, ``nf4`` or ``nf4-double``.
-        adapter: fields of a PEFT config, in float32 if the method has weights of its own; None: all is trained.
+        adapter: fields of a PEFT config; None: all is trained.
+        adapter_dtype: ``float32``, as PEFT has a method's own weights, or ``weights``: the type of the weights.
+        kernels: ``liger`` for Liger's norms, rotary embeddings and gated activations, or ``none``.
         attention: ``eager``, ``sdpa``, ``flash_attention_2``, or ``sdpa-efficient``: only the memory-efficient kernel,
             with keys repeated if heads share them.
         batch_size: sequences in a batch.
@@ -62,6 +65,8 @@ class PublicRun:
     dtype: str
     quantization: str = "none"
     adapter: Mapping[str, Any] | None = None
+    adapter_dtype: str = "float32"
+    kernels: Kernels = "none"
     attention: str = "sdpa"
     batch_size: int
     length: int
@@ -180,7 +185,13 @@ def _build(run: PublicRun, gpu: VirtualGPU) -> Any:
     if run.adapter is not None:
         fields = dict(run.adapter)
         config_of_method = peft.PEFT_TYPE_TO_CONFIG_MAPPING[fields.pop("peft_type")]
-        model = peft.get_peft_model(model, config_of_method(task_type="CAUSAL_LM", **fields))
+        model = peft.get_peft_model(
+            model,
+            config_of_method(task_type="CAUSAL_LM", **fields),
+            autocast_adapter_dtype=run.adapter_dtype == "float32",
+        )
+    dtype: torch.dtype = getattr(torch, run.dtype)
+    enable_fused_operators(model, run.kernels, device=gpu.device, compute_dtype=dtype)
     if checkpoints:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         model.enable_input_require_grads()
