@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.upstream.patches import wrap
 
-PASS, HOOK, DISPATCH, BITSANDBYTES = 3.5, 1.2, 2.0, 1.5
+PASS, HOOK, DISPATCH, BITSANDBYTES = 3.0, 1.2, 2.0, 1.5
 """Operators that a pass of an autograd function written in Python is worth, in addition to its own; a call of a hook on
 a saved tensor; a call of a selective checkpoint's dispatch mode; the Python around a kernel of bitsandbytes."""
 
