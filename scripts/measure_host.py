@@ -33,14 +33,9 @@ from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.virtual_gpu.kernels.flops import is_free
-from lowmem_ft.virtual_gpu.upstream.host_python import DISPATCH, HOOK, PASS, host_python_counted
+from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, host_python_counted
 
 NUM_LAYERS, WIDTH, TOKENS = 16, 16, 8
-KINDS = {
-    PASS: "a pass of an autograd function",
-    HOOK: "a hook on a saved tensor",
-    DISPATCH: "an operator that a dispatch mode looks at",
-}
 
 
 class Steps:
@@ -57,8 +52,8 @@ class Steps:
         self._ids = torch.zeros(1, TOKENS, dtype=torch.long)
         for _ in range(3):
             self.run()
-        self.calls: Counter[float] = Counter()
-        with host_python_counted(lambda operators: self.calls.update([operators])):
+        self.calls: Counter[Kind] = Counter()
+        with host_python_counted(lambda kind: self.calls.update([kind])):
             self.run()
         with _KernelCount() as count:
             self.run()
@@ -92,12 +87,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     plain = Steps(_model())
-    pairs: dict[str, tuple[Steps, Steps, float]] = {
-        "sums inside products": (_with_sums(fused=False), _with_sums(fused=True), PASS),
-        "fused adapters": (_with_adapters("peft"), _with_adapters("fused"), PASS),
-        "MLPs in four tiles": (plain, Steps(_in_tiles(4)), PASS),
-        "checkpointing": (plain, Steps(_checkpointed("full")), HOOK),
-        "selective checkpointing": (plain, Steps(_checkpointed("selective")), DISPATCH),
+    pairs: dict[str, tuple[Steps, Steps, Kind]] = {
+        "sums inside products": (_with_sums(fused=False), _with_sums(fused=True), "pass"),
+        "fused adapters": (_with_adapters("peft"), _with_adapters("fused"), "pass"),
+        "MLPs in four tiles": (plain, Steps(_in_tiles(4)), "pass"),
+        "checkpointing": (plain, Steps(_checkpointed("full")), "hook"),
+        "selective checkpointing": (plain, Steps(_checkpointed("selective")), "dispatch"),
     }
     everyone = list(dict.fromkeys(steps for *both, _ in pairs.values() for steps in both))
     for _ in range(arguments.repeats):
@@ -105,20 +100,20 @@ def main() -> None:
             steps.run()
     operator = plain.seconds / plain.kernels
     found = {name: worth(before, after, kind, operator) for name, (before, after, kind) in pairs.items()}
-    found["bitsandbytes"] = {"the Python before a kernel": of_bitsandbytes(operator)}
+    found["bitsandbytes"] = {"bitsandbytes": of_bitsandbytes(operator)}
     where = measured_on(torch.device("cpu"))
     print(json.dumps({**where, "operator_seconds": operator, "operators": found}, indent=1))
 
 
-def worth(before: Steps, after: Steps, kind: float, operator: float) -> dict[str, float]:
+def worth(before: Steps, after: Steps, kind: Kind, operator: float) -> dict[Kind, float]:
     """Return how many operators a call is worth, the calls of other kinds taken as they are counted."""
     others = sum(
-        operators * (after.calls[operators] - before.calls[operators])
-        for operators in KINDS
-        if operators != kind
+        worth * (after.calls[other] - before.calls[other])
+        for other, worth in OPERATORS.items()
+        if other != kind
     )
     longer = (after.seconds - before.seconds) / operator - (after.kernels - before.kernels) - others
-    return {KINDS[kind]: round(longer / (after.calls[kind] - before.calls[kind]), 2)}
+    return {kind: round(longer / (after.calls[kind] - before.calls[kind]), 2)}
 
 
 def of_bitsandbytes(operator: float, count: int = 1000) -> float:

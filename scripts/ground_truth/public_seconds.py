@@ -34,6 +34,7 @@ from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs, step_time
+from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
 CUDA_ROWS = ROWS.with_name("measured-cuda.json")
@@ -89,7 +90,10 @@ class SecondsRow:
 
     def kept_in(self, folder: Path) -> Path:
         """Return the file in a folder that keeps the row's work."""
-        key = hashlib.sha256(json.dumps([self.gpu, self.settings], sort_keys=True).encode()).hexdigest()[:16]
+        counted = [OPERATORS, [field.name for field in dataclasses.fields(Work)]]  # what is in the file
+        key = hashlib.sha256(
+            json.dumps([self.gpu, self.settings, counted], sort_keys=True).encode()
+        ).hexdigest()[:16]
         return folder / f"{key}.pickle"
 
 

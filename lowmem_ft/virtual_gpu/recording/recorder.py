@@ -43,7 +43,7 @@ from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
 from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
-from lowmem_ft.virtual_gpu.upstream.host_python import python_around
+from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, python_around
 from lowmem_ft.virtual_gpu.values.constant_propagation import (
     answer_from_values,
     are_routed,
@@ -243,9 +243,9 @@ class Recorder(TorchDispatchMode):
         self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
 
-    def python_runs(self, operators: float) -> None:
-        """Count Python that keeps the host as long as some operators do, with the next one."""
-        self._python_operators += operators
+    def python_runs(self, kind: Kind) -> None:
+        """Count Python that keeps the host as long as some operators do, with the next kernel."""
+        self._python_operators += OPERATORS[kind]
 
     def host_reads(self, tensor: Tensor) -> None:
         """Note that the program reads a tensor's values."""

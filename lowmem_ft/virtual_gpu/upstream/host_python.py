@@ -1,10 +1,10 @@
 """Python that torch runs between operators, counted as the operators that keep the host about as long.
 
 The numbers are those of ``scripts/measure_host.py`` on a CPU (AMD EPYC, one thread, torch 2.13, 2026-11-27), in
-operators: 2.8 to 3.3 for a pass of an autograd function in fused adapters and in sums inside products, 5.1 to 5.6 in
+operators: 2.6 to 3.3 for a pass of an autograd function in fused adapters and in sums inside products, 4.8 to 5.6 in
 MLPs in tiles; 1.2 to 1.3 for a hook on a saved tensor, with the layer's own context managers: a checkpointed layer
-calls three for each tensor that it would save; 1.8 to 2.0 for an operator that a dispatch mode of selective
-checkpointing looks at; 1.4 for the Python between an operator of bitsandbytes and its kernel.
+calls three for each tensor that it would save; 1.5 to 2.0 for an operator that a dispatch mode of selective
+checkpointing looks at; 1.3 to 1.4 for the Python between an operator of bitsandbytes and its kernel.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction, Function
@@ -20,26 +20,23 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.upstream.patches import wrap
 
-PASS, HOOK, DISPATCH, BITSANDBYTES = 3.0, 1.2, 2.0, 1.5
-"""Operators that a pass of an autograd function written in Python is worth, in addition to its own; a call of a hook on
-a saved tensor; a call of a selective checkpoint's dispatch mode; the Python around a kernel of bitsandbytes."""
+Kind = Literal["pass", "hook", "dispatch", "bitsandbytes"]
+OPERATORS: dict[Kind, float] = {"pass": 3.0, "hook": 1.2, "dispatch": 1.6, "bitsandbytes": 1.3}
+"""Operators that each is worth: a pass of an autograd function written in Python, in addition to its own; a call of a
+hook on a saved tensor; a call of a selective checkpoint's dispatch mode; the Python around a kernel of bitsandbytes."""
 
-_CALLS = (
-    (Function, "apply", PASS),
-    (BackwardCFunction, "apply", PASS),  # or, by the version of torch, the next
-    (BackwardCFunction, "apply_boxed", PASS),
-)
+_PASSES = ((Function, "apply"), (BackwardCFunction, "apply"), (BackwardCFunction, "apply_boxed"))
+"""Methods that run the forward pass, and, by the version of torch, the backward pass."""
 _MODES = (torch.utils.checkpoint._CachingTorchDispatchMode, torch.utils.checkpoint._CachedTorchDispatchMode)
-_SINCE_TORCH_2_13 = "apply_boxed"
 
 
 @contextlib.contextmanager
-def host_python_counted(count: Callable[[float], None]) -> Iterator[None]:
-    """Call ``count`` with the number of operators at the beginning of each such piece of Python in a block."""
+def host_python_counted(count: Callable[[Kind], None]) -> Iterator[None]:
+    """Call ``count`` at the beginning of each such piece of Python in a block."""
     with contextlib.ExitStack() as undo:
-        for owner, name, operators in _CALLS:
-            if name != _SINCE_TORCH_2_13 or hasattr(owner, name):
-                wrap(undo, owner, name, functools.partial(_counted, functools.partial(count, operators)))
+        for owner, name in _PASSES:
+            if name != "apply_boxed" or hasattr(owner, name):  # since torch 2.13, if not earlier
+                wrap(undo, owner, name, functools.partial(_counted, functools.partial(count, "pass")))
         for mode in _MODES:
             wrap(undo, mode, "__torch_dispatch__", functools.partial(_dispatched, count))
         wrap(undo, saved_tensors_hooks, "__init__", functools.partial(_with_counted_hooks, count))
@@ -48,7 +45,7 @@ def host_python_counted(count: Callable[[float], None]) -> Iterator[None]:
 
 def python_around(func: Any) -> float:
     """Return what Python around an operator's kernel is worth: bitsandbytes calls its kernels by ``ctypes``."""
-    return BITSANDBYTES if getattr(func, "namespace", "") == "bitsandbytes" else 0.0
+    return OPERATORS["bitsandbytes"] if _namespace(func) == "bitsandbytes" else 0.0
 
 
 def _counted(count: Callable[[], None], run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -57,21 +54,25 @@ def _counted(count: Callable[[], None], run: Callable[..., Any], *args: Any, **k
 
 
 def _dispatched(
-    count: Callable[[float], None], run: Callable[..., Any], mode: Any, func: Any, *args: Any, **kwargs: Any
+    count: Callable[[Kind], None], run: Callable[..., Any], mode: Any, func: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    if func.namespace != "prim":  # a fake tensor's device is asked for this way, a real one's is not
-        count(DISPATCH)
+    if _namespace(func) != "prim":  # a fake tensor's device is asked for this way, a real one's is not
+        count("dispatch")
     return run(mode, func, *args, **kwargs)
 
 
+def _namespace(func: Any) -> str:
+    return getattr(func, "namespace", "")  # an operator of higher order has none
+
+
 def _with_counted_hooks(
-    count: Callable[[float], None],
+    count: Callable[[Kind], None],
     initialize: Callable[..., None],
     hooks: saved_tensors_hooks,
     pack_hook: Callable[[Any], Any],
     unpack_hook: Callable[[Any], Any],
 ) -> None:
     def counted(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return functools.partial(_counted, functools.partial(count, HOOK), hook)
+        return functools.partial(_counted, functools.partial(count, "hook"), hook)
 
     initialize(hooks, counted(pack_hook), counted(unpack_hook))

@@ -6,10 +6,15 @@ import pytest
 import torch
 from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    _CachedTorchDispatchMode,
+    _CachingTorchDispatchMode,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from lowmem_ft.virtual_gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.upstream.host_python import DISPATCH, HOOK, PASS, host_python_counted
+from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, host_python_counted
 
 
 class Double(Function):
@@ -33,7 +38,11 @@ class Quadruple(Function):
 
 
 def patched():
-    return Function.__dict__["apply"], BackwardCFunction.__dict__["apply"], saved_tensors_hooks.__init__
+    modes = _CachingTorchDispatchMode, _CachedTorchDispatchMode
+    passes = (
+        vars(owner).get(name) for owner in (Function, BackwardCFunction) for name in ("apply", "apply_boxed")
+    )
+    return [*passes, saved_tensors_hooks.__init__, *(mode.__torch_dispatch__ for mode in modes)]
 
 
 def python_of_products(entries):
@@ -46,10 +55,10 @@ def test_each_pass_counts_with_the_operator_that_follows():
         x = torch.ones(4, device="cuda", requires_grad=True)
         done = len(gpu.work.entries)
         Double.apply(x * 1).sum().backward()
-        assert python_of_products(gpu.work.entries[done:]) == [0, PASS, PASS, 0]
+        assert python_of_products(gpu.work.entries[done:]) == [0, OPERATORS["pass"], OPERATORS["pass"], 0]
         done = len(gpu.work.entries)
         Quadruple.apply(x)
-        assert python_of_products(gpu.work.entries[done:]) == [2 * PASS, PASS]
+        assert python_of_products(gpu.work.entries[done:]) == [2 * OPERATORS["pass"], OPERATORS["pass"]]
     assert before == patched()
 
 
@@ -67,21 +76,20 @@ def python_of_checkpoint(**keywords):
     real = []
     with host_python_counted(real.append):
         run_checkpoint("cpu", **keywords)
-    return virtual, sum(real)
+    return virtual, sum(OPERATORS[kind] for kind in real)
 
 
 def test_a_checkpoints_hooks_count():
     """Both factors are packed in forward, packed again when they are recomputed, and unpacked."""
-    assert python_of_checkpoint() == (pytest.approx(6 * HOOK), pytest.approx(6 * HOOK))
+    assert python_of_checkpoint() == (pytest.approx(6 * OPERATORS["hook"]),) * 2
 
 
 def test_the_modes_of_selective_checkpointing_count_for_each_operator():
     contexts = functools.partial(create_selective_checkpoint_contexts, lambda *args, **kwargs: False)
     virtual, real = python_of_checkpoint(context_fn=contexts)
     assert virtual == pytest.approx(real)
-    assert (
-        virtual >= 6 * HOOK + 2 * DISPATCH
-    )  # the product twice, and by the version of torch what the hooks detach
+    the_product_twice = 6 * OPERATORS["hook"] + 2 * OPERATORS["dispatch"]
+    assert virtual >= the_product_twice  # and by the version of torch what the hooks detach
 
 
 def test_python_before_a_copy_counts_with_the_next_kernel():
@@ -89,9 +97,19 @@ def test_python_before_a_copy_counts_with_the_next_kernel():
         host = torch.ones(4, pin_memory=True)
         x = torch.ones(4, device="cuda")
         done = len(gpu.work.entries)
-        gpu.recorder.python_runs(3.0)
+        gpu.recorder.python_runs("pass")
         x.copy_(host, non_blocking=True)
         _ = x * 2
         copy, product = gpu.work.entries[done:]
     assert (copy.kind, copy.python_operators) == ("copy", 0.0)
-    assert product.python_operators == 3.0
+    assert product.python_operators == OPERATORS["pass"]
+
+
+def test_the_python_around_bitsandbytes_kernels_counts():
+    functional = pytest.importorskip("bitsandbytes").functional
+    with VirtualGPU("a100-80gb") as gpu:
+        packed, state = functional.quantize_4bit(torch.ones(64, 64, device="cuda"), quant_type="nf4")
+        done = len(gpu.work.entries)
+        functional.dequantize_4bit(packed, state)
+        counted = {entry.name: entry.python_operators for entry in gpu.work.entries[done:]}
+    assert counted["dequantize_4bit"] == OPERATORS["bitsandbytes"]

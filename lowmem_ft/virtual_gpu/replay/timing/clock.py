@@ -2,8 +2,8 @@
 
 A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link, each
 at the share of the published rate that its architecture reaches (``catalog/clock_rates.json``). An operator that runs
-several kernels costs the host a launch each; a Triton kernel's launch, and a pass of an autograd function written in
-Python, keep it as long as several operators. The log is recorded once and replayed for every GPU. A
+several kernels costs the host a launch each; a Triton kernel's launch keeps it as long as several operators, and so
+does Python between operators (``upstream/host_python.py``). The log is recorded once and replayed for every GPU. A
 round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
 ``logged_rounds.py`` says how exact that is.
 """
