@@ -67,7 +67,8 @@ def sessions(monkeypatch):
 
 def seconds_of_a_step(folder, *settings):
     gpu = find_gpu("a100-80gb")
-    shape = ("data.max_length=2048", "training.gradient_accumulation_steps=64", "checkpointing.mode=full")
+    rows = ("training.per_device_train_batch_size=4", "training.gradient_accumulation_steps=16")
+    shape = ("data.max_length=2048", *rows, "checkpointing.mode=full")
     recipe = load_recipe(None, [f"model={folder}", "data=any", *shape, *STREAMED, *COMPACT, *settings])
     traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
     step = step_time(Replays(traced.trace, AllocatorConfig()), gpu, Surroundings())
