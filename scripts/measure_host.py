@@ -107,13 +107,10 @@ def main() -> None:
 
 def worth(before: Steps, after: Steps, kind: Kind, operator: float) -> dict[Kind, float]:
     """Return how many operators a call is worth, the calls of other kinds taken as they are counted."""
-    others = sum(
-        worth * (after.calls[other] - before.calls[other])
-        for other, worth in OPERATORS.items()
-        if other != kind
-    )
+    came = {other: after.calls[other] - before.calls[other] for other in OPERATORS}
+    others = sum(OPERATORS[other] * number for other, number in came.items() if other != kind)
     longer = (after.seconds - before.seconds) / operator - (after.kernels - before.kernels) - others
-    return {kind: round(longer / (after.calls[kind] - before.calls[kind]), 2)}
+    return {kind: round(longer / came[kind], 2)}
 
 
 def of_bitsandbytes(operator: float, count: int = 1000) -> float:
