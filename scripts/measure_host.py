@@ -107,7 +107,7 @@ def main() -> None:
 
 def worth(before: Steps, after: Steps, kind: Kind, operator: float) -> dict[Kind, float]:
     """Return how many operators a call is worth, the calls of other kinds taken as they are counted."""
-    came = {other: after.calls[other] - before.calls[other] for other in OPERATORS}
+    came: dict[Kind, int] = {one: after.calls[one] - before.calls[one] for one in OPERATORS}
     others = sum(OPERATORS[other] * number for other, number in came.items() if other != kind)
     longer = (after.seconds - before.seconds) / operator - (after.kernels - before.kernels) - others
     return {kind: round(longer / came[kind], 2)}
