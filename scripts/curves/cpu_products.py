@@ -16,12 +16,13 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def float32_products() -> Iterator[None]:
-    """Compute ``mm`` and ``bmm`` of bfloat16 on the CPU by float32's kernels; float32's own stay as they are."""
+    """Compute ``mm``, ``bmm`` and ``addmm_`` of bfloat16 on the CPU by float32's kernels, which stay as they are."""
     library = torch.library.Library("aten", "IMPL")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")  # of what is overridden here
         library.impl("mm", _mm, "CPU", allow_override=True)
         library.impl("bmm", _bmm, "CPU", allow_override=True)
+        library.impl("addmm_", _addmm_, "CPU", allow_override=True)
     try:
         yield
     finally:
@@ -38,3 +39,9 @@ def _bmm(left: Tensor, right: Tensor) -> Tensor:
     result = left.new_empty((left.shape[0], left.shape[1], right.shape[2]), dtype=torch.float32)
     torch.bmm(left.float(), right.float(), out=result)
     return result.to(left.dtype)
+
+
+def _addmm_(total: Tensor, left: Tensor, right: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    result = total.float()
+    torch.addmm(result, left.float(), right.float(), beta=beta, alpha=alpha, out=result)
+    return total.copy_(result)

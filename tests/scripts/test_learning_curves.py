@@ -166,6 +166,10 @@ def test_products_of_bfloat16_are_those_of_float32_rounded_once():
         assert torch.equal(left @ right, (left.float() @ right.float()).bfloat16())
         assert torch.equal(left[None] @ right[None], (left.float() @ right.float()).bfloat16()[None])
         assert torch.equal(whole[0] @ whole[1], before)
+        total = torch.randn(5, 3).bfloat16()
+        added = torch.addmm(total.float(), left.float(), right.float(), beta=0.5, alpha=2.0)
+        assert torch.equal(total.addmm_(left, right, beta=0.5, alpha=2.0), added.bfloat16())
+        assert torch.equal(total, added.bfloat16())
     assert torch.equal(whole[0] @ whole[1], before)
 
 
