@@ -293,7 +293,7 @@ TWO_ROWS = (
     "training.per_device_train_batch_size=2",
     "training.gradient_accumulation_steps=8",
     "checkpointing.mode=full",
-    "checkpointing.skip_last_layers=24",
+    "checkpointing.mlp_activation=recompute",
     "optimizer.in_backward=false",
     "accumulation.dtype=weights",
 )
@@ -314,8 +314,9 @@ WORKS = {
                 "offload.optimizer=host",
                 "accumulation.fusion=true",
             ),
-            (*TWO_ROWS, "optimizer.master=split24"),
+            (*TWO_ROWS, "checkpointing.skip_last_layers=30", "optimizer.master=split24"),
             WITHOUT_CHECKPOINTS,
+            (*TWO_ROWS, "checkpointing.skip_last_layers=12"),
         ),
         peer=TRAINER,
         goal=(1.05, 1.0),
@@ -346,11 +347,7 @@ WORKS = {
         recipe="7b-qlora",
         overrides=("model.kernels=liger",),
         variants=(
-            (
-                "checkpointing.mode=selective",
-                "checkpointing.skip_last_layers=24",
-                "loss.chunk_tokens=256",
-            ),
+            ("checkpointing.mlp_activation=recompute",),
             ("checkpointing.mode=full",),
         ),
         peer=QLORA,

@@ -38,6 +38,7 @@ from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
+from lowmem_ft.techniques.checkpointing.recomputed_activation import recomputed_width
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
@@ -62,6 +63,7 @@ class ModelShape:
         outer_parameters: elements of the embedding and the head; tied weights count once.
         widths: elements per token that backward needs of all decoder layers, see :func:`_width`.
         outputs: elements per token that the layers' matrices give.
+        activated: elements per token that ``checkpointing.mlp_activation=recompute`` does not keep.
         hidden_size: elements per token between layers.
         vocab_size: logits per token.
         longest_row: tokens of a row, if ``data.max_length`` is null.
@@ -78,6 +80,7 @@ class ModelShape:
     outer_parameters: int
     widths: int
     outputs: int
+    activated: int
     hidden_size: int
     vocab_size: int
     longest_row: int
@@ -118,6 +121,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         outer_parameters=sum(weight.numel() for weight in outer),
         widths=sum(_width(layer, model.config.get_text_config()) for layer in layers),
         outputs=sum(matrix.out_features for layer in layers for _, matrix in _matrices(layer)),
+        activated=sum(recomputed_width(layer) for layer in layers),
         hidden_size=getattr(model.config.get_text_config(), "hidden_size", 0),
         vocab_size=head.weight.shape[0] if isinstance(head, nn.Linear) else 0,
         longest_row=longest_row,

@@ -115,6 +115,10 @@ def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, share
     )
 
 
+_PASSES_OF_A_PRODUCT = 3
+"""Times that a gated activation passes its width: it reads two factors, and writes their product."""
+
+
 def _moved_bytes(
     recipe: Recipe, shape: ModelShape, parts: StepParts, third_again: float, shares: Shares
 ) -> float:
@@ -124,6 +128,10 @@ def _moved_bytes(
     tokens = bounds.micro_batch_tokens(recipe, shape) * num_micro_batches
     activation_bytes: float = tokens * bounds.activation_itemsize(recipe, shape) * shape.outputs
     moved = shares.times_moved * third_again * activation_bytes
+    if recipe.checkpointing.mlp_activation == "recompute":
+        kept = 1 - recipe.checkpointing.share_of(shape.num_layers)
+        product_bytes = tokens * bounds.activation_itemsize(recipe, shape) * shape.activated
+        moved += _PASSES_OF_A_PRODUCT * kept * product_bytes
     if itemsize == 4 and training.mixed_precision != "no":
         forward = 1 + recipe.checkpointing.share_of(shape.num_layers)
         pieces = 1 - shares.mlp + shares.mlp * recipe.tiling.mlp
@@ -179,7 +187,8 @@ def _kept_of_a_token(recipe: Recipe, shape: ModelShape, shares: Shares) -> float
     """Return the bytes per token that a layer keeps for its backward pass."""
     itemsize = bounds.activation_itemsize(recipe, shape)
     tiled = 1 - shares.mlp + shares.mlp / recipe.tiling.mlp
-    return shares.kept * itemsize * tiled * shape.outputs / max(1, shape.num_layers)
+    again = shape.activated if recipe.checkpointing.mlp_activation == "recompute" else 0
+    return itemsize * (shares.kept * tiled * shape.outputs - again) / max(1, shape.num_layers)
 
 
 def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:

@@ -37,6 +37,7 @@ from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.techniques.adapters.trained_rows import trained_parameters
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
+from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_recomputed_activations
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
@@ -165,6 +166,8 @@ def techniques_in_forward(
         yield enable_fused_adapters(model, recipe.adapter)
     if recipe.tiling.mlp > 1:
         yield enable_tiled_mlp(model, recipe.tiling)
+    if recipe.checkpointing.mlp_activation != "keep":
+        yield enable_recomputed_activations(model, recipe.checkpointing, device=host_memory.device)
     if recipe.checkpointing.mode != "none":
         yield enable_checkpointing(model, recipe.checkpointing)
     if recipe.offload.activations != "none":

@@ -60,6 +60,7 @@ FACTORS: dict[str, dict[str, Choice]] = {
         "tiled": ("loss.chunk_tokens=48", "tiling.head=3"),
     },
     "mlp": {"whole": (), "tiled": ("tiling.mlp=2",)},
+    "mlp_activation": {"kept": (), "recomputed": ("checkpointing.mlp_activation=recompute",)},
     "adapter": {
         "none": (),
         "lora": ("adapter.name=lora", "adapter.r=4"),
@@ -115,6 +116,7 @@ NEEDS: tuple[Needs, ...] = (
         ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
         for master in ("split16", "split24", "stochastic_rounding", "none")
     ),
+    ("mlp_activation", "recomputed", {"mlp": {"whole"}, "activations": {"none", "inputs"}}),
     (
         "sums",
         "fused",
@@ -139,11 +141,12 @@ NOT_WITH_FAMILY: set[tuple[str, str, str]] = {
         "gemma2",
     ),  # caps attention scores, which torch's sdpa does not support
     ("sums", "fused", "gpt2"),  # its layers are no nn.Linear; its head alone is one, until it is streamed
+    ("mlp_activation", "recomputed", "qwen3_moe"),  # its experts are one tensor
     ("adapter", "dora", "qwen3_moe"),  # PEFT has no DoRA for experts that are one tensor
 }
 """Choices that only the model refuses, once it is loaded."""
 
-KEEPS_EVERY_BIT = ("update", "optimizer_home", "parameters", "activations", "checkpointing")
+KEEPS_EVERY_BIT = ("update", "optimizer_home", "parameters", "activations", "checkpointing", "mlp_activation")
 """Factors that change where bytes are stored and when they are computed, but no number."""
 
 CHANGES_THE_ORDER_OF_SUMS = ("window", "sums", "loss", "mlp")

@@ -56,6 +56,10 @@ BROKEN_AND_MENDED = {
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],
     ),
+    "recomputed_activations_are_kept_otherwise": (
+        ["checkpointing.mlp_activation=recompute", "tiling.mlp=4"],
+        ["checkpointing.mlp_activation=recompute", "tiling.mlp=1"],
+    ),
     "quantization_needs_an_adapter": (
         ["model.quantization=nf4"],
         ["model.quantization=nf4", "adapter.name=lora"],

@@ -103,6 +103,7 @@ ROWS: tuple[Row, ...] = (
     Row(key="tiling.head", under=(*(Works("with `loss.chunk_tokens`"),) * 2, *_NOT_WITHOUT_LOGITS)),
     Row(key="model.kernels", under=_EVERYWHERE),
     Row(key="checkpointing.mode", under=_EVERYWHERE),
+    Row(key="checkpointing.mlp_activation", under=_EVERYWHERE),
     Row(key="tiling.mlp", under=_EVERYWHERE),
     Row(key="offload.activations", under=_EVERYWHERE),
     Row(

@@ -287,6 +287,23 @@ def head_tiles_need_chunked_loss(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@reads("checkpointing.mlp_activation", "tiling.mlp", "offload.activations")
+def recomputed_activations_are_kept_otherwise(recipe: Recipe) -> Iterator[str]:
+    """Tiles recompute the whole MLP, and what an activation is computed from again would stay on the device."""
+    if recipe.checkpointing.mlp_activation == "keep":
+        return
+    if recipe.tiling.mlp > 1:
+        yield (
+            "checkpointing.mlp_activation=recompute frees nothing where tiles compute the whole MLP again, got "
+            f"tiling.mlp={recipe.tiling.mlp}. Set checkpointing.mlp_activation=keep, or tiling.mlp=1."
+        )
+    if recipe.offload.activations == "all":
+        yield (
+            "checkpointing.mlp_activation=recompute needs what it computes from on the device, got "
+            "offload.activations=all. Set checkpointing.mlp_activation=keep, or offload.activations=none."
+        )
+
+
 @reads("tiling.mlp", "model.quantization")
 def tiled_mlp_treats_tokens_alone(recipe: Recipe) -> Iterator[str]:
     """LLM.int8 keeps a column of the activations in 16 bits if any of the tokens at hand has an outlier in it."""

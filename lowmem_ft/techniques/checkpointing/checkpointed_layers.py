@@ -66,7 +66,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
 
 def _chosen_layers(config: CheckpointingConfig, num_layers: int) -> range:
     raise_problems((*config.problems(), *config.problems_with(num_layers)))
-    return range(0, num_layers - config.skip_last_layers, config.every_n_layers)
+    return config.layers_of(num_layers)
 
 
 def _describe(config: CheckpointingConfig, chosen: range, num_layers: int) -> str:

@@ -20,6 +20,11 @@ def _activations_of_others(held: Held, mode: str, step: StepFacts) -> Held:
     return held.scaled(1.0 - step.share_checkpointed)
 
 
+def _without_products(held: Held, activation: str, step: StepFacts) -> Held:
+    """Leave out the product of a gated activation: at most a third of what the bound counts of a layer."""
+    return held if activation == "keep" else held.scaled(2 / 3)
+
+
 @dataclass(frozen=True, kw_only=True)
 class CheckpointingConfig:
     """The decoder layers that keep only their input between forward and backward."""
@@ -60,6 +65,17 @@ class CheckpointingConfig:
         leaves={"inputs": as_it_is, "activations": as_it_is},
     )
 
+    mlp_activation: Literal["keep", "recompute"] = knob(
+        "keep",
+        "recompute: the MLPs of layers that are not checkpointed compute the input of their last linear layer again in "
+        "backward, from the outputs of the linear layers before it.",
+        frees="2 bytes * tokens * intermediate in 16 bits, of each layer that is not checkpointed",
+        costs="one more activation function and product of each MLP, without a matrix product",
+        effects={"recompute": Effect(cost="time")},
+        tries=("keep", "recompute"),
+        leaves={"activations": _without_products},
+    )
+
     @property
     def checkpointed(self) -> Checkpointed:
         """The layers that are checkpointed; with ``auto`` as many as have to be."""
@@ -67,11 +83,15 @@ class CheckpointingConfig:
             return "no layer"
         return "every layer" if self.takes_every_layer else "some layers"
 
+    def layers_of(self, num_layers: int) -> range:
+        """Return which of so many layers are checkpointed; with ``auto`` all that may be."""
+        if self.mode == "none":
+            return range(0)
+        return range(0, num_layers - self.skip_last_layers, self.every_n_layers)
+
     def share_of(self, num_layers: int) -> float:
         """Return the share of so many layers that are checkpointed."""
-        if self.mode == "none" or not num_layers:
-            return 0.0
-        return len(range(0, num_layers - self.skip_last_layers, self.every_n_layers)) / num_layers
+        return len(self.layers_of(num_layers)) / num_layers if num_layers else 0.0
 
     @property
     def takes_every_layer(self) -> bool:

@@ -7,6 +7,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_ft.foundation.errors import ModelError
 
+MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
+"""Attributes by which decoder layers hold the parts that treat each token by itself."""
+
 
 def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:
     """Return a model's only list of decoder layers, first layer first; wrappers such as PEFT's are unwrapped.
@@ -36,6 +39,17 @@ def decoder_layers(model: nn.Module, way_out: str = "checkpointing.mode=none") -
             f"{len(stacks)}: {', '.join(stacks)}. Use a decoder-only text model, or set {way_out}."
         )
     return next(iter(stacks.values()))
+
+
+def mlps_in(layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a decoder layer that treat each token by itself, and the modules inside them."""
+    return [module for mlp in mlps_of(layer) for module in mlp.modules()]
+
+
+def mlps_of(layer: nn.Module) -> list[nn.Module]:
+    """Return the parts of a decoder layer that treat each token by itself, known by their names."""
+    children = dict(layer.named_children())
+    return [children[name] for name in MLP_NAMES if name in children]
 
 
 def _is_layer_stack(module: nn.Module) -> bool:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
+
+
+def autocast_of_now(device: torch.device) -> Callable[[], torch.autocast]:
+    """Return a function that makes autocast as it is at this moment, for a ``with`` block later."""
+    return partial(
+        torch.autocast,
+        device.type,
+        dtype=torch.get_autocast_dtype(device.type),
+        enabled=torch.is_autocast_enabled(device.type),
+        cache_enabled=torch.is_autocast_cache_enabled(),
+    )
 
 
 class Surroundings:
@@ -14,11 +26,7 @@ class Surroundings:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._autocast: dict[str, Any] = {
-            "dtype": torch.get_autocast_dtype(device.type),
-            "enabled": torch.is_autocast_enabled(device.type),
-            "cache_enabled": torch.is_autocast_cache_enabled(),
-        }
+        self._autocast = autocast_of_now(device)
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._host_state = torch.get_rng_state()
         self._device_state = None if self._module is None else self._module.get_rng_state(device)
@@ -29,7 +37,7 @@ class Surroundings:
         devices = [] if self._module is None else [self._device]
         with (
             torch.random.fork_rng(devices, device_type=self._device.type),
-            torch.autocast(self._device.type, **self._autocast),
+            self._autocast(),
         ):
             torch.set_rng_state(self._host_state)
             if self._module is not None:

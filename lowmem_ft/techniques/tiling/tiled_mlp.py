@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.decoder_layers import MLP_NAMES, decoder_layers, mlps_of
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.config import TilingConfig
@@ -23,9 +23,6 @@ from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
 __all__ = ["enable_tiled_mlp"]
 
 log = logging.getLogger(__name__)
-
-_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
-"""Attributes by which decoder layers hold the part that treats each token by itself."""
 
 _CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_TILES = 2, 8, 3
 """Sizes of a comparison with the stock MLP in tiles of 6, 6 and 4 tokens, none of which is a row."""
@@ -65,7 +62,7 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     raise_problems(config.problems())
     if config.mlp == 1:
         return Technique()
-    mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of(layer)]
+    mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of_layer(layer)]
     _refuse_routers_whose_logits_are_collected(model)
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
         _check_token_wise(mlp, _random_hidden(model, mlp))
@@ -73,14 +70,13 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     return Technique(*(set_attribute(mlp, "forward", ForwardInTiles(mlp, config.mlp)) for mlp in mlps))
 
 
-def _mlps_of(layer: nn.Module) -> list[nn.Module]:
-    children = dict(layer.named_children())
-    mlps = [children[name] for name in _NAMES if name in children]
-    if mlps:
+def _mlps_of_layer(layer: nn.Module) -> list[nn.Module]:
+    if mlps := mlps_of(layer):
         return mlps
+    names = [name for name, _ in layer.named_children()]
     raise ModelError(
-        f"tiling.mlp needs decoder layers with an MLP called {', '.join(_NAMES[:-1])} or {_NAMES[-1]}; "
-        f"{type(layer).__name__} has {', '.join(children)}. Set tiling.mlp=1."
+        f"tiling.mlp needs decoder layers with an MLP called {', '.join(MLP_NAMES[:-1])} or {MLP_NAMES[-1]}; "
+        f"{type(layer).__name__} has {', '.join(names)}. Set tiling.mlp=1."
     )
 
 

@@ -1,0 +1,267 @@
+"""MLPs that compute the input of their last linear layer again in backward, instead of keeping it."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from transformers.pytorch_utils import Conv1D
+
+from lowmem_ft.foundation.devices import has_values
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, mlps_in
+from lowmem_ft.techniques.modules.surroundings import autocast_of_now
+from lowmem_ft.techniques.technique import Technique
+from lowmem_ft.tensors.live_tensors import storage_key
+
+__all__ = ["enable_recomputed_activations"]
+
+log = logging.getLogger(__name__)
+
+_KEY = "checkpointing.mlp_activation"
+
+_CHECKED_TOKENS = 8
+"""Tokens of the trial in which an MLP's forward is given the outputs of its linear layers."""
+
+
+def enable_recomputed_activations(
+    model: nn.Module, config: CheckpointingConfig, *, device: torch.device
+) -> Technique:
+    """Make MLPs keep the outputs of their first linear layers alone, and compute what follows again in backward.
+
+    Frees: the input of an MLP's last linear layer (batch x tokens x intermediate), in each layer that is not
+    checkpointed. The outputs of the linear layers before it are kept for the activation function anyway.
+    Costs: the activation function, and the product of a gated MLP, once more; no matrix product. The host's time for
+    hooks on what the last linear layer saves.
+    Equals: the same losses and gradients bit for bit: the MLP's own forward, with whatever kernels, is given the
+    outputs that its linear layers had.
+    Limits: MLPs whose linear layers are modules, so no experts that are one tensor; nothing random between these
+    layers; and the last one has to save its input as it is, which autocast of float32 weights does, a cast does not.
+    Source: Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198), for recomputing what
+    is cheap; Megatron-LM's output-discarding recomputation, which frees such a tensor and writes it again.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not, with its adapters and kernels.
+        config: whether to, and which layers are checkpointed.
+        device: the device to train on; weights may still be elsewhere.
+
+    Returns:
+        A handle whose ``remove()`` makes the MLPs keep it again.
+
+    Raises:
+        ModelError: if no layer has such an MLP, or if it computes with more than its linear layers' outputs.
+    """
+    if config.mlp_activation == "keep":
+        return Technique()
+    config.refuse_unchosen()
+    layers = decoder_layers(model, way_out=f"{_KEY}=keep")
+    checkpointed = config.layers_of(len(layers))
+    found = [_recomputable(layer) for layer in layers]
+    if not any(found):
+        raise ModelError(
+            f"{_KEY}=recompute needs MLPs whose linear layers are modules; those of {type(model).__name__} are not. "
+            f"Set {_KEY}=keep."
+        )
+    chosen = [
+        _Recomputing(mlp) for index, mlps in enumerate(found) if index not in checkpointed for mlp in mlps
+    ]
+    for one in {type(one.mlp): one for one in chosen}.values():
+        one.check(getattr(model, "dtype", None), device)
+    if not chosen:
+        log.warning("%s=recompute changes nothing: every layer is checkpointed, and recomputes all.", _KEY)
+        return Technique()
+    log.info(
+        "MLPs: %d in %d of %d layers compute their activation again in backward.",
+        len(chosen),
+        len(layers) - len(checkpointed),
+        len(layers),
+    )
+    return _RecomputedActivations(chosen)
+
+
+def recomputed_width(layer: nn.Module) -> int:
+    """Return the elements per token that a decoder layer does not keep if it computes its activation again."""
+    return sum(_features(mlp.get_submodule(_linear_layers(mlp)[-1]))[0] for mlp in _recomputable(layer))
+
+
+class _RecomputedActivations(Technique):
+    """MLPs that recompute, until they keep again.
+
+    Args:
+        mlps: the MLPs.
+    """
+
+    def __init__(self, mlps: Sequence[_Recomputing]) -> None:
+        super().__init__(*(undo for mlp in mlps for undo in mlp.hooks()))
+        self._mlps = mlps
+
+    def abandon(self) -> None:
+        """Drop what an interrupted forward has left."""
+        for mlp in self._mlps:
+            mlp.forget()
+
+
+class _Recomputing:
+    """An MLP whose last linear layer saves a way to compute its input in place of it.
+
+    Args:
+        mlp: the MLP, with two linear layers or more as children.
+    """
+
+    def __init__(self, mlp: nn.Module) -> None:
+        self.mlp = mlp
+        *self._first, self._last = _linear_layers(mlp)
+        self._outputs: dict[str, Tensor] = {}
+        self._hooks = contextlib.ExitStack()
+
+    def hooks(self) -> Iterator[Callable[[], None]]:
+        """Put hooks on the linear layers, and yield the calls that remove them."""
+        for name in self._first:
+            keep = partial(self._keep, name)
+            yield self.mlp.get_submodule(name).register_forward_hook(keep).remove
+        last = self.mlp.get_submodule(self._last)
+        yield last.register_forward_pre_hook(self._before_last).remove
+        yield last.register_forward_hook(self._after_last, always_call=True).remove
+
+    def forget(self) -> None:
+        """Drop the outputs of a forward that did not end."""
+        self._outputs.clear()
+
+    def check(self, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Reject an MLP that computes with more than the outputs of its first linear layers, or at random.
+
+        Raises:
+            ModelError: if it does.
+        """
+        widths = {name: _features(self.mlp.get_submodule(name))[1] for name in self._first}
+        ones = {
+            name: torch.ones(_CHECKED_TOKENS, width, dtype=dtype, device=device)
+            for name, width in widths.items()
+        }
+        try:
+            once, again = self.input_of_last(ones), self.input_of_last(ones)
+        except Exception as problem:
+            raise self._unknown(f"its forward does not run with these alone ({problem})") from problem
+        if has_values(once) and not torch.equal(once, again):
+            raise self._unknown("it gives other numbers when it is computed again")
+
+    def input_of_last(self, outputs: Mapping[str, Tensor]) -> Tensor:
+        """Return what the MLP's forward gives to its last linear layer if the others have these outputs."""
+        children = self.mlp._modules
+        own = {name: children[name] for name in (*outputs, self._last)}
+        reached = _Reached()
+        children.update({name: cast(nn.Module, partial(_given, output)) for name, output in outputs.items()})
+        children[self._last] = cast(nn.Module, reached.stop)
+        try:
+            with torch.no_grad():
+                self.mlp.forward(None)
+        except _Reached:
+            return reached.taken()
+        finally:
+            children.update(own)
+        raise RuntimeError(f"the forward of {type(self.mlp).__name__} does not call its {self._last}")
+
+    def _keep(self, name: str, linear: nn.Module, inputs: Any, output: Any) -> None:
+        if torch.is_grad_enabled() and isinstance(output, Tensor):
+            self._outputs[name] = output.detach()
+
+    def _before_last(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
+        outputs = {name: self._outputs[name] for name in self._first if name in self._outputs}
+        self._outputs.clear()
+        if len(outputs) < len(self._first) or not inputs or not torch.is_grad_enabled():
+            return
+        product = _Product(inputs[0], partial(self.input_of_last, outputs))
+        self._hooks.enter_context(saved_tensors_hooks(product.pack, product.unpack))
+
+    def _after_last(self, *_: Any) -> None:
+        self._hooks.close()
+
+    def _unknown(self, why: str) -> ModelError:
+        return ModelError(
+            f"{_KEY}=recompute needs MLPs that compute with the outputs of their linear layers alone; of "
+            f"{type(self.mlp).__name__}, {why}. Set {_KEY}=keep."
+        )
+
+
+class _Product:
+    """The input of a last linear layer, which is kept as a way to compute it.
+
+    Args:
+        tensor: the input; only its layout is kept.
+        compute: computes it again.
+    """
+
+    def __init__(self, tensor: Tensor, compute: Callable[[], Tensor]) -> None:
+        self._storage, self._numel, self._dtype = storage_key(tensor), tensor.numel(), tensor.dtype
+        self._compute = compute
+        self._autocast = autocast_of_now(tensor.device)
+        self._num_kept = self._num_taken = 0
+        self._again: Tensor | None = None
+
+    def pack(self, tensor: Tensor) -> Tensor | tuple[int, ...]:
+        """Keep a shape in place of the input, or a view of all of it."""
+        is_input = (
+            (tensor.numel(), tensor.dtype) == (self._numel, self._dtype)
+            and storage_key(tensor) == self._storage
+            and tensor.is_contiguous()
+        )
+        self._num_kept += is_input
+        return tuple(tensor.shape) if is_input else tensor
+
+    def unpack(self, kept: Tensor | tuple[int, ...]) -> Tensor:
+        """Compute the input for the first that takes it; the last one frees it."""
+        if isinstance(kept, Tensor):
+            return kept
+        if self._again is None:
+            with self._autocast():
+                self._again = self._compute()
+        tensor = self._again.view(kept)
+        self._num_taken += 1
+        if self._num_taken % self._num_kept == 0:
+            self._again = None
+        return tensor
+
+
+class _Reached(Exception):  # noqa: N818  # no error: it leaves a forward that has done its part
+    """A forward has come to its last linear layer."""
+
+    tensor: Tensor | None = None
+
+    def stop(self, tensor: Tensor) -> Tensor:
+        """Leave the forward with the input of its last linear layer."""
+        self.tensor = tensor
+        raise self
+
+    def taken(self) -> Tensor:
+        """Return the input, and let go of it and of the frames that the forward has left."""
+        tensor, self.tensor, self.__traceback__ = self.tensor, None, None
+        assert tensor is not None
+        return tensor
+
+
+def _given(output: Tensor, *_: Any) -> Tensor:
+    return output
+
+
+def _recomputable(layer: nn.Module) -> list[nn.Module]:
+    return [mlp for mlp in mlps_in(layer) if len(_linear_layers(mlp)) > 1]
+
+
+def _linear_layers(mlp: nn.Module) -> list[str]:
+    """Return the names of a module's own linear layers in their order, with adapters or without."""
+    return [name for name, child in mlp.named_children() if _features(child) != (0, 0)]
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Return a linear layer's numbers of inputs and outputs, also of one with an adapter; zeros if it is none."""
+    base = getattr(module, "base_layer", module)
+    if isinstance(base, nn.Linear):
+        return base.in_features, base.out_features
+    return (base.nx, base.nf) if isinstance(base, Conv1D) else (0, 0)
