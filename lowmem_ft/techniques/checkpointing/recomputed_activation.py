@@ -229,7 +229,7 @@ class _Product:
         return tensor
 
 
-class _Reached(Exception):  # noqa: N818  # no error: it leaves a forward that has done its part
+class _Reached(Exception):  # no error: it leaves a forward that has done its part
     """A forward has come to its last linear layer."""
 
     tensor: Tensor | None = None
@@ -260,7 +260,7 @@ def _linear_layers(mlp: nn.Module) -> list[str]:
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """Return a linear layer's numbers of inputs and outputs, also of one with an adapter; zeros if it is none."""
+    """Return a linear layer's numbers of inputs and outputs, also of one with an adapter; zeros for other modules."""
     base = getattr(module, "base_layer", module)
     if isinstance(base, nn.Linear):
         return base.in_features, base.out_features
