@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from demo.get_demo_model import check_sha256
+from demo.get_demo_model import check_sha256, move_once
 
 from lowmem_ft.foundation.errors import UserError
 
@@ -52,8 +52,7 @@ def _of_definitions(cache: Path) -> list[str]:
     if not folder.is_dir():
         with TemporaryDirectory(dir=cache, prefix="partial-") as partial:
             write_definitions(Path(partial))
-            made = Path(partial) / "made"
-            made.rename(folder)
+            move_once(Path(partial) / "made", folder)
     return [
         f"data.path={folder / 'train.jsonl'}",
         f"data.eval_path={folder / 'heldout.jsonl'}",

