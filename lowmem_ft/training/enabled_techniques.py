@@ -166,7 +166,9 @@ def techniques_in_forward(
         yield enable_fused_adapters(model, recipe.adapter)
     if recipe.tiling.mlp > 1:
         yield enable_tiled_mlp(model, recipe.tiling)
-    if recipe.checkpointing.mlp_activation != "keep":
+    if recipe.checkpointing.mlp_activation != "keep" and recipe.tiling.mlp > 1:
+        logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
+    elif recipe.checkpointing.mlp_activation != "keep":
         yield enable_recomputed_activations(model, recipe.checkpointing, device=host_memory.device)
     if recipe.checkpointing.mode != "none":
         yield enable_checkpointing(model, recipe.checkpointing)

@@ -116,7 +116,7 @@ NEEDS: tuple[Needs, ...] = (
         ("weights", f"bf16-{master}", {"adapter": {"none"}, **_optimizers("takes_formats")})
         for master in ("split16", "split24", "stochastic_rounding", "none")
     ),
-    ("mlp_activation", "recomputed", {"mlp": {"whole"}, "activations": {"none", "inputs"}}),
+    ("mlp_activation", "recomputed", {"activations": {"none", "inputs"}}),
     (
         "sums",
         "fused",

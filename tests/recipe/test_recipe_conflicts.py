@@ -56,9 +56,9 @@ BROKEN_AND_MENDED = {
         ["training.mixed_precision=fp16", "model.dtype=float16"],
         ["training.mixed_precision=fp16", "model.dtype=float32"],
     ),
-    "recomputed_activations_are_kept_otherwise": (
-        ["checkpointing.mlp_activation=recompute", "tiling.mlp=4"],
-        ["checkpointing.mlp_activation=recompute", "tiling.mlp=1"],
+    "recomputed_activations_are_on_the_device": (
+        ["checkpointing.mlp_activation=recompute", "offload.activations=all"],
+        ["checkpointing.mlp_activation=recompute", "offload.activations=none"],
     ),
     "quantization_needs_an_adapter": (
         ["model.quantization=nf4"],

@@ -287,17 +287,10 @@ def head_tiles_need_chunked_loss(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@reads("checkpointing.mlp_activation", "tiling.mlp", "offload.activations")
-def recomputed_activations_are_kept_otherwise(recipe: Recipe) -> Iterator[str]:
-    """Tiles recompute the whole MLP, and what an activation is computed from again would stay on the device."""
-    if recipe.checkpointing.mlp_activation == "keep":
-        return
-    if recipe.tiling.mlp > 1:
-        yield (
-            "checkpointing.mlp_activation=recompute frees nothing where tiles compute the whole MLP again, got "
-            f"tiling.mlp={recipe.tiling.mlp}. Set checkpointing.mlp_activation=keep, or tiling.mlp=1."
-        )
-    if recipe.offload.activations == "all":
+@reads("checkpointing.mlp_activation", "offload.activations")
+def recomputed_activations_are_on_the_device(recipe: Recipe) -> Iterator[str]:
+    """What an activation is computed from again would stay on the device, in addition to its copy on the host."""
+    if recipe.checkpointing.mlp_activation != "keep" and recipe.offload.activations == "all":
         yield (
             "checkpointing.mlp_activation=recompute needs what it computes from on the device, got "
             "offload.activations=all. Set checkpointing.mlp_activation=keep, or offload.activations=none."

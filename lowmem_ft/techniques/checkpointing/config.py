@@ -29,6 +29,16 @@ def _without_products(held: Held, activation: str, step: StepFacts) -> Held:
 class CheckpointingConfig:
     """The decoder layers that keep only their input between forward and backward."""
 
+    mlp_activation: Literal["keep", "recompute"] = knob(
+        "keep",
+        "recompute: the MLPs of layers that are not checkpointed compute the input of their last linear layer again in "
+        "backward, from the outputs of the linear layers before it.",
+        frees="2 bytes * tokens * intermediate in 16 bits, of each layer that is not checkpointed",
+        costs="one more activation function and product of each MLP, without a matrix product",
+        effects={"recompute": Effect(cost="time")},
+        tries=("keep", "recompute"),
+        leaves={"activations": _without_products},
+    )
     mode: Literal["none", "full", "selective", "auto"] = knob(
         "none",
         "full: a checkpointed layer keeps only its input and runs forward again in backward; selective: it also "
@@ -63,17 +73,6 @@ class CheckpointingConfig:
         counts_layers="last",
         tries=(48, 32, 24, 16, 8, 4, 0),
         leaves={"inputs": as_it_is, "activations": as_it_is},
-    )
-
-    mlp_activation: Literal["keep", "recompute"] = knob(
-        "keep",
-        "recompute: the MLPs of layers that are not checkpointed compute the input of their last linear layer again in "
-        "backward, from the outputs of the linear layers before it.",
-        frees="2 bytes * tokens * intermediate in 16 bits, of each layer that is not checkpointed",
-        costs="one more activation function and product of each MLP, without a matrix product",
-        effects={"recompute": Effect(cost="time")},
-        tries=("keep", "recompute"),
-        leaves={"activations": _without_products},
     )
 
     @property

@@ -78,6 +78,7 @@ def test_they_go_from_no_cost_to_other_mathematics():
         "training.per_device_train_batch_size=1 training.gradient_accumulation_steps=8",
         "training.mixed_precision=bf16",
         "training.mixed_precision=no model.dtype=bfloat16 optimizer.master=split16",
+        "checkpointing.mlp_activation=recompute",
         "checkpointing.mode=full",
         "tiling.mlp=4",
         "loss.chunk_tokens=1024 tiling.head=8",
