@@ -188,7 +188,7 @@ def _kept_of_a_token(recipe: Recipe, shape: ModelShape, shares: Shares) -> float
     itemsize = bounds.activation_itemsize(recipe, shape)
     tiled = 1 - shares.mlp + shares.mlp / recipe.tiling.mlp
     again = shape.activated if recipe.checkpointing.mlp_activation == "recompute" else 0
-    return itemsize * (shares.kept * tiled * shape.outputs - again) / max(1, shape.num_layers)
+    return itemsize * max(0.0, shares.kept * tiled * shape.outputs - again) / max(1, shape.num_layers)
 
 
 def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:

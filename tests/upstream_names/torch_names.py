@@ -11,6 +11,12 @@ TORCH = (
     # Autograd.
     called("torch._C", "_current_graph_task_id", None, "whether a backward pass runs, and which"),
     called("torch._C", "_current_autograd_node", None, "whose gradient is computed: what memory is for"),
+    called(
+        "torch._C._autograd",
+        "_top_saved_tensors_default_hooks",
+        None,
+        "whether a checkpoint takes what a layer saves",
+    ),
     called("torch.autograd", "_get_sequence_nr", "", "which operator of the forward pass a node belongs to"),
     called("torch.autograd.graph.Node()", "_sequence_nr", None, "the other side of it"),
     replaced("torch.autograd.function.Function", "apply", None, "passes of functions in Python are counted"),

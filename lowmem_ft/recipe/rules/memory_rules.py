@@ -289,7 +289,7 @@ def head_tiles_need_chunked_loss(recipe: Recipe) -> Iterator[str]:
 
 @reads("checkpointing.mlp_activation", "offload.activations")
 def recomputed_activations_are_on_the_device(recipe: Recipe) -> Iterator[str]:
-    """What an activation is computed from again would stay on the device, in addition to its copy on the host."""
+    """An activation's own inputs would stay on the device, in addition to its copy on the host."""
     if recipe.checkpointing.mlp_activation != "keep" and recipe.offload.activations == "all":
         yield (
             "checkpointing.mlp_activation=recompute needs what it computes from on the device, got "

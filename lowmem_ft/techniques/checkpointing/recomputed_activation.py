@@ -20,6 +20,7 @@ from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, mlps_in
 from lowmem_ft.techniques.modules.surroundings import autocast_of_now
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.live_tensors import storage_key
+from lowmem_ft.upstream.patches import existing
 
 __all__ = ["enable_recomputed_activations"]
 
@@ -37,13 +38,16 @@ def enable_recomputed_activations(
     """Make MLPs keep the outputs of their first linear layers alone, and compute what follows again in backward.
 
     Frees: the input of an MLP's last linear layer (batch x tokens x intermediate), in each layer that is not
-    checkpointed. The outputs of the linear layers before it are kept for the activation function anyway.
+    checkpointed. The outputs of the linear layers before it are kept anyway, by activation functions whose backward
+    needs their input, such as SiLU and GELU.
     Costs: the activation function, and the product of a gated MLP, once more; no matrix product. The host's time for
     hooks on what the last linear layer saves.
     Equals: the same losses and gradients bit for bit: the MLP's own forward, with whatever kernels, is given the
-    outputs that its linear layers had.
-    Limits: MLPs whose linear layers are modules, so no experts that are one tensor; nothing random between these
-    layers; and the last one has to save its input as it is, which autocast of float32 weights does, a cast does not.
+    outputs that its linear layers had. The first forward compares the result with the input that it stands for.
+    Limits: MLPs whose linear layers are modules, so no experts that are one tensor; activation functions that keep
+    their input, not ReLU; nothing random between the linear layers; what else forward changes, it changes twice. The
+    last linear layer has to save its input as it is: a cast or a dropout in front of its product makes a copy, which is
+    kept. Inside other hooks on saved tensors, and in replicas of ``nn.DataParallel``, all is kept.
     Source: Reducing Activation Recomputation in Large Transformer Models, 2022 (arXiv:2205.05198), for recomputing what
     is cheap; Megatron-LM's output-discarding recomputation, which frees such a tensor and writes it again.
 
@@ -56,7 +60,8 @@ def enable_recomputed_activations(
         A handle whose ``remove()`` makes the MLPs keep it again.
 
     Raises:
-        ModelError: if no layer has such an MLP, or if it computes with more than its linear layers' outputs.
+        ModelError: if no layer has such an MLP, if it computes with more than its linear layers' outputs, which may
+            show in the first forward, or if nothing would be freed.
     """
     if config.mlp_activation == "keep":
         return Technique()
@@ -66,16 +71,20 @@ def enable_recomputed_activations(
     found = [_recomputable(layer) for layer in layers]
     if not any(found):
         raise ModelError(
-            f"{_KEY}=recompute needs MLPs whose linear layers are modules; those of {type(model).__name__} are not. "
-            f"Set {_KEY}=keep."
+            f"{_KEY}=recompute needs decoder layers with an MLP of several linear layers; {type(model).__name__} has "
+            f"none. Set {_KEY}=keep."
         )
     chosen = [
-        _Recomputing(mlp) for index, mlps in enumerate(found) if index not in checkpointed for mlp in mlps
+        one
+        for index, mlps in enumerate(found)
+        if index not in checkpointed
+        for one in map(_Recomputing, mlps)
+        if one.is_trained
     ]
     for one in {type(one.mlp): one for one in chosen}.values():
         one.check(getattr(model, "dtype", None), device)
     if not chosen:
-        log.warning("%s=recompute changes nothing: every layer is checkpointed, and recomputes all.", _KEY)
+        log.warning("%s=recompute changes nothing: every layer is checkpointed, or has no trained MLP.", _KEY)
         return Technique()
     log.info(
         "MLPs: %d in %d of %d layers compute their activation again in backward.",
@@ -120,6 +129,12 @@ class _Recomputing:
         *self._first, self._last = _linear_layers(mlp)
         self._outputs: dict[str, Tensor] = {}
         self._hooks = contextlib.ExitStack()
+        self._is_compared = False
+
+    @property
+    def is_trained(self) -> bool:
+        """True if the last linear layer saves its input: frozen and without an adapter it does not."""
+        return any(one.requires_grad for one in self.mlp.get_submodule(self._last).parameters())
 
     def hooks(self) -> Iterator[Callable[[], None]]:
         """Put hooks on the linear layers, and yield the calls that remove them."""
@@ -129,28 +144,48 @@ class _Recomputing:
         last = self.mlp.get_submodule(self._last)
         yield last.register_forward_pre_hook(self._before_last).remove
         yield last.register_forward_hook(self._after_last, always_call=True).remove
+        yield self.forget
 
     def forget(self) -> None:
-        """Drop the outputs of a forward that did not end."""
+        """Drop what a forward that did not end has left."""
         self._outputs.clear()
+        self._hooks.close()
 
     def check(self, dtype: torch.dtype | None, device: torch.device) -> None:
-        """Reject an MLP that computes with more than the outputs of its first linear layers, or at random.
+        """Reject an MLP that computes with more than the outputs of its first linear layers, or keeps them for this.
+
+        Args:
+            dtype: type of the outputs.
+            device: device of the trial, unless the MLP has weights of its own elsewhere.
 
         Raises:
             ModelError: if it does.
         """
-        widths = {name: _features(self.mlp.get_submodule(name))[1] for name in self._first}
-        ones = {
-            name: torch.ones(_CHECKED_TOKENS, width, dtype=dtype, device=device)
-            for name, width in widths.items()
+        linear = {weight for name in (*self._first, self._last) for weight in self._child(name).parameters()}
+        own = next((weight.device for weight in self.mlp.parameters() if weight not in linear), device)
+        outputs = {
+            name: torch.ones(
+                _CHECKED_TOKENS, _features(self._child(name))[1], dtype=dtype, device=own, requires_grad=True
+            )
+            for name in self._first
         }
+        kept: set[int] = set()
+
+        def pack(tensor: Tensor) -> Tensor:
+            kept.add(storage_key(tensor))
+            return tensor.detach()
+
         try:
-            once, again = self.input_of_last(ones), self.input_of_last(ones)
+            with torch.enable_grad(), saved_tensors_hooks(pack, lambda tensor: tensor):
+                result = self.input_of_last(outputs)
         except Exception as problem:
-            raise self._unknown(f"its forward does not run with these alone ({problem})") from problem
-        if has_values(once) and not torch.equal(once, again):
-            raise self._unknown("it gives other numbers when it is computed again")
+            raise self._unknown(f"its forward does not run with these alone ({problem!r})") from problem
+        freed = 0 if storage_key(result) in kept else result.numel()
+        if freed <= sum(one.numel() for one in outputs.values() if storage_key(one) not in kept):
+            raise ModelError(
+                f"{_KEY}=recompute needs an activation function that keeps its input for backward, such as SiLU or "
+                f"GELU; that of {type(self.mlp).__name__} does not, and nothing would be freed. Set {_KEY}=keep."
+            )
 
     def input_of_last(self, outputs: Mapping[str, Tensor]) -> Tensor:
         """Return what the MLP's forward gives to its last linear layer if the others have these outputs."""
@@ -160,25 +195,37 @@ class _Recomputing:
         children.update({name: cast(nn.Module, partial(_given, output)) for name, output in outputs.items()})
         children[self._last] = cast(nn.Module, reached.stop)
         try:
-            with torch.no_grad():
-                self.mlp.forward(None)
+            self.mlp.forward(None)
         except _Reached:
             return reached.taken()
         finally:
             children.update(own)
         raise RuntimeError(f"the forward of {type(self.mlp).__name__} does not call its {self._last}")
 
+    def _child(self, name: str) -> nn.Module:
+        return self.mlp.get_submodule(name)
+
     def _keep(self, name: str, linear: nn.Module, inputs: Any, output: Any) -> None:
-        if torch.is_grad_enabled() and isinstance(output, Tensor):
+        if isinstance(output, Tensor) and output.requires_grad:
             self._outputs[name] = output.detach()
 
     def _before_last(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
         outputs = {name: self._outputs[name] for name in self._first if name in self._outputs}
         self._outputs.clear()
-        if len(outputs) < len(self._first) or not inputs or not torch.is_grad_enabled():
+        is_replica = self._child(self._last) is not linear
+        if len(outputs) < len(self._first) or not inputs or is_replica or _is_inside_hooks():
             return
+        if not self._is_compared:
+            self._compare(inputs[0], outputs)
         product = _Product(inputs[0], partial(self.input_of_last, outputs))
         self._hooks.enter_context(saved_tensors_hooks(product.pack, product.unpack))
+
+    def _compare(self, actual: Tensor, outputs: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            again = self.input_of_last(outputs)
+        if has_values(again) and not torch.allclose(again, actual, rtol=0, atol=0, equal_nan=True):
+            raise self._unknown("the input of the last one is another when it is computed again")
+        self._is_compared = True
 
     def _after_last(self, *_: Any) -> None:
         self._hooks.close()
@@ -202,7 +249,6 @@ class _Product:
         self._storage, self._numel, self._dtype = storage_key(tensor), tensor.numel(), tensor.dtype
         self._compute = compute
         self._autocast = autocast_of_now(tensor.device)
-        self._num_kept = self._num_taken = 0
         self._again: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[int, ...]:
@@ -212,21 +258,18 @@ class _Product:
             and storage_key(tensor) == self._storage
             and tensor.is_contiguous()
         )
-        self._num_kept += is_input
-        return tuple(tensor.shape) if is_input else tensor
+        if is_input:
+            return tuple(tensor.shape)
+        return tensor if tensor.grad_fn is None else tensor.detach()  # an output would keep its own node
 
     def unpack(self, kept: Tensor | tuple[int, ...]) -> Tensor:
-        """Compute the input for the first that takes it; the last one frees it."""
+        """Compute the input for the first node that takes it; the last one frees it, with the graph."""
         if isinstance(kept, Tensor):
             return kept
         if self._again is None:
-            with self._autocast():
+            with torch.no_grad(), self._autocast():
                 self._again = self._compute()
-        tensor = self._again.view(kept)
-        self._num_taken += 1
-        if self._num_taken % self._num_kept == 0:
-            self._again = None
-        return tensor
+        return self._again.view(kept)
 
 
 class _Reached(Exception):  # no error: it leaves a forward that has done its part
@@ -244,6 +287,11 @@ class _Reached(Exception):  # no error: it leaves a forward that has done its pa
         tensor, self.tensor, self.__traceback__ = self.tensor, None, None
         assert tensor is not None
         return tensor
+
+
+def _is_inside_hooks() -> bool:
+    """Return whether other hooks take what is saved: a checkpoint around the layer, or a copy to the host."""
+    return existing(torch._C._autograd, "_top_saved_tensors_default_hooks")(False) is not None
 
 
 def _given(output: Tensor, *_: Any) -> Tensor:

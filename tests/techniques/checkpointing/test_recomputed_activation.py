@@ -201,29 +201,125 @@ class WithResidual(nn.Module):
         return self.down_proj(torch.relu(self.up_proj(x)) + x)
 
 
-class WithDropout(WithResidual):
-    """An MLP that draws random numbers in front of its last layer."""
+class WithRelu(WithResidual):
+    """An MLP whose activation function saves its output, which is the last layer's input."""
 
     def forward(self, x):
-        return self.down_proj(nn.functional.dropout(self.up_proj(x), 0.5, self.training))
+        return self.down_proj(torch.relu(self.up_proj(x)))
 
 
 @pytest.mark.parametrize(
-    "kind, why", [(WithResidual, "does not run with these alone"), (WithDropout, "other numbers")]
+    "kind, why", [(WithResidual, "does not run with these alone"), (WithRelu, "nothing would be freed")]
 )
 def test_an_mlp_that_needs_more_is_refused_and_nothing_changes(kind, why):
     model = tiny_llama(num_hidden_layers=LAYERS)
     model.model.layers[1].mlp = kind(model.config.hidden_size)
     stock = loss_and_gradients(model)
-    with pytest.raises(ModelError, match=f"{kind.__name__}, .*{why}.*checkpointing.mlp_activation=keep"):
+    with pytest.raises(ModelError, match=f"{kind.__name__}.*{why}.*checkpointing.mlp_activation=keep"):
         recompute(model)
     assert same(loss_and_gradients(model), stock)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
+class WithDropout(WithResidual):
+    """An MLP that draws random numbers in front of its last layer."""
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(nn.functional.dropout(self.up_proj(x), 0.5, self.training)))
+
+
+class CalledTwice(WithResidual):
+    """An MLP that calls its first layer twice."""
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.up_proj(x)) * torch.tanh(self.up_proj(self.up_proj(x))))
+
+
+def with_a_hook(width):
+    """Return an MLP whose last layer gets its input from a user's hook."""
+    mlp = CalledOnce(width)
+    mlp.down_proj.register_forward_pre_hook(lambda linear, inputs: (inputs[0] * 2,))
+    return mlp
+
+
+class CalledOnce(WithResidual):
+    """An MLP as it should be."""
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.up_proj(x)))
+
+
+@pytest.mark.parametrize("kind", [WithDropout, CalledTwice, with_a_hook])
+def test_what_no_trial_without_values_shows_the_first_forward_refuses(kind):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    model.model.layers[1].mlp = kind(model.config.hidden_size)
+    recompute(model.eval())
+    with pytest.raises(ModelError, match=r"another when it is computed again.*mlp_activation=keep"):
+        loss_and_gradients(model.train())
+
+
+class Mixing(WithResidual):
+    """An MLP whose activation has a product, which autocast computes in 16 bits."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.mix = nn.Parameter(torch.randn(width, width))
+
+    def forward(self, x):
+        return self.down_proj(nn.functional.silu(self.up_proj(x)) @ self.mix)
+
+
+def test_backward_computes_as_forward_did_under_autocast():
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    model.model.layers[1].mlp = Mixing(model.config.hidden_size)
+    ids = torch.arange(TOKENS)[None]
+
+    def gradients():
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        return torch.autograd.grad(loss, list(model.parameters()))  # outside of autocast, as is usual
+
+    stock = gradients()
+    with recompute(model):
+        assert same(gradients(), stock)
+
+
 def test_experts_of_one_tensor_are_refused():
-    with pytest.raises(ModelError, match=r"linear layers are modules.*checkpointing.mlp_activation=keep"):
+    with pytest.raises(ModelError, match=r"several linear layers.*checkpointing.mlp_activation=keep"):
         recompute(model_of("qwen3_moe"))
+
+
+def test_a_frozen_last_layer_keeps_no_input_and_costs_nothing(caplog):
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    for layer in model.model.layers[1:]:
+        layer.mlp.down_proj.requires_grad_(False)
+    stock, before = loss_and_gradients(model), kept_bytes(model)
+    caplog.set_level(logging.INFO)
+    with recompute(model):
+        assert before - kept_bytes(model) == ROWS * TOKENS * model.config.intermediate_size * 4
+        assert same(loss_and_gradients(model), stock)
+    assert "MLPs: 1 in" in caplog.text
+
+
+def test_inside_a_checkpoint_of_others_it_steps_back():
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    stock, before = loss_and_gradients(model), kept_bytes(model)
+    with recompute(model):
+        assert kept_bytes(model) == before
+        assert same(loss_and_gradients(model), stock)
+
+
+def test_what_the_last_layer_saves_of_its_own_does_not_keep_the_graph():
+    model = tiny_llama(num_hidden_layers=LAYERS)
+    for layer in model.model.layers:
+        layer.mlp.down_proj.register_forward_hook(lambda linear, inputs, output: torch.tanh(output))
+    ids = torch.arange(TOKENS)[None]
+    with recompute(model), StorageTracker() as tracker:
+        for _ in range(2):
+            model(input_ids=ids, use_cache=False)
+            gc.collect()
+            assert tracker.live_bytes == 0
 
 
 def test_keeping_touches_nothing():
