@@ -291,7 +291,8 @@ class _Reached(Exception):  # no error: it leaves a forward that has done its pa
 
 def _is_inside_hooks() -> bool:
     """Return whether other hooks take what is saved: a checkpoint around the layer, or a copy to the host."""
-    return existing(torch._C._autograd, "_top_saved_tensors_default_hooks")(False) is not None
+    autograd = existing(torch._C, "_autograd")
+    return existing(autograd, "_top_saved_tensors_default_hooks")(False) is not None
 
 
 def _given(output: Tensor, *_: Any) -> Tensor:
