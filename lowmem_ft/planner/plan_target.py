@@ -83,7 +83,7 @@ class Target:
                 device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
             ),
             shape=shape,
-            rules=(_device_rule(gpu, hf_config),),
+            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape)),
             kept=KeptTraces.of_user(),
         )
 
@@ -124,6 +124,17 @@ def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: Kept
 
 def _or_infinite(num_bytes: int | None) -> float:
     return float("inf") if num_bytes is None else float(num_bytes)
+
+
+def _rule_of_linear_layers(shape: ModelShape) -> Rule:
+    """Return the rule that activations are recomputed between linear layers, which experts of one tensor are not."""
+
+    @reads("checkpointing.mlp_activation")
+    def rule(recipe: Recipe) -> Iterator[str]:
+        if recipe.checkpointing.mlp_activation != "keep" and not shape.activated:
+            yield "checkpointing.mlp_activation=recompute needs MLPs of linear layers, and the model has none."
+
+    return rule
 
 
 def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:

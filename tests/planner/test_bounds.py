@@ -247,3 +247,9 @@ def test_a_bound_of_other_weights_that_is_a_seventh_too_high_is_seen(tmp_path):
     parts = bounds.parts_of(recipe, shape)
     too_high = {**parts, "rest": parts["rest"].scaled(1.15)}
     assert bounds.device_bytes(too_high, find_gpu(GPU)) > estimate.process_peak_bytes
+
+
+def test_what_is_recomputed_is_the_input_of_each_mlps_last_layer(shape, folder):
+    config = load_recipe(None, [f"model={folder}", "model.weights=random"])
+    hf_config = load_model_config(config.model)
+    assert shape.activated == shape.num_layers * hf_config.intermediate_size

@@ -24,7 +24,10 @@ from lowmem_ft.recipe.space.search_space import space_of
 from lowmem_ft.system.signals import sigterm_as_ctrl_c
 from lowmem_ft.training.loop import train
 
-KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype]"
+KEEP = (
+    "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype,"
+    "checkpointing.mlp_activation]"
+)
 """Leaves micro-batches, checkpointing and their order to choose."""
 
 
@@ -483,8 +486,10 @@ def test_what_is_kept_may_make_it_impossible(make_recipe, at_once):
 
 def test_a_real_plan_is_the_fastest_that_really_fits(make_recipe):
     """By the real estimator, over a space small enough to look at everything."""
-    keep = "plan.keep=[model,training,optimizer,offload,tiling,loss,accumulation]"
-    recipe = make_recipe(keep, "training.per_device_train_batch_size=16", "loss.chunk_tokens=128")
+    kept = "model,training,optimizer,offload,tiling,loss,accumulation,checkpointing.mlp_activation"
+    recipe = make_recipe(
+        f"plan.keep=[{kept}]", "training.per_device_train_batch_size=16", "loss.chunk_tokens=128"
+    )
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     everything = [estimate_memory(space.recipe_of(one), "l4") for one in space.combinations]
     assert len(everything) == 3

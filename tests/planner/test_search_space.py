@@ -18,7 +18,8 @@ def settings_at_random(draw: random.Random) -> dict:
 
 
 def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
-    recipe = make_recipe("plan.keep=[optimizer,tiling,loss,training.mixed_precision,accumulation]")
+    kept = "optimizer,tiling,loss,training.mixed_precision,accumulation,checkpointing.mlp_activation"
+    recipe = make_recipe(f"plan.keep=[{kept}]")
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     valid = {tuple(sorted(space.settings(combination).items())) for combination in space.combinations}
     assert len(valid) == len(space.combinations) > 50
@@ -36,6 +37,16 @@ def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
     for dimension in space.dimensions:
         total *= len(dimension.choices)
     assert len(space.combinations) + sum(space.refused.values()) == total
+
+
+def test_activations_are_recomputed_only_where_whole_mlps_are_not(make_recipe):
+    space = space_of(make_recipe("plan.keep=[optimizer,loss,offload]"), num_layers=6, has_bfloat16=True)
+    tried = {
+        (recipe.checkpointing.checkpointed, recipe.tiling.mlp > 1)
+        for recipe in map(space.recipe_of, space.combinations)
+        if recipe.checkpointing.mlp_activation == "recompute"
+    }
+    assert tried == {("no layer", False), ("some layers", False)}
 
 
 @pytest.mark.parametrize("own", ["no", "bf16"])

@@ -22,6 +22,7 @@ from lowmem_ft.recipe.rules.engine_rules import engine_of, problems_with_engine
 from lowmem_ft.recipe.space.search_space import (
     ROWS,
     Rule,
+    nothing_left_to_recompute,
     recipe_rules,
     rule_of_one_micro_batch,
     with_settings,
@@ -255,16 +256,11 @@ def _advice(half: Half) -> tuple[Rule, ...]:
         is_short = recipe.data.max_length is not None and recipe.data.max_length < LONG_ROWS
         return ["Short rows gain little by tiles."] if is_short and recipe.tiling.mlp > 1 else []
 
-    def activations(recipe: Recipe) -> Sequence[str]:
-        is_idle = recipe.checkpointing.checkpointed == "every layer" or recipe.tiling.mlp > 1
-        is_on = recipe.checkpointing.mlp_activation != "keep"
-        return ["Checkpointed layers and tiles compute all of it again."] if is_idle and is_on else []
-
     types = ("adapter.name", "model.dtype", "training.mixed_precision")
     return (
         *(Rule(keys=types, problems=rule) for rule in (autocast, adapters, loss_scale)),
         Rule(keys=("tiling.mlp",), problems=tiles),
-        Rule(keys=("checkpointing.mlp_activation",), problems=activations),
+        nothing_left_to_recompute,
     )
 
 

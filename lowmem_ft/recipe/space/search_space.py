@@ -313,7 +313,15 @@ def _idle_rules(recipe: Recipe) -> tuple[Rule, ...]:
                 "off it."
             )
 
-    return gathered, autocast, rule_of_one_micro_batch(recipe)
+    return gathered, autocast, nothing_left_to_recompute, rule_of_one_micro_batch(recipe)
+
+
+@reads("checkpointing", "tiling.mlp")
+def nothing_left_to_recompute(changed: Recipe) -> Iterator[str]:
+    """Checkpoints of all layers and tiles compute activations again by themselves."""
+    is_on = changed.checkpointing.mlp_activation != "keep"
+    if is_on and (changed.checkpointing.checkpointed == "every layer" or changed.tiling.mlp > 1):
+        yield "checkpointing.mlp_activation=recompute gains nothing where whole MLPs are computed again."
 
 
 def rule_of_one_micro_batch(recipe: Recipe) -> Rule:

@@ -18,7 +18,10 @@ from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelS
 from lowmem_ft.planner import plan_target
 from lowmem_ft.recipe import load_recipe
 
-KEEP = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation]"
+KEEP = (
+    "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation,"
+    "checkpointing.mlp_activation]"
+)
 
 
 @pytest.fixture(scope="module")
