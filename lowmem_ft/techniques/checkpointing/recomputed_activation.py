@@ -22,8 +22,6 @@ from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.live_tensors import storage_key
 from lowmem_ft.upstream.patches import existing
 
-__all__ = ["enable_recomputed_activations"]
-
 log = logging.getLogger(__name__)
 
 _KEY = "checkpointing.mlp_activation"
