@@ -61,7 +61,7 @@ def ahead(kept_running):
 
 
 def test_a_plan_is_the_same_with_another_process(kept_running, make_recipe, monkeypatch):
-    keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation]"
+    keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation,checkpointing.mlp_activation]"
     recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
     results, taken = [], []
     take = EstimatesAhead.take
