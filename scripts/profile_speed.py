@@ -28,6 +28,9 @@ import torch
 from ground_truth import real_run
 from marked_table import with_table
 from measured_on import measured_on, require_device, wait_for_the_gpu
+from speed.peers import ROWS, MicroBatches
+from speed.this_gpu import ThisGPU
+from speed.works import WORKS, setting_of, title_of
 from torch.profiler import ProfilerActivity, profile
 
 from lowmem_ft.recipe import load_recipe
@@ -43,7 +46,7 @@ KINDS = {
 """Parts of the names of kernels; the first kind with one counts."""
 
 
-class ProfiledGPU(bench_speed.ThisGPU):
+class ProfiledGPU(ThisGPU):
     """This machine's GPU, which times every step and profiles one of them."""
 
     def __init__(self) -> None:
@@ -76,7 +79,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--work", choices=bench_speed.WORKS, default="8b-full")
+    parser.add_argument("--work", choices=WORKS, default="8b-full")
     parser.add_argument("--runs", nargs="+", default=["ours:0", "2:off"])
     parser.add_argument("--out", type=Path, default=Path("runs/profiles.json"))
     parser.add_argument("--write", action="store_true", help="run nothing, write the table")
@@ -103,18 +106,16 @@ def main() -> None:
 
 def profiled(work_name: str, run: str) -> dict[str, Any]:
     """Run a work's steps in this process, and return where the seconds of the profiled one went."""
-    work, gpu = bench_speed.WORKS[work_name], ProfiledGPU()
+    work, gpu = WORKS[work_name], ProfiledGPU()
     wait_for_the_gpu()
     if run in work.ours():
-        title = bench_speed.title_of(work.ours()[run], None)
+        title = title_of(work.ours()[run], None)
         recipe = load_recipe(work.recipe, (*work.ours()[run].overrides, "model.weights=random", "data=any"))
         real_run.run_for_real(recipe, num_steps=STEPS, after_step=gpu.end_step)
     else:
-        rows, checkpoints = bench_speed.setting_of(run)
-        title = bench_speed.title_of(work, (rows, checkpoints))
-        step = bench_speed.MicroBatches(
-            rows=rows, number=bench_speed.ROWS // rows, checkpoints=checkpoints, steps=STEPS
-        )
+        rows, checkpoints = setting_of(run)
+        title = title_of(work, (rows, checkpoints))
+        step = MicroBatches(rows=rows, number=ROWS // rows, checkpoints=checkpoints, steps=STEPS)
         work.peer.run(gpu, work.peer.model, step)
     undisturbed = [*gpu.seconds[1 : PROFILED - 1], *gpu.seconds[PROFILED:]]
     found = digest(gpu.events()) | {"seconds": statistics.median(undisturbed)}

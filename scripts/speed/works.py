@@ -1,0 +1,135 @@
+"""The works that are compared: one model on one GPU, a peer's program and our recipes."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass
+
+from speed.peers import PAGED, QLORA, ROWS, SFT, TOKENS, TRAINER, Peer
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """A row of the table.
+
+    Args:
+        gpu: name in the catalogue.
+        recipe: our recipe.
+        overrides: its settings that differ.
+        variants: other settings in addition, with each of which ours runs once more.
+        peer: what it is compared with.
+        goal: least ratio of tokens a second, and largest of memory, that the project wants.
+    """
+
+    gpu: str
+    recipe: str
+    overrides: tuple[str, ...]
+    variants: tuple[tuple[str, ...], ...] = ()
+    peer: Peer
+    goal: tuple[float, float]
+
+    def ours(self) -> dict[str, Work]:
+        """Return this work and its variants, by their names on a command line."""
+        more = (dataclasses.replace(self, overrides=(*self.overrides, *some)) for some in self.variants)
+        return {f"ours:{index}": work for index, work in enumerate((self, *more))}
+
+
+def title_of(work: Work, setting: tuple[int, bool] | None) -> str:
+    """Describe a run of the peer, or ours, which has no setting."""
+    if setting is None:
+        return f"ours, `{' '.join((work.recipe, *work.overrides))}`"
+    rows, checkpoints = setting
+    return f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
+
+
+def setting_of(text: str) -> tuple[int, bool]:
+    """Read rows of a micro-batch and whether layers are checkpointed, such as ``2:off``."""
+    rows, _, checkpoints = text.partition(":")
+    if not rows.isdecimal() or ROWS % int(rows) or checkpoints not in ("on", "off"):
+        raise argparse.ArgumentTypeError(f"expected rows that divide {ROWS}, then :on or :off, got {text!r}")
+    return int(rows), checkpoints == "on"
+
+
+def text_of(setting: tuple[int, bool]) -> str:
+    """Write what ``setting_of`` reads."""
+    return f"{setting[0]}:{'on' if setting[1] else 'off'}"
+
+
+WITHOUT_CHECKPOINTS = (
+    "training.per_device_train_batch_size=1",
+    "training.gradient_accumulation_steps=16",
+    "checkpointing.mode=none",
+    "optimizer.in_backward=false",
+    "accumulation.dtype=weights",
+)
+"""Settings of 8b-bf16 that sum gradients in bfloat16, as the peer does, in place of computing activations again."""
+
+TWO_ROWS = (
+    "training.per_device_train_batch_size=2",
+    "training.gradient_accumulation_steps=8",
+    "checkpointing.mode=full",
+    "checkpointing.mlp_activation=recompute",
+    "optimizer.in_backward=false",
+    "accumulation.dtype=weights",
+)
+"""The same with half the launches: the host sets the pace of one row per micro-batch."""
+
+WORKS = {
+    "8b-full": Work(
+        gpu="h100-80gb",
+        recipe="8b-bf16",
+        overrides=("model.kernels=liger",),
+        variants=(
+            (
+                "training.per_device_train_batch_size=2",
+                "training.gradient_accumulation_steps=8",
+                "checkpointing.mode=none",
+                "optimizer.in_backward=false",
+                "optimizer.master=split24",
+                "offload.optimizer=host",
+                "accumulation.fusion=true",
+            ),
+            (*TWO_ROWS, "checkpointing.skip_last_layers=30", "optimizer.master=split24"),
+            WITHOUT_CHECKPOINTS,
+            (*TWO_ROWS, "checkpointing.skip_last_layers=12"),
+        ),
+        peer=TRAINER,
+        goal=(1.05, 1.0),
+    ),
+    "7b-lora": Work(
+        gpu="rtx-4090",
+        recipe="7b-lora",
+        overrides=("model.kernels=liger",),
+        variants=(("checkpointing.skip_last_layers=0",),),
+        peer=SFT,
+        goal=(1.1, 0.9),
+    ),
+    "7b-lora-80gb": Work(
+        gpu="h100-80gb",
+        recipe="7b-lora",
+        overrides=(
+            "model.kernels=liger",
+            "training.per_device_train_batch_size=4",
+            "training.gradient_accumulation_steps=4",
+            "checkpointing.mode=none",
+            "checkpointing.skip_last_layers=0",
+        ),
+        peer=SFT,
+        goal=(1.1, 0.9),
+    ),
+    "7b-qlora": Work(
+        gpu="rtx-4090",
+        recipe="7b-qlora",
+        overrides=("model.kernels=liger",),
+        variants=(
+            ("checkpointing.mlp_activation=recompute",),
+            ("checkpointing.mode=full",),
+        ),
+        peer=QLORA,
+        goal=(1.1, 0.9),
+    ),
+    "8b-offload": Work(
+        gpu="rtx-4090", recipe="8b-24gb", overrides=("model.kernels=liger",), peer=PAGED, goal=(1.0, 1.0)
+    ),
+}
