@@ -9,7 +9,8 @@ runs of recipes in ``measured-cuda.json`` are rows too.
 ``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, the host's seconds
 an operator, and how many operators a launch by Triton is, to the rows of each architecture that has at least four, and
 writes them into ``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's
-host. Rows of programs that run other kernels are left out of the fit. It minimises the squared relative errors, and
+host. Rows of programs that run other kernels are left out of the fit, and so are those that are held out: they were
+found when the clock was made. It minimises the squared relative errors, and
 adds the squared distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as
 a row is ``NOISE`` away from the clock.
 
@@ -69,8 +70,9 @@ attention is slower there (2.07 and 2.03 s without a fused kernel), and most row
 one machine."""
 LEAST_SLOPE = 0.1
 """A number is kept where one of its percents is at least a tenth of a percent of some row's seconds."""
-BOARD_OF_ITS_OWN = ("t4",)
-"""GPUs whose rows say nothing of others with their compute capability: 70 W hold a T4's clock down."""
+BOARD_OF_ITS_OWN = ("t4", "l40")
+"""GPUs whose rows say nothing of others with their compute capability: 70 W hold a T4's clock down, and an L40 has half
+of an L40S's peak."""
 
 
 AnyRow = TracedRow | TracedRecipe
@@ -85,13 +87,13 @@ class Group:
 
     Attributes:
         rows: those to fit to.
-        others: those whose programs run other kernels.
+        others: those of programs that run other kernels, and those held out.
     """
 
     def __init__(self, entry: dict[str, Any], rows: Sequence[AnyRow]) -> None:
         self.entry = entry
-        self.rows = [row for row in rows if row.row.same_kernels]
-        self.others = [row for row in rows if not row.row.same_kernels]
+        self.rows = [row for row in rows if row.row.is_fitted_to]
+        self.others = [row for row in rows if not row.row.is_fitted_to]
         self.gpu = rows[0].gpu
         self.before = _without_fits(self.gpu.name, self.gpu.compute_capability)
         self._log_measured = np.log([row.row.seconds for row in self.rows])
@@ -273,22 +275,27 @@ def table(rows: Sequence[SecondsRow]) -> str:
     by_group: dict[str, list[SecondsRow]] = defaultdict(list)
     for row in rows:
         major, minor = find_gpu(row.gpu).compute_capability
-        by_group[f"{major}.{minor}, {row.gpu}"].append(row)
+        by_group[f"{major}.{minor}, {row.gpu}{', held out' if row.held_out else ''}"].append(row)
     lines = [
         "| architecture | rows | median error | worst | bias | seconds an estimate gives |",
         "|---|---:|---:|---:|---:|---|",
     ]
     for title, members in [
         *sorted(by_group.items(), key=lambda pair: find_gpu(pair[1][0].gpu).compute_capability),
-        ("all", list(rows)),
+        ("all", [row for row in rows if not row.held_out]),
+        ("all, held out", [row for row in rows if row.held_out]),
     ]:
         errors = [error(row) for row in members]
         bias = math.exp(statistics.mean(math.log1p(each) for each in errors)) - 1
         gpu = find_gpu(members[0].gpu)
-        shown = "" if title == "all" else f"within a factor of {1 + gpu.rates.seconds_share:.2f}"
-        if title != "all" and not gpu.rates.num_rows:
+        shown = f"within a factor of {1 + gpu.rates.seconds_share:.2f}"
+        if title.startswith("all"):
+            shown = ""
+        elif members[0].held_out:
+            shown += "; found after the fit"
+        elif not gpu.rates.num_rows:
             shown += f"; fewer than {FEWEST_ROWS} rows, so nothing is fitted"
-        if not any(row.same_kernels for row in members):
+        elif not any(row.same_kernels for row in members):
             shown += "; of other kernels, so nothing is fitted to them"
         lines.append(
             f"| {title} | {len(members)} | {statistics.median(map(abs, errors)):.1%} | "
@@ -301,7 +308,8 @@ def table(rows: Sequence[SecondsRow]) -> str:
     ]
     lines += [
         f"| [{row.name}]({row.url}) | {row.gpu} | {row.seconds:.4g} | {results[row.name]:.4g} | {error(row):+.1%} | "
-        f"{row.program}{f', torch {row.torch}' if row.torch else ''} | {'; '.join(row.open)} |"
+        f"{row.program}{f', torch {row.torch}' if row.torch else ''}{', held out' if row.held_out else ''} | "
+        f"{'; '.join(row.open)} |"
         for row in sorted(rows, key=lambda row: -abs(error(row)))
     ]
     return "\n".join(lines) + "\n"

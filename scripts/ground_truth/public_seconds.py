@@ -61,6 +61,7 @@ class SecondsRow:
         open: parts of the configuration that the source leaves open.
         torch: the version that was measured, where the source tells it.
         same_kernels: whether the program measured runs the kernels that run here; others are predicted, not fitted to.
+        held_out: whether it was found after the fit, and is predicted by numbers and a clock that never saw it.
     """
 
     name: str
@@ -74,6 +75,12 @@ class SecondsRow:
     open: tuple[str, ...] = ()
     torch: str = ""
     same_kernels: bool = True
+    held_out: bool = False
+
+    @property
+    def is_fitted_to(self) -> bool:
+        """True if the clock's numbers are fitted to it."""
+        return self.same_kernels and not self.held_out
 
     @property
     def run(self) -> PublicRun:

@@ -48,10 +48,10 @@ def test_no_row_is_without_a_prediction():
     assert load_results().keys() == {row.name for row in EVERY_ROW}
 
 
-@pytest.mark.parametrize("gpu", sorted({row.gpu for row in EVERY_ROW if row.same_kernels}))
+@pytest.mark.parametrize("gpu", sorted({row.gpu for row in EVERY_ROW if row.is_fitted_to}))
 def test_ranges_are_those_of_the_predictions(gpu):
     rates, results = find_gpu(gpu).rates, load_results()
-    rows = [row for row in EVERY_ROW if row.gpu == gpu and row.same_kernels]
+    rows = [row for row in EVERY_ROW if row.gpu == gpu and row.is_fitted_to]
     off = [share_off(results[row.name], row.seconds) for row in rows]
     assert len(off) >= FEWEST_ROWS
     assert rates.num_rows == len(off)
@@ -96,10 +96,11 @@ def test_a_row_that_is_off_does_not_predict_itself():
     assert predictions[1] > predictions[0]
 
 
-def test_rows_of_other_kernels_are_predicted_and_not_fitted_to():
+@pytest.mark.parametrize("change", [{"same_kernels": False}, {"held_out": True}])
+def test_rows_of_other_kernels_and_those_held_out_are_predicted_and_not_fitted_to(change):
     rows = [MadeUp(flops, 10 - flops) for flops in range(11)] * 6
     other = MadeUp(5, 5)
-    other.row = dataclasses.replace(other.row, seconds=9 * other.row.seconds, same_kernels=False)
+    other.row = dataclasses.replace(other.row, seconds=9 * other.row.seconds, **change)
     numbers, predictions = Group({"compute_capability": "8.0"}, [other, *rows]).fitted()
     assert numbers["products"] == pytest.approx(0.7, rel=0.02)
     assert predictions[-1] == pytest.approx(other.row.seconds / 9, rel=0.02)
