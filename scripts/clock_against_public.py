@@ -10,9 +10,9 @@ runs of recipes in ``measured-cuda.json`` are rows too.
 an operator, and how many operators a launch by Triton is, to the rows of each architecture that has at least four, and
 writes them into ``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's
 host. Rows of programs that run other kernels are left out of the fit, and so are those that are held out: they were
-found when the clock was made. It minimises the squared relative errors, and
-adds the squared distance from the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as
-a row is ``NOISE`` away from the clock.
+found when the clock was made. It minimises the squared relative errors, and adds the squared distance from the
+microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the
+clock.
 
 Every row is predicted with itself left out of the fit. The range of seconds is the error that 93 of a hundred rows do
 not exceed, of these predictions, as in ``scripts/fit_ranges.py``. The results are kept next to the rows, in
