@@ -120,7 +120,9 @@ def load_proof_rows() -> list[ProofRow]:
 
 def _note(row: SecondsRow) -> str:
     other = "" if row.program in ("the same loop", "the recipe itself") else row.program
-    return "; ".join(words for words in (other, *row.open) if words)
+    return "; ".join(
+        words for words in (other, "held out of the fit" if row.held_out else "", *row.open) if words
+    )
 
 
 def _seconds(row: SecondsRow) -> Pair:
