@@ -19,7 +19,7 @@ from typing import Any
 
 import marked_table
 from curves.page import summary_of
-from curves.runs import read_results
+from curves.runs import NUM_STEPS, read_results
 from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
 from kill_processes import RESULTS as KILLS
 from proof.formulas import FORMULAS
@@ -35,7 +35,6 @@ PAGE = ROOT / "docs" / "proof.md"
 README = ROOT / "README.md"
 PICTURE = PAGE.with_suffix(".svg")
 
-STEPS_OF_CURVES = 60
 TICKS_OF_MEMORY = (0.5, 2, 8, 32, 128)
 TICKS_OF_SECONDS = (0.04, 0.4, 4, 40)
 
@@ -93,10 +92,10 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     yield _never_measured(rows)
     yield "## Does it learn the same?"
     curves = read_results()
-    yield summary_of(curves, STEPS_OF_CURVES)
+    yield summary_of(curves, NUM_STEPS)
     yield _wrapped(
-        f"`python scripts/learning_curves.py --steps {STEPS_OF_CURVES}`: "
-        f"{sum(row['steps'] == STEPS_OF_CURVES for row in curves)} runs were made; [learning "
+        f"`python scripts/learning_curves.py --steps {NUM_STEPS}`: "
+        f"{sum(row['steps'] == NUM_STEPS for row in curves)} runs were made; [learning "
         "curves](learning_curves.md) has the losses."
     )
     yield "## Kills survived"

@@ -38,8 +38,8 @@ RUNGS: dict[str, tuple[str, ...]] = {
 }
 """Settings of each rung, the reference first."""
 
-NUM_STEPS, NUM_POINTS, NUM_SEEDS = 60, 4, 3
-"""Steps of a run if no other number is asked for, as many as the demo has; evaluations in a run; seeds."""
+NUM_STEPS, NUM_POINTS, NUM_SEEDS = 200, 4, 3
+"""Steps of a run if no other number is asked for; evaluations in a run; seeds."""
 
 
 @dataclass(frozen=True, kw_only=True)
