@@ -5,7 +5,7 @@
 SmolLM2-135M-Instruct is fine-tuned in full, on a processor, on each task, with each rung and each seed: seeds set the
 order of the data and the random rounding. A run that is in ``tests/data/measured/learning-curves.json`` is not
 repeated, so that the command continues where it was stopped. A run of 200 steps takes 7 minutes with float32 and up to
-18 with the others on a core of an AMD EPYC, all 30 runs some six hours. After each run ``docs/learning_curves.md`` and
+18 with the others on a core of an AMD EPYC, all 30 about 7 hours. After each run ``docs/learning_curves.md`` and
 its picture are written. Products of bfloat16 are computed in float32 and rounded once.
 """
 
