@@ -16,6 +16,7 @@ import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
@@ -210,6 +211,22 @@ def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostM
     optimizer.allocate_state()
 
 
+def techniques_of_sums(
+    model: nn.Module,
+    optimizer: Optimizer,
+    recipe: Recipe,
+    *,
+    device: torch.device,
+    loss: ChunkedLoss | None,
+) -> Iterator[Technique]:
+    """Enable the techniques that sum the gradients of several micro-batches."""
+    if recipe.accumulation.dtype == "float32":
+        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
+        yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
+    if recipe.accumulation.fusion:
+        yield enable_fused_accumulation(model, device=device, loss=loss)
+
+
 def techniques_in_step(
     model: PreTrainedModel,
     optimizer: Optimizer,
@@ -222,15 +239,11 @@ def techniques_in_step(
 ) -> Iterator[Technique]:
     """Enable the techniques that sum, apply and watch gradients, those of streamed weights included."""
     streaming, sharded = in_forward.find(ParameterStreaming), in_forward.find(FullySharded)
-    if recipe.accumulation.dtype == "float32" and (sums or sharded is not None):
-        if sharded is not None:
-            sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
-        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
-        yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
-        if recipe.accumulation.fusion:
-            yield enable_fused_accumulation(
-                model, device=host_memory.device, loss=in_forward.find(ChunkedLoss)
-            )
+    if sharded is not None and recipe.accumulation.dtype == "float32":
+        sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
+    if sums or sharded is not None:
+        loss = in_forward.find(ChunkedLoss)
+        yield from techniques_of_sums(model, optimizer, recipe, device=host_memory.device, loss=loss)
     elif recipe.accumulation.fusion:
         logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
     if may_lose_updates(optimizer):

@@ -72,8 +72,9 @@ TWO_ROWS = (
     "checkpointing.mlp_activation=recompute",
     "optimizer.in_backward=false",
     "accumulation.dtype=weights",
+    "accumulation.fusion=true",
 )
-"""The same with half the launches: the host sets the pace of one row per micro-batch."""
+"""Likewise, with half the launches, and sums inside products, which are rounded once where the peer's are twice."""
 
 WORKS = {
     "8b-full": Work(
@@ -90,9 +91,9 @@ WORKS = {
                 "offload.optimizer=host",
                 "accumulation.fusion=true",
             ),
-            (*TWO_ROWS, "checkpointing.skip_last_layers=30", "optimizer.master=split24"),
+            (*TWO_ROWS, "checkpointing.skip_last_layers=32", "optimizer.master=split24"),
             WITHOUT_CHECKPOINTS,
-            (*TWO_ROWS, "checkpointing.skip_last_layers=12"),
+            (*TWO_ROWS, "checkpointing.skip_last_layers=15", "offload.activations=inputs"),
         ),
         peer=TRAINER,
         goal=(1.05, 1.0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,8 +22,8 @@ class AccumulationConfig:
     """The order in which the micro-batches of one optimizer step pass through the model, and how gradients are summed.
 
     A plan tries ``fusion`` without consent, since it gives up nothing: a product is not rounded to 16 bits before it is
-    added to the float32 sum, and a recipe without it rounds more. It is off by default, as it changes what a recipe
-    trains by that rounding.
+    added to the sum, and a recipe without it rounds more. It is off by default, as it changes what a recipe trains by
+    that rounding.
     """
 
     order: Literal["horizontal", "vertical"] = knob(
@@ -58,19 +57,11 @@ class AccumulationConfig:
     )
     fusion: bool = knob(
         False,
-        "Add the product that computes a 16-bit weight's gradient to the float32 sum at once.",
-        frees="6 bytes a weight of one linear layer at a time, and of the head",
+        "Add the product that computes a 16-bit weight's gradient to the sum at once.",
+        frees="6 bytes a weight of one linear layer at a time, and of the head; with dtype=weights 2 bytes",
         costs="nothing: a product, a cast and a sum become one kernel; a micro-batch's share is not rounded any more",
         effects={True: Effect(engines=(), traits=("idle with one micro-batch",))},
         tries=(False, True),
         leaves={"sums": as_it_is},
         is_kernel=True,
     )
-
-    def problems(self) -> Iterator[str]:
-        """Yield a problem for each rule that these keys alone break."""
-        if self.fusion and self.dtype != "float32":
-            yield (
-                f"accumulation.fusion=true needs accumulation.dtype=float32, got {self.dtype}. Set "
-                "accumulation.dtype=float32 or accumulation.fusion=false."
-            )

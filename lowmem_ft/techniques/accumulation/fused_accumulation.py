@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import has_values, name_of
 from lowmem_ft.foundation.errors import UserError
@@ -28,20 +28,20 @@ class FusedAccumulation(Technique):
 def enable_fused_accumulation(
     model: nn.Module, *, device: torch.device, loss: ChunkedLoss | None = None
 ) -> FusedAccumulation:
-    """Make the product that computes a 16-bit weight's gradient add it to the float32 sum of the micro-batches.
+    """Make the product that computes a 16-bit weight's gradient add it to the sum of the micro-batches.
 
-    Frees: of each linear layer in turn the 16-bit gradient and its float32 copy, 6 bytes a weight; of a chunked loss's
-    head those, and the gradients of the logits of a micro-batch.
+    Frees: of each linear layer in turn the 16-bit gradient, 2 bytes a weight, and where sums are in float32 its float32
+    copy, 4 more; of a chunked loss's head those, and with float32 sums the gradients of the logits of a micro-batch.
     Saves time on the GPU: a product, a cast and a sum become one kernel.
     Costs: the host's time, for an autograd function in Python a layer. Where the host sets the pace, steps take longer:
     on an H200, 1b-bf16 with one row per micro-batch took 1.28 s instead of 1.24.
-    Equals: the sums of :func:`enable_float32_accumulation`, except that a micro-batch's share is not rounded to 16 bits
-    before it is added.
-    Limits: the weights of ``nn.Linear`` layers, whose ``.grad`` must take float32: enable float32 accumulation first.
-    Norms, biases, embeddings, experts in one tensor and layers whose forward something else has replaced (a streamed
-    head) are summed as before. The loss must reach backward unscaled where its head is summed. Hooks on a weight's
-    gradient (``register_hook``) would get none and are refused; those after accumulation run as before. Not with
-    ``DistributedDataParallel`` or ``fully_shard``, which take gradients from autograd.
+    Equals: autograd's sums, or those of :func:`enable_float32_accumulation` where it is enabled before, except that a
+    micro-batch's share is not rounded to 16 bits before it is added. A sum in 16 bits is rounded once a micro-batch.
+    Limits: the weights of ``nn.Linear`` layers. Norms, biases, embeddings, experts in one tensor and layers whose
+    forward something else has replaced (a streamed head) are summed as before. The loss must reach backward unscaled
+    where its head is summed. Hooks on a weight's gradient (``register_hook``) would get none and are refused; those
+    after accumulation run as before. Not with ``DistributedDataParallel`` or ``fully_shard``, which take gradients from
+    autograd.
     Source: ``gradient_accumulation_fusion`` of Megatron-LM; ``torch.addmm(out_dtype=...)`` of torch 2.13.
 
     Args:
@@ -69,14 +69,14 @@ def enable_fused_accumulation(
                 f"accumulation.fusion passes no gradient to the hook on {name} (register_hook). Use "
                 "register_post_accumulate_grad_hook, or set accumulation.fusion=false."
             )
-    _try_product(device, linears[0].weight.dtype)
+    _try_product(device, linears[0].weight)
     fused = FusedAccumulation()
     last = last_of_each_decoder_layer(model, linears)
     for linear in linears:
         fused.undo_first(set_attribute(linear, "forward", SummingLinear(linear, is_last=linear in last)))
     if loss is not None:
         fused.undo_first(loss.sum_head_in_product())
-    log.info("Accumulation: the products of %d linear layers add to their float32 sums.", len(linears))
+    log.info("Accumulation: the products of %d linear layers add to their sums.", len(linears))
     return fused
 
 
@@ -89,10 +89,10 @@ def _layers_of(model: nn.Module) -> Iterator[nn.Linear]:
             yield module
 
 
-def _try_product(device: torch.device, dtype: torch.dtype) -> None:
-    """Refuse a device that cannot add a 16-bit product to a float32 sum, or adds it wrongly."""
-    factor = torch.ones(16, 16, dtype=dtype, device=device)
-    total = torch.ones(16, 16, dtype=torch.float32, device=device)
+def _try_product(device: torch.device, weight: Tensor) -> None:
+    """Refuse a device that cannot add a product to a sum of the type of this weight's ``.grad``, or adds it wrongly."""
+    factor = torch.ones(16, 16, dtype=weight.dtype, device=device)
+    total = torch.ones(16, 16, dtype=weight.grad_dtype, device=device)
     try:
         add_product_(total, factor, factor)
         problem = "gets another sum" if has_values(total) and not bool((total == 17).all()) else None
@@ -100,6 +100,10 @@ def _try_product(device: torch.device, dtype: torch.dtype) -> None:
         problem = str(error)
     if problem is not None:
         raise UserError(
-            f"accumulation.fusion needs a device that adds a {str(dtype).removeprefix('torch.')} product to a float32 "
-            f"sum, but {name_of(device)} does not: {problem}. Set accumulation.fusion=false."
+            f"accumulation.fusion needs a device that adds a {_name_of(factor.dtype)} product to a "
+            f"{_name_of(total.dtype)} sum, but {name_of(device)} does not: {problem}. Set accumulation.fusion=false."
         )
+
+
+def _name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

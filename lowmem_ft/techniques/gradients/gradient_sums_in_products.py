@@ -1,4 +1,4 @@
-"""Gradients of linear layers' 16-bit weights, added to a float32 sum by the product that computes them.
+"""Gradients of linear layers' 16-bit weights, added to their sums by the product that computes them.
 
 Axes: N tokens, O outputs of the layer, I inputs.
 """
@@ -17,21 +17,32 @@ from lowmem_ft.techniques.modules.early_saving import SavedTensors, not_as_view,
 
 
 def add_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
-    """Add ``d_output.T @ input`` to a float32 sum, without rounding the product to the type of its 16-bit factors.
+    """Add ``d_output.T @ input`` to a sum in float32 or in the type of its 16-bit factors; the product is not rounded.
 
-    On CUDA cuBLAS multiplies 16-bit factors and adds in float32; elsewhere the factors are converted first.
+    On CUDA cuBLAS multiplies 16-bit factors and adds in float32; elsewhere the factors are converted first. A 16-bit
+    sum is rounded once, after the addition.
     Source: pytorch, aten/src/ATen/native/cuda/Blas.cpp, _addmm_dtype_out_cuda.
     """
-    if kernels_of(sum_OI.device) == "cuda":
-        torch.addmm(sum_OI, d_output_NO.t(), input_NI, out_dtype=sum_OI.dtype, out=sum_OI)
+    if kernels_of(sum_OI.device) != "cuda":
+        sum_OI.copy_(sum_OI.float().addmm_(d_output_NO.t().float(), input_NI.float()))
+    elif sum_OI.dtype == input_NI.dtype:
+        sum_OI.addmm_(d_output_NO.t(), input_NI)
     else:
-        sum_OI.addmm_(d_output_NO.t().to(sum_OI.dtype), input_NI.to(sum_OI.dtype))
+        torch.addmm(sum_OI, d_output_NO.t(), input_NI, out_dtype=sum_OI.dtype, out=sum_OI)
 
 
-def float32_sum_of(weight: Tensor) -> Tensor:
-    """Return a weight's ``.grad``, which sums in float32; zeros at first."""
+def add_product_to_grad(weight_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
+    """Add ``d_output.T @ input`` to a weight's ``.grad``, in the type that it sums in."""
+    if weight_OI.grad is None and weight_OI.grad_dtype == input_NI.dtype:
+        weight_OI.grad = d_output_NO.t() @ input_NI  # without zeros to write and read
+    else:
+        add_product_(sum_in_grad(weight_OI), d_output_NO, input_NI)
+
+
+def sum_in_grad(weight: Tensor) -> Tensor:
+    """Return a weight's ``.grad``, in the type that it sums in; zeros at first."""
     if weight.grad is None:
-        weight.grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.grad = torch.zeros_like(weight, dtype=weight.grad_dtype)
     return weight.grad
 
 
@@ -84,7 +95,7 @@ class _Sum(torch.autograd.Function):
         input, weight = (ctx.saved or ctx).saved_tensors
         d_output_NO = d_output.flatten(0, -2)
         input_NI = input.flatten(0, -2).to(d_output.dtype)  # as autocast did
-        add_product_(float32_sum_of(ctx.weight), d_output_NO, input_NI)
+        add_product_to_grad(ctx.weight, d_output_NO, input_NI)
         d_input = (
             (d_output_NO @ weight.to(d_output.dtype)).view(input.shape).to(input.dtype)
             if ctx.of_input

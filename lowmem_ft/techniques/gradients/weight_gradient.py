@@ -37,7 +37,8 @@ class WeightGradient:
         dtype: type of the finished gradient, which is the weight's.
         device: its device.
         num_tokens: tokens of all chunks together.
-        sum_OI: a float32 sum, to which products are added without being rounded; None: a sum of its own.
+        total_OI: a sum to which the gradient is added without being rounded before, in float32 or the weight's type;
+            None: the gradient is a new tensor.
     """
 
     def __init__(
@@ -46,13 +47,13 @@ class WeightGradient:
         dtype: torch.dtype,
         device: torch.device,
         num_tokens: int,
-        sum_OI: Tensor | None = None,
+        total_OI: Tensor | None = None,
     ) -> None:
-        self._shape, self._dtype, self._device = shape, dtype if sum_OI is None else sum_OI.dtype, device
+        self._shape, self._dtype, self._device = shape, dtype if total_OI is None else total_OI.dtype, device
         self._num_tokens = num_tokens
         self._sum_dtype = torch.promote_types(dtype, torch.float32)
-        self._sum_OI = sum_OI
-        self._rounds_products = sum_OI is None
+        self._total_OI = total_OI
+        self._sum_OI = total_OI if self._dtype == self._sum_dtype else None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._waiting_tokens = 0
 
@@ -80,12 +81,14 @@ class WeightGradient:
         return self._num_tokens if self._num_tokens <= tokens_of_that_size else tokens_of_that_size // 4
 
     def finish(self) -> Tensor:
-        """Return the gradient, O x I, in its own storage; zeros if no chunk was added."""
+        """Return the gradient, O x I, in its own storage; zeros if no chunk was added; or the sum that it was given."""
         if self._sum_OI is None:
-            return self._with_waiting_added(None, self._dtype)
+            return self._with_waiting_added(self._total_OI, self._dtype)
         sum_OI = self._with_waiting_added(self._sum_OI, self._sum_dtype)
         self._sum_OI = None
-        return sum_OI.to(self._dtype)
+        if self._total_OI is None or sum_OI is self._total_OI:
+            return sum_OI.to(self._dtype)
+        return self._total_OI.add_(sum_OI)
 
     def _with_waiting_added(self, sum_OI: Tensor | None, dtype: torch.dtype) -> Tensor:
         if sum_OI is None:
@@ -93,7 +96,7 @@ class WeightGradient:
         if self._waiting:
             d_outputs, inputs = zip(*self._waiting, strict=True)
             self._waiting, self._waiting_tokens = [], 0
-            _add_products_(sum_OI, d_outputs, _joined(inputs), rounded=self._rounds_products)
+            _add_products_(sum_OI, d_outputs, _joined(inputs), rounded=self._total_OI is None)
         return sum_OI
 
 
@@ -106,10 +109,10 @@ def _add_products_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor
     with _sums_in_float32(input_NI.dtype):
         for rows in row_slices(sum_OI):
             d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
-            if sum_OI.dtype == input_NI.dtype:
-                sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
-            elif not rounded:
+            if not rounded:
                 add_product_(sum_OI[rows], d_output_NO, input_NI)
+            elif sum_OI.dtype == input_NI.dtype:
+                sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
             else:
                 sum_OI[rows] += d_output_NO.t() @ input_NI
 

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem_ft.techniques.gradients.gradient_sums_in_products import float32_sum_of
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import sum_in_grad
 
 
 class HeadTiles(Protocol):
@@ -25,7 +25,7 @@ class HeadTiles(Protocol):
         ...
 
     def sum_of(self, rows: slice) -> Tensor | None:
-        """Return the float32 sum to which products for these rows are added; None: their gradient is handed over."""
+        """Return the sum to which products for these rows are added; None: their gradient is handed over."""
         ...
 
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
@@ -58,7 +58,7 @@ class ResidentTiles:
 
     def sum_of(self, rows: slice) -> Tensor | None:
         """Return these rows of ``.grad``."""
-        return float32_sum_of(self._weight_VH)[rows] if self._sums else None
+        return sum_in_grad(self._weight_VH)[rows] if self._sums else None
 
     def add_gradient(self, rows: slice, d_weight_WH: Tensor) -> None:
         """Copy the gradient of these rows to its place, unless it is part of the sum."""

@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, float32_sum_of
+from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, sum_in_grad
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.modules.surroundings import Surroundings
@@ -205,7 +205,7 @@ class _ParameterGradients:
             part for part in module.modules() if type(part) is nn.Linear and part.weight.requires_grad
         ]
         self._summed = {
-            linear.weight: float32_sum_of(linear.weight)
+            linear.weight: sum_in_grad(linear.weight)
             for linear in self._linears
             if isinstance(linear.forward, SummingLinear)
         }

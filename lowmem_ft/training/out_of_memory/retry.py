@@ -33,14 +33,10 @@ from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, half_of_rows
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.memory_meter import free_device_bytes
-from lowmem_ft.techniques.accumulation.float32_accumulation import (
-    Float32Accumulation,
-    enable_float32_accumulation,
-)
-from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
+from lowmem_ft.techniques.accumulation.float32_accumulation import Float32Accumulation
+from lowmem_ft.techniques.accumulation.fused_accumulation import FusedAccumulation
 from lowmem_ft.techniques.accumulation.vertical_accumulation import (
     RowsCannotBeCutError,
     VerticalAccumulation,
@@ -51,6 +47,7 @@ from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.training.enabled_techniques import techniques_of_sums
 from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
@@ -104,7 +101,7 @@ class Retries:
         techniques = self.session.techniques
         if cut.max_tokens is not None:
             self._go_over_to_vertical_order()
-            self._sum_in_float32()
+            self._sum_gradients()
         vertical, loss = techniques.find(VerticalAccumulation), techniques.find(ChunkedLoss)
         if vertical is not None:
             vertical.max_tokens = cut.max_tokens
@@ -256,17 +253,14 @@ class Retries:
         in_float32 = self.session.techniques.find(Float32Accumulation) is not None
         return in_float32 or self._recipe.accumulation.dtype == "weights"
 
-    def _sum_in_float32(self) -> None:
-        """Enable float32 sums of gradients if the recipe has one micro-batch, which needs no sum."""
-        if self._sums_as_wanted:
+    def _sum_gradients(self) -> None:
+        """Enable what sums gradients if the recipe has one micro-batch, which needs no sum."""
+        session, techniques = self.session, self.session.techniques
+        if techniques.find(Float32Accumulation) or techniques.find(FusedAccumulation):
             return
-        optimizer = self.session.optimizer
-        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
-        techniques = self.session.techniques
-        techniques.add(enable_float32_accumulation(optimizer, takes_float32=takes_float32))
-        if self._recipe.accumulation.fusion:
-            model, device = self.session.unwrapped_model, self.session.runtime.device
-            techniques.add(enable_fused_accumulation(model, device=device, loss=techniques.find(ChunkedLoss)))
+        model, device, loss = session.unwrapped_model, session.runtime.device, techniques.find(ChunkedLoss)
+        for sums in techniques_of_sums(model, session.optimizer, self._recipe, device=device, loss=loss):
+            techniques.add(sums)
 
     def _refuse_without_room_for_sums(self, cut: MicroBatchLimit) -> None:
         """Refuse to split a single micro-batch in two if there is no room to sum their gradients in float32."""

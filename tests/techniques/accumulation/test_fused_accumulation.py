@@ -1,4 +1,7 @@
-"""Sums inside products: as a float32 product adds them, nearer to the truth, in each order, next to each technique."""
+"""Sums inside products: as a float32 product adds them, nearer to the truth, in each order, next to each technique.
+
+Sums are in float32, or in the weights' type, bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_
 
 CPU = torch.device("cpu")
 MICRO_BATCHES = 16
+SUMS = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 
 def mlp(*, bias=False):
@@ -41,9 +45,17 @@ def in_float32(model):
     return enable_float32_accumulation(torch.optim.SGD(model.parameters()), takes_float32=True)
 
 
-def fused(model):
-    in_float32(model)
+def fused(model, dtype=torch.float32):
+    if dtype == torch.float32:
+        in_float32(model)
     return enable_fused_accumulation(model, device=CPU)
+
+
+def shares():
+    """Yield the factors of each micro-batch's share of a linear layer's gradient."""
+    generator = torch.Generator().manual_seed(2)
+    for x in inputs():
+        yield torch.randn(2, 8, 40, generator=generator).bfloat16(), x
 
 
 def gradients(model, call=lambda model, x: model(x)):
@@ -52,33 +64,34 @@ def gradients(model, call=lambda model, x: model(x)):
     return [parameter.grad for parameter in model.parameters()]
 
 
-def test_a_sum_is_that_of_float32_products_of_the_same_factors():
+@SUMS
+def test_a_sum_is_that_of_float32_products_of_the_same_factors(dtype):
+    """One in bfloat16 is rounded once a micro-batch, after the addition."""
     model, linear = mlp(), nn.Linear(24, 40, bias=False, dtype=torch.bfloat16)
     linear.load_state_dict(model[0].state_dict())
-    fused(linear)
-    expected = torch.zeros(40, 24)
-    for x in inputs():
-        output = linear(x)
-        d_output = torch.randn_like(output)
-        output.backward(d_output)
-        expected.addmm_(d_output.flatten(0, 1).float().t(), x.flatten(0, 1).float())
-    assert linear.weight.grad.dtype == torch.float32
+    fused(linear, dtype)
+    expected = torch.zeros(40, 24, dtype=dtype)
+    for d_output, x in shares():
+        linear(x).backward(d_output)
+        expected = torch.addmm(expected.float(), d_output.flatten(0, 1).float().t(), x.flatten(0, 1).float())
+        expected = expected.to(dtype)
+    assert linear.weight.grad.dtype == dtype
     assert torch.equal(linear.weight.grad, expected)
 
 
-def test_a_sum_is_nearer_to_the_truth_than_one_of_rounded_products():
+@pytest.mark.parametrize("dtype,least_gain", [(torch.float32, 1000), (torch.bfloat16, 1)])
+def test_a_sum_is_nearer_to_the_truth_than_one_of_rounded_products(dtype, least_gain):
     rounded, unrounded, exact = mlp(), mlp(), mlp().double()
-    in_float32(rounded)
-    fused(unrounded)
-    x = inputs()[0]
-    d_output = torch.randn(2, 8, 40, generator=torch.Generator().manual_seed(2)).bfloat16()
-    for _ in range(MICRO_BATCHES):
+    if dtype == torch.float32:
+        in_float32(rounded)
+    fused(unrounded, dtype)
+    for d_output, x in shares():
         rounded[0](x).backward(d_output)
         unrounded[0](x).backward(d_output)
-    exact[0](x.double()).backward(d_output.double() * MICRO_BATCHES)
+        exact[0](x.double()).backward(d_output.double())
     truth = exact[0].weight.grad
     errors = [(model[0].weight.grad - truth).norm() / truth.norm() for model in (rounded, unrounded)]
-    assert errors[1] < errors[0] / 1000
+    assert errors[1] < errors[0] / least_gain
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -148,7 +161,8 @@ def test_checkpoints_change_no_bit():
     assert all(map(torch.equal, found, expected))
 
 
-def test_a_head_adds_each_chunk_to_its_sum():
+@SUMS
+def test_a_head_adds_each_chunk_to_its_sum(dtype):
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(50, 16, generator=generator).bfloat16()
     labels = torch.randint(0, 300, (50,), generator=generator)
@@ -156,7 +170,7 @@ def test_a_head_adds_each_chunk_to_its_sum():
     weights = [nn.Parameter(weight.clone()) for weight in weights]
     weights.append(nn.Parameter(weights[0].detach().double()))
     for weight in weights:
-        weight.grad_dtype = torch.promote_types(weight.dtype, torch.float32)
+        weight.grad_dtype = torch.promote_types(weight.dtype, dtype)
     for _ in range(4):
         for weight, sums in zip(weights, (False, True, False), strict=True):
             loss = linear_cross_entropy_sum(
@@ -169,7 +183,7 @@ def test_a_head_adds_each_chunk_to_its_sum():
             )
             loss.backward()
     rounded, unrounded, truth = (weight.grad for weight in weights)
-    assert unrounded.dtype == torch.float32
+    assert unrounded.dtype == dtype
     assert (unrounded - truth).norm() < (rounded - truth).norm()
 
 
@@ -182,17 +196,20 @@ def test_a_heads_sum_refuses_a_scaled_loss():
         (2 * loss).backward()
 
 
-def test_a_gradient_of_chunks_adds_to_a_sum_it_is_given():
+@pytest.mark.parametrize("chunk", [1, 16], ids=["its factors are kept", "they would take more than a sum"])
+@SUMS
+def test_a_gradient_of_chunks_adds_to_a_sum_it_is_given(dtype, chunk):
+    """One in bfloat16 is rounded once, after all chunks."""
     generator = torch.Generator().manual_seed(0)
-    total = torch.randn(12, 8, generator=generator)
-    expected = total.clone()
-    gradient = WeightGradient(total.shape, torch.bfloat16, CPU, 64, total)
+    total = torch.randn(12, 8, generator=generator).to(dtype)
+    expected = total.float()
+    gradient = WeightGradient(total.shape, torch.bfloat16, CPU, 4 * chunk, total)
     for _ in range(4):
-        d_output, x = (torch.randn(16, size, generator=generator).bfloat16() for size in (12, 8))
+        d_output, x = (torch.randn(chunk, size, generator=generator).bfloat16() for size in (12, 8))
         gradient.add(d_output, x)
         add_product_(expected, d_output, x)
     assert gradient.finish() is total
-    assert torch.equal(total, expected)
+    torch.testing.assert_close(total, expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
 
 
 def test_remove_gives_the_layers_their_forward_back():
@@ -225,6 +242,7 @@ FULL = ("checkpointing.mode=full",)
 IN_BACKWARD = (*FULL, "accumulation.order=vertical", "optimizer.in_backward=true")
 NEIGHBOURS = {
     "alone": (),
+    "in the weights' type": ("accumulation.dtype=weights",),
     "checkpointed": FULL,
     "selective": ("checkpointing.mode=selective",),
     "activations on host": (*FULL, "offload.activations=all"),
@@ -233,8 +251,10 @@ NEIGHBOURS = {
     "updates in backward at once": (*IN_BACKWARD, "training.max_grad_norm=null"),
     "streamed": (*IN_BACKWARD, "offload.optimizer=host", "offload.parameters=stream"),
     "tiles": ("tiling.mlp=2", "tiling.head=3"),
+    "tiles, in the weights' type": ("tiling.mlp=2", "tiling.head=3", "accumulation.dtype=weights"),
     "model's own loss": ("loss.chunk_tokens=null",),
     "exact master": ("optimizer.master=split16",),
+    "exact master, in the weights' type": ("optimizer.master=split16", "accumulation.dtype=weights"),
     "bitsandbytes": ("optimizer.name=adamw_bnb_8bit",),
     "autocast": ("training.mixed_precision=bf16",),
 }
@@ -243,8 +263,14 @@ NEIGHBOURS = {
 TIED = ("alone", "updates in backward", "streamed", "model's own loss")
 RUNS = [*(("llama", name) for name in NEIGHBOURS), *(("gemma2", name) for name in TIED)]
 QUICK = [
-    *(("llama", name) for name in ("alone", "vertical", "updates in backward at once", "tiles")),
-    *(("llama", name) for name in ("exact master", "bitsandbytes", "autocast")),
+    *(
+        ("llama", name)
+        for name in ("alone", "in the weights' type", "vertical", "updates in backward at once")
+    ),
+    *(
+        ("llama", name)
+        for name in ("tiles, in the weights' type", "exact master", "bitsandbytes", "autocast")
+    ),
     *(("gemma2", name) for name in ("streamed", "model's own loss")),
 ]
 """The next test runs the others that recompute or offload activations."""
@@ -298,7 +324,6 @@ def test_layers_that_are_not_linear_modules_are_refused_where_the_head_is_stream
 
 def test_it_is_off_or_refused_where_it_would_do_nothing_else():
     for settings, match in (
-        (("accumulation.dtype=weights",), r"accumulation\.dtype=float32, got weights"),
         (("adapter.name=lora",), r"adapter\.name=lora trains float32"),
         (("distributed.strategy=fsdp2",), "works in one process"),
     ):

@@ -40,6 +40,12 @@ RUNGS = {
     "one micro-batch, bf16": (*BF16, *ONE_MICRO_BATCH),
     "vertical": (*BF16, *VERTICAL, "tiling.mlp=2"),
     "fused sums, one micro-batch": (*BF16, "accumulation.fusion=true", *ONE_MICRO_BATCH),
+    "fused bf16 sums, one micro-batch": (
+        *BF16,
+        "accumulation.fusion=true",
+        "accumulation.dtype=weights",
+        *ONE_MICRO_BATCH,
+    ),
     "fused sums, in backward": (*IN_BACKWARD, "accumulation.order=vertical", "accumulation.fusion=true"),
     "vertical, dropout": (*VERTICAL, "dropout"),
     "in backward": (*IN_BACKWARD, *ONE_MICRO_BATCH),
