@@ -14,13 +14,15 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 _IN_BACKWARD = ("optimizer.in_backward=true", "accumulation.order=vertical")
+_TWO_MICRO_BATCHES = ("training.gradient_accumulation_steps=2",)
 _LORA = ("model.dtype=bfloat16", "adapter.name=lora", "adapter.r=8", "training.learning_rate=0.02")
 
 KERNELS = [
     ("model.dtype=bfloat16", "optimizer.master=split24", "optimizer.state=8bit", *_IN_BACKWARD),
     ("model.dtype=bfloat16", "optimizer.master=split16", "optimizer.state={exp_avg: bf16, exp_avg_sq: fp32}"),
     ("model.dtype=bfloat16", "model.kernels=liger", "loss.chunk_tokens=32"),
-    ("model.dtype=bfloat16", "accumulation.fusion=true", "training.gradient_accumulation_steps=2"),
+    ("model.dtype=bfloat16", "accumulation.fusion=true", *_TWO_MICRO_BATCHES),
+    ("model.dtype=bfloat16", "accumulation.fusion=true", "accumulation.dtype=weights", *_TWO_MICRO_BATCHES),
     (*_LORA, "training.mixed_precision=bf16", "model.kernels=liger"),
     (*_LORA, "training.mixed_precision=bf16", "model.quantization=nf4"),
     (*_LORA, "training.mixed_precision=bf16", "model.quantization=int8"),

@@ -24,6 +24,7 @@ _RECIPES = """
 7b-qlora      model.kernels=liger
 1b-bf16
 1b-bf16       accumulation.fusion=true
+1b-bf16       accumulation.fusion=true  accumulation.dtype=weights
 1b-bf16       model.kernels=liger
 8b-24gb
 8b-24gb       accumulation.fusion=true  model.kernels=liger
