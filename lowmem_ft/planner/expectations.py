@@ -3,16 +3,16 @@
 Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
 makes (``planner/search/ranking.py``), so a wrong one costs estimates, never the plan.
 
-Ten shares stand in for what is not counted. ``scripts/fit_expectations.py`` fits them to kept estimates of random
+Nine shares stand in for what is not counted. ``scripts/fit_expectations.py`` fits them to kept estimates of random
 combinations: of an 8B on two GPUs, and of a 1B on another. ``expected_shares.json`` has the shares, and their errors on
 each model when it is left out of the fit: the root mean square of the logarithm of seconds is at most 0.1, and 0.06
 without its level; that of device bytes is 0.06 for the 8B and 0.1 for the 1B. The samples are of an earlier clock: its
 rates are read where an expectation is made, and are no part of the shares.
 
-Searches among the kept combinations alone, in 18 budgets, found the best of them each time in 132 estimates (60 of the
-8B, 72 of the 1B). With twelve shares set by hand on the 8B they took 124 (61 and 63), and were once 0.1% slower than
-the best. Another replacement, bounds times a learned factor, found the same plan for an 8B in 24 GiB in 192 CPU seconds
-instead of 109.
+With a tenth share, of sums of gradients, which are counted since, searches among the kept combinations alone, in 18
+budgets, found the best of them each time in 132 estimates (60 of the 8B, 72 of the 1B). With twelve shares set by hand
+on the 8B they took 124 (61 and 63), and were once 0.1% slower than the best. Another replacement, bounds times a
+learned factor, found the same plan for an 8B in 24 GiB in 192 CPU seconds instead of 109.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ class Shares:
         at_work: weights of a layer and of the head that exist while they are at work, with gradients and copies.
         times_moved: times that the matrices' outputs pass through device memory, forward and backward.
         cast_bytes: bytes that pass through device memory where autocast rounds a float32 weight for a forward pass.
-        summed_bytes: bytes per parameter that pass through device memory to add a micro-batch's gradients to a sum.
         tiled_mlp: share of the products without checkpointing that tiles of the MLP take longer.
         tiled_head: share of them that tiles of the head take longer.
     """
@@ -54,7 +53,6 @@ class Shares:
     at_work: float
     times_moved: float
     cast_bytes: float
-    summed_bytes: float
     tiled_mlp: float
     tiled_head: float
 
@@ -139,9 +137,14 @@ def _moved_bytes(
     if recipe.adapter.name != "none":
         # Without autocast half of what an adapted 16-bit matrix gives is the adapter's, in float32.
         return 1.5 * moved if itemsize < 4 and training.mixed_precision == "no" else moved
-    if not recipe.accumulation.fusion:
-        moved += (num_micro_batches - 1) * shares.summed_bytes * shape.parameters
+    moved += (num_micro_batches - 1) * _summed_bytes(recipe, itemsize) * shape.parameters
     return moved + 2 * (sum(parts["state"][:3]) + 2 * itemsize * shape.parameters)
+
+
+def _summed_bytes(recipe: Recipe, itemsize: int) -> int:
+    """Return the bytes per parameter that a sum is read and written in, and a product that is not added inside."""
+    sum_itemsize = 4 if recipe.accumulation.dtype == "float32" else itemsize
+    return 2 * (sum_itemsize + (0 if recipe.accumulation.fusion else itemsize))
 
 
 def _sent_bytes(recipe: Recipe, shape: ModelShape) -> float:
