@@ -31,7 +31,7 @@ def add_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
         torch.addmm(sum_OI, d_output_NO.t(), input_NI, out_dtype=sum_OI.dtype, out=sum_OI)
 
 
-def add_product_to_grad(weight_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
+def _add_product_to_grad(weight_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
     """Add ``d_output.T @ input`` to a weight's ``.grad``, in the type that it sums in."""
     if weight_OI.grad is None and weight_OI.grad_dtype == input_NI.dtype:
         weight_OI.grad = d_output_NO.t() @ input_NI  # without zeros to write and read
@@ -95,7 +95,7 @@ class _Sum(torch.autograd.Function):
         input, weight = (ctx.saved or ctx).saved_tensors
         d_output_NO = d_output.flatten(0, -2)
         input_NI = input.flatten(0, -2).to(d_output.dtype)  # as autocast did
-        add_product_to_grad(ctx.weight, d_output_NO, input_NI)
+        _add_product_to_grad(ctx.weight, d_output_NO, input_NI)
         d_input = (
             (d_output_NO @ weight.to(d_output.dtype)).view(input.shape).to(input.dtype)
             if ctx.of_input
