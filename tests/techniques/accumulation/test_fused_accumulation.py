@@ -317,6 +317,21 @@ def test_what_moves_bytes_alone_changes_no_bit_of_fused_sums(run, neighbours):
     assert all(torch.equal(weight, alone.weights[name]) for name, weight in other.weights.items())
 
 
+def test_nor_do_the_settings_by_which_docs_benchmarks_compares(run):
+    """An 8B on an H100 with two rows per micro-batch; see ``scripts/speed/works.py``."""
+    name = "exact master, in the weights' type"
+    alone = run("llama", *NEIGHBOURS[name], "accumulation.fusion=true")
+    moved = (
+        *FULL,
+        "checkpointing.skip_last_layers=1",
+        "checkpointing.mlp_activation=recompute",
+        "offload.activations=inputs",
+    )
+    other = run("llama", *NEIGHBOURS[name], *moved, "accumulation.fusion=true")
+    assert other.losses == alone.losses
+    assert all(torch.equal(weight, alone.weights[name]) for name, weight in other.weights.items())
+
+
 def test_layers_that_are_not_linear_modules_are_refused_where_the_head_is_streamed(run):
     with pytest.raises(UserError, match=r"GPT2LMHeadModel has none.*streamed"):
         run("gpt2", *NEIGHBOURS["streamed"], "accumulation.fusion=true")
