@@ -309,7 +309,7 @@ def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
     once_more = sum(recipe.model.kernels == "liger" for recipe in asked)  # the plan with fused kernels
-    assert len(asked) - once_more == result.counts.estimated <= 45
+    assert len(asked) - once_more == result.counts.estimated <= 50
     assert result.searched > 200
     assert result.counts.left == 0 or not result.is_proven
     everything = result.counts.considered + result.counts.left
