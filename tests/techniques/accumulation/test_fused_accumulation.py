@@ -209,7 +209,7 @@ def test_a_gradient_of_chunks_adds_to_a_sum_it_is_given(dtype, chunk):
         gradient.add(d_output, x)
         add_product_(expected, d_output, x)
     assert gradient.finish() is total
-    torch.testing.assert_close(total, expected.to(dtype), rtol=1e-6 if dtype == torch.float32 else 0, atol=0)
+    assert torch.equal(total, expected.to(dtype))
 
 
 def test_remove_gives_the_layers_their_forward_back():
@@ -269,7 +269,7 @@ QUICK = [
     ),
     *(
         ("llama", name)
-        for name in ("tiles, in the weights' type", "exact master", "bitsandbytes", "autocast")
+        for name in ("tiles", "tiles, in the weights' type", "exact master", "bitsandbytes", "autocast")
     ),
     *(("gemma2", name) for name in ("streamed", "model's own loss")),
 ]
