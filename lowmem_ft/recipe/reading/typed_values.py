@@ -90,6 +90,8 @@ def _typed(key: RecipeKey, value: Any) -> Any:
         value = {True: "yes", False: "no"}[value]
     if _lost_text(key, value):
         raise OmegaConfBaseException(f"{key.path} is text")
+    if _lost_value(value):
+        raise OmegaConfBaseException(f"{key.path} has a name without a value")
     if key.takes_choices_by_name and isinstance(value, dict):
         if all(isinstance(name, str) and chosen in key.choices for name, chosen in value.items()):
             return value
@@ -105,6 +107,12 @@ def _lost_text(key: RecipeKey, value: Any) -> bool:
     hint = without_none(key.type_hint)
     entries = value if isinstance(value, (list, tuple)) and str in get_args(hint) else [value]
     return (hint is str or entries is value) and any(isinstance(entry, (bool, float)) for entry in entries)
+
+
+def _lost_value(value: Any) -> str | None:
+    """Return the name that YAML made of a name and its value, if any: ``{exp_avg:bf16}``, with no space between."""
+    names = value.items() if isinstance(value, dict) else ()
+    return next((name for name, of in names if of is None and isinstance(name, str) and ":" in name), None)
 
 
 _typed_scalar: Callable[[RecipeKey, Any], Any] = functools.lru_cache(maxsize=4096, typed=True)(_typed)
@@ -126,4 +134,6 @@ def _wrong_type(key: RecipeKey, value: Any) -> str:
     hint = did_you_mean(str(value), key.choices)
     if _lost_text(key, value):
         hint = " Put it in quotes: YAML reads it as another type."
+    if name := _lost_value(value):
+        hint = f" Put a space after the colon: {name.replace(':', ': ', 1)}."
     return f"{key.path} must be {describe_type(key.type_hint)}; got {shown}.{hint}"
