@@ -112,7 +112,8 @@ def _by_task(results: Sequence[Result], steps: int) -> dict[str, TaskResults]:
 
 def _parts(by_task: dict[str, TaskResults], steps: int) -> Iterator[str]:
     rows = [row for of_task in by_task.values() for row in of_task.results]
-    planned = len(TASKS) * NUM_SEEDS * len(RUNGS)
+    num_seeds = max([NUM_SEEDS, *(row["seed"] + 1 for row in rows)])
+    planned = len(TASKS) * num_seeds * len(RUNGS)
     yield "<!-- written by scripts/learning_curves.py -->\n# Learning curves"
     yield _wrapped(
         "Does a rung of the [memory ladder](memory_ladder.md) learn as well as float32? SmolLM2-135M-Instruct is "
@@ -121,14 +122,15 @@ def _parts(by_task: dict[str, TaskResults], steps: int) -> Iterator[str]:
         "computes: the row `split16`, whose optimizer is exact, has this rounding alone. The steps ran on a CPU; "
         "products of bfloat16 are computed in float32 and rounded once, as tensor cores do."
     )
-    runs = f"{len(TASKS)} tasks, {NUM_SEEDS} seeds, {len(RUNGS)} rungs"
+    runs = f"{len(TASKS)} tasks, {num_seeds} seeds, {len(RUNGS)} rungs"
     yield _wrapped(
         f"All {planned} runs ({runs}) are made, by this command:"
         if len(rows) == planned
         else f"Runs made so far: **{len(rows)} of {planned}** ({runs}). "
         "This command makes the missing ones, and writes this page again after each:"
     )
-    yield f"```\npython scripts/learning_curves.py --steps {steps}\n```"
+    more_seeds = f" --seeds {num_seeds}" if num_seeds > NUM_SEEDS else ""
+    yield f"```\npython scripts/learning_curves.py{more_seeds} --steps {steps}\n```"
     if not rows:
         return
     yield "![Held-out losses and their differences from float32](learning_curves.svg)"

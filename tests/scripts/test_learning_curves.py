@@ -151,6 +151,19 @@ def test_one_seed_is_not_judged(written, tmp_path):
     assert 'class="band"' not in (tmp_path / "page.svg").read_text()
 
 
+def test_a_fourth_seed_counts_among_the_runs_and_is_in_the_command(written):
+    text = written([result(REFERENCE, seed, 2.0) for seed in range(4)])
+    assert "Runs made so far: **4 of 40** (2 tasks, 4 seeds, 5 rungs)" in text
+    assert "learning_curves.py --seeds 4 --steps 60" in text
+
+
+@pytest.mark.parametrize("options", [["--seeds", "0"], ["--seeds", "-1"], ["--steps", "0"], ["--steps", "6"]])
+def test_numbers_that_make_no_runs_are_refused(options, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        learning_curves.main([*options, "--page-only"])
+    assert f"{options[0]} must be" in capsys.readouterr().err
+
+
 def test_the_page_is_that_of_the_kept_results():
     results = runs.read_results()
     assert results
