@@ -84,7 +84,7 @@ def test_an_estimate_with_another_version_warns_once(versions, caplog):
             with TracingMachine():
                 pass
     (record,) = caplog.records
-    for part in ("torch 2.16.0", "torch 2.11 to 2.15", "transformers 6.0.0", "transformers 5.17 to 5.23"):
+    for part in ("torch 2.16.0", "torch 2.11 to 2.15", "transformers 6.0.0", "transformers 5.17 to 5.24"):
         assert part in record.getMessage()
 
 
