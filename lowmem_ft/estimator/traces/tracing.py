@@ -313,10 +313,10 @@ def _said_if_long(recipe: Recipe, hf_config: PretrainedConfig) -> Iterator[None]
 @functools.cache  # once for all traces of a model
 def _say_that_it_takes_long(model: str | None, model_type: str, length: int) -> None:
     logger.warning(
-        "Tracing %s (%s) takes long. Every operator of a step is traced: a forward pass over its %d positions one by "
-        "one, as in recurrent models without a kernel of their own, takes many minutes. Ctrl-C ends it; with rows a "
-        "tenth as long (data.max_length=%d) such a model takes a tenth of the time, and its activations a tenth of "
-        "the memory.",
+        "Tracing %s (%s) takes long. Every operator of a step is traced, for most models in a minute or two; if a "
+        "forward pass goes over its %d positions one by one, as in recurrent models without a kernel of their own, in "
+        "many. Ctrl-C ends it; with rows a tenth as long (data.max_length=%d) such a model takes a tenth of the time, "
+        "and its activations a tenth of the memory.",
         model,
         model_type,
         length,
