@@ -338,11 +338,11 @@ from lowmem_ft import hf, load_recipe
 from trl import SFTTrainer
 
 recipe = load_recipe({name!r}, {settings})
-data = load_dataset("json", data_files="YOUR_DATA.jsonl", split="train")
+rows = load_dataset("json", data_files="YOUR_DATA.jsonl", split="train").train_test_split(0.02)
 
 model = hf.prepare_model(recipe.model.name_or_path, recipe)
 args = hf.sft_config(recipe, output_dir="out")
-trainer = SFTTrainer(model=model, args=args, train_dataset=data)
+trainer = SFTTrainer(model=model, args=args, train_dataset=rows["train"], eval_dataset=rows["test"])
 hf.attach(trainer, recipe)
 trainer.train()
 """

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from smaller_recipes import TINY, with_smaller_recipes
 
 DOCS = Path(__file__).parents[2] / "docs"
 OPTIONAL = ("peft", "bitsandbytes", "trl")
@@ -49,6 +50,16 @@ def test_the_example_runs(source, said, forks, tmp_path):
     done = forks.run(source, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+def test_the_readmes_lines_for_trl_train_a_shipped_recipe(forks, tmp_path):
+    readme = (DOCS.parent / "README.md").read_text()
+    (lines,) = re.findall(r"^```python\n(from datasets .*?)^```$", readme, re.M | re.S)
+    program = with_smaller_recipes(lines.replace("Qwen/Qwen2.5-7B", str(TINY)), tmp_path, "my_chats.jsonl")
+    done = forks.run(program, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'train_loss'" in done.stdout
 
 
 def test_every_verb_has_an_example_by_itself():

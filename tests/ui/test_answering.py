@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
 import shlex
 
 import pytest
+from smaller_recipes import with_smaller_recipes
 
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import UserError
@@ -90,6 +92,14 @@ def test_the_recipe_and_the_script_are_of_the_same_run(asked, tmp_path):
     name, settings = map(ast.literal_eval, call.args)
     of_script = load_recipe(name, settings)
     assert (of_script.data, of_script.adapter, of_script.model) == (recipe.data, recipe.adapter, recipe.model)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl")
+def test_the_lines_for_trl_train(asked, forks, tmp_path):
+    lines = answering.estimate(asked(length="128"), lambda text: None)["script"]
+    done = forks.run(with_smaller_recipes(lines, tmp_path, "YOUR_DATA.jsonl"), folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "'train_loss'" in done.stdout
 
 
 def test_what_the_gpu_cannot_run_is_refused_as_by_the_command(asked):
