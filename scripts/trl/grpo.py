@@ -22,10 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     """Train on rows with a ``prompt``, or on chats without their last turn; save in ``training.output_dir``.
 
     Args:
-        arguments: arguments of the command line; None: this process's.
-
-    Returns:
-        The trainer, as training left it.
+        arguments: arguments of the command line; None: this process's. The trainer is returned as training left it.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
@@ -36,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the recipe")
     given = parser.parse_intermixed_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    recipe = load_recipe(given.recipe, given.overrides)
+    not_evaluated = ["training.eval_steps=null", "training.eval_on_start=false"]  # the log has rewards
+    recipe = load_recipe(given.recipe, [*given.overrides, *not_evaluated])
     prompts = hf.load_rows(recipe).train
     if "messages" in prompts.column_names:
         prompts = prompts.map(lambda row: {"prompt": row["messages"][:-1]}, remove_columns="messages")

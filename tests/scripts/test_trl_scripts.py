@@ -106,8 +106,6 @@ def test_grpo(tmp_path, monkeypatch):
         "--tokens",
         "8",
     )
-    losses, trainer = run(
-        "grpo", tmp_path / "ours", *settings, "training.eval_steps=null", "loss.chunk_tokens=null"
-    )
+    losses, trainer = run("grpo", tmp_path / "ours", *settings, "loss.chunk_tokens=null")
     assert len(losses) == 2
     assert trainer.state.log_history[0]["reward_std"] > 0
