@@ -17,6 +17,7 @@ from collections.abc import Sequence
 
 from curves.page import write_page
 from curves.runs import (
+    NUM_POINTS,
     NUM_SEEDS,
     NUM_STEPS,
     Curve,
@@ -40,14 +41,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0; 3")
-    parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of a run, a multiple of 4; 200")
+    parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0 (%(default)s)")
+    parser.add_argument(
+        "--steps", type=int, default=NUM_STEPS, help=f"of a run, a multiple of {NUM_POINTS} (%(default)s)"
+    )
     parser.add_argument("--page-only", action="store_true", help="run nothing")
     arguments = parser.parse_args(argv)
     if arguments.seeds < 1:
         parser.error(f"--seeds must be at least 1, got {arguments.seeds}")
-    if arguments.steps < 4 or arguments.steps % 4:
-        parser.error(f"--steps must be a multiple of 4, got {arguments.steps}")
+    if arguments.steps < 1 or arguments.steps % NUM_POINTS:
+        parser.error(f"--steps must be a multiple of {NUM_POINTS}, got {arguments.steps}")
     if not arguments.page_only:
         run_missing(planned(arguments.tasks, arguments.seeds, arguments.steps))
     write_page(read_results(), arguments.steps)

@@ -19,10 +19,10 @@ from trl import GRPOTrainer
 
 
 def main(arguments: Sequence[str] | None = None) -> GRPOTrainer:
-    """Train on rows with a ``prompt``, or on chats without their last turn; save in ``training.output_dir``.
+    """Train on prompts, or on chats without their last turn; save in ``training.output_dir``; return the trainer.
 
     Args:
-        arguments: arguments of the command line; None: this process's. The trainer is returned as training left it.
+        arguments: arguments of the command line; None: this process's.
     """
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--recipe", required=True, help="name of a recipe, or a .yaml file")
