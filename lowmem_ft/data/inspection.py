@@ -24,6 +24,7 @@ from lowmem_ft.data.epoch_rows import MappedExamples
 from lowmem_ft.data.length_profile import Cut, LengthProfile
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.data.prepared_data import PreparedData
+from lowmem_ft.data.repeated_rows import RepeatedRows
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
 from lowmem_ft.data.tokenized_parts import SHOWS_ROW
 from lowmem_ft.system.heard_logs import log_heard
@@ -90,6 +91,7 @@ class Inspection:
         splits: whether examples are raw text, which is split at a limit.
         is_mixed: whether the examples are raw text in part, which ``cuts`` counts as if it were cut.
         num_streamed: examples looked at of a stream; None: all were.
+        repeated: counts of equal rows; None: a stream, where they are not looked for.
     """
 
     notes: tuple[str, ...]
@@ -106,6 +108,7 @@ class Inspection:
     splits: bool
     is_mixed: bool
     num_streamed: int | None
+    repeated: RepeatedRows | None
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON types."""
@@ -190,6 +193,7 @@ def inspect_data(
         splits=splits,
         is_mixed="text" in data.formats and not splits,
         num_streamed=len(profile.lengths_R) if data.summary is None else None,
+        repeated=data.repeated,
     )
 
 

@@ -16,6 +16,7 @@ from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.epoch_rows import OF_UNUSED, MappedExamples, column
 from lowmem_ft.data.mixing import mixed
 from lowmem_ft.data.prepared_data import PreparedData, SourceCounts, digest_of, evaluation_fields
+from lowmem_ft.data.repeated_rows import find_repeated_rows
 from lowmem_ft.data.sources.splits import Part, held_out_parts, num_held_out, training_parts
 from lowmem_ft.data.summary import SUMMARISED, DataSummary, Outcome, summarise
 from lowmem_ft.data.tokenized_parts import NUM_EXAMPLES_TO_LOOK_AT, TokenizedParts
@@ -38,11 +39,18 @@ def mapped_data(tokenized: TokenizedParts, collate: Collator, seed: int) -> Prep
         tables, eval_tables = [train for train, _ in halves], [rest for _, rest in halves]
     kept = [_kept(tokenized, table, part) for table, part in zip(tables, training, strict=True)]
     train, summary, sources = _mixed(tokenized, kept, training, num_read, seed)
+    eval_kept = [_kept(tokenized, table, part) for table, part in zip(eval_tables, held_out, strict=True)]
     evaluation, summaries = {}, []
-    for table, part in zip(eval_tables, held_out, strict=True):
-        eval_table, eval_summary = _kept(tokenized, table, part)
+    for (eval_table, eval_summary), part in zip(eval_kept, held_out, strict=True):
         evaluation[part.listed.name], packed_summary = _examples(tokenized, eval_table, eval_summary)
         summaries.append(packed_summary)
+    repeated = find_repeated_rows(
+        [table for table, _ in kept],
+        training,
+        [table for table, _ in eval_kept],
+        held_out,
+        is_split=config.eval_size is not None,
+    )
     return PreparedData(
         train=train,
         summary=summary,
@@ -51,6 +59,7 @@ def mapped_data(tokenized: TokenizedParts, collate: Collator, seed: int) -> Prep
         sources=sources,
         fingerprint=fingerprint,
         formats=frozenset(tokenized.formats),
+        repeated=repeated,
         **evaluation_fields(evaluation),
     )
 

@@ -12,6 +12,7 @@ import numpy as np
 from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.data.mixing import JoinedExamples
+from lowmem_ft.data.repeated_rows import RepeatedRows
 from lowmem_ft.data.summary import DataSummary
 
 
@@ -49,6 +50,7 @@ class PreparedData:
         fingerprint: digest of the tokens of all training rows and of what is learnt of them; when streaming, of the
             first ones.
         formats: names of the formats of the examples.
+        repeated: counts of equal rows; None when streaming.
     """
 
     train: Examples
@@ -60,6 +62,7 @@ class PreparedData:
     sources: tuple[SourceCounts, ...] = ()
     fingerprint: str = ""
     formats: frozenset[str] = frozenset()
+    repeated: RepeatedRows | None = None
 
 
 def evaluation_fields(by_source: dict[str, Any]) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from lowmem_ft.data.batches.row import TokenizedExample
 from lowmem_ft.data.epoch_rows import StreamedExamples
 from lowmem_ft.data.mixing import drawn, probabilities_of
 from lowmem_ft.data.prepared_data import PreparedData, digest_of, evaluation_fields
+from lowmem_ft.data.repeated_rows import STREAM_NOT_LOOKED_AT
 from lowmem_ft.data.source_keys import without_weights
 from lowmem_ft.data.sources.splits import Part, held_out_parts, training_parts
 from lowmem_ft.data.tokenized_parts import NUM_EXAMPLES_TO_LOOK_AT, TokenizedParts
@@ -47,6 +48,7 @@ def streamed_data(tokenized: TokenizedParts, collate: Collator) -> PreparedData:
     )
     for part, probability in zip(parts, probabilities or (), strict=bool(probabilities)):
         logger.info("Of the examples of an epoch, %.1f%% come from %s.", 100 * probability, part.source)
+    logger.info(STREAM_NOT_LOOKED_AT)
     evaluation = {part.listed.name: _held_out_stream(tokenized, part) for part in held_out_parts(config)}
     return PreparedData(
         train=train,

@@ -36,13 +36,15 @@ TOKENIZED = datasets.Features(
         "outcome": datasets.Value("int8"),
         "unused_fields": datasets.Value("int32"),
         "digest": datasets.Value("int64"),
+        "row_digest": datasets.List(datasets.Value("int64"), length=2),
     }
 )
 """Columns of a tokenized example.
 
 ``sample_id`` is its index among the rows read; the mask is one bit a token; ``num_whole_tokens`` counts it before it
 was cut; ``unused_fields``, of a row's first piece, has a bit for each of ``unused_fields.ALL`` that the row has and
-its text has not; ``digest`` is one of its tokens and of the mask.
+its text has not; ``digest`` is one of its tokens and of the mask, ``row_digest`` one of the row's tokens before they
+were cut, in 16 bytes (zeros: a later piece, or an example that is left out).
 """
 
 
@@ -112,7 +114,7 @@ class Tokenization:
             "max_length": self.max_length,
             "vocab_size": self.vocab_size,
             "blank_is_row": self.blank_is_row,
-            "version": 6,  # increase it when the same values give other tokens
+            "version": 7,  # increase it when the same values give other tokens
         }
 
     def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
@@ -185,13 +187,13 @@ class Tokenization:
         input_ids_T, is_learnt_T = encoded
         limit = self.max_length or len(input_ids_T)
         if self.example_format.name != "text":
-            return [_piece(input_ids_T, is_learnt_T, limit)]
+            return [_with_row_digest(_piece(input_ids_T, is_learnt_T, limit), input_ids_T)]
         # A last piece of a single token would have nothing to predict it from.
         starts = range(0, max(len(input_ids_T) - 1, 1), limit)
         pieces = [slice(start, start + limit) for start in starts]
         rows = [_piece(input_ids_T[piece], is_learnt_T[piece], limit) for piece in pieces]
         rows[0]["is_cut"] = len(input_ids_T) > limit  # split, rather: no part of it is lost
-        return rows
+        return [_with_row_digest(rows[0], input_ids_T), *rows[1:]]
 
 
 def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict[str, Any]:
@@ -211,8 +213,20 @@ def _piece(input_ids_T: np.ndarray, is_learnt_T: np.ndarray, limit: int) -> dict
         "num_label_tokens": int(is_learnt_T.sum()),
         "outcome": int(Outcome.KEPT),
         "digest": int.from_bytes(digest, "little", signed=True),
+        "row_digest": _NO_DIGEST,
         **counts,
     }
+
+
+_NO_DIGEST = (0, 0)
+
+
+def _with_row_digest(piece: dict[str, Any], input_ids_T: np.ndarray) -> dict[str, Any]:
+    """Return a row's first piece with the digest of all its tokens, if the piece is kept."""
+    if piece["outcome"] != Outcome.KEPT:
+        return piece
+    digest = hashlib.blake2b(input_ids_T.tobytes(), digest_size=16).digest()
+    return {**piece, "row_digest": np.frombuffer(digest, dtype=np.int64)}
 
 
 def _dropped(outcome: Outcome) -> dict[str, Any]:
@@ -227,6 +241,7 @@ def _dropped(outcome: Outcome) -> dict[str, Any]:
         "is_answer_cut": False,
         "outcome": int(outcome),
         "digest": 0,
+        "row_digest": _NO_DIGEST,
     }
 
 

@@ -69,9 +69,9 @@ def test_all_is_well_with_the_shipped_data(capsys):
 @pytest.mark.parametrize("number, code", [(999, 4), (1000, 0)])
 def test_a_kind_of_chat_is_looked_for_in_many_rows_and_the_limit_is_said(capsys, tmp_path, number, code):
     (tmp_path / "lost.jinja").write_text(SYSTEM_LOST)
-    turns = [{"role": "user", "content": "Go?"}, {"role": "assistant", "content": "yes"}]
-    rows = [{"messages": turns}] * 1001
-    rows[number] = {"messages": [{"role": "system", "content": "Be brief."}, *turns]}
+    answer = {"role": "assistant", "content": "yes"}
+    rows = [{"messages": [{"role": "user", "content": f"Go {n}?"}, answer]} for n in range(1001)]
+    rows[number]["messages"].insert(0, {"role": "system", "content": "Be brief."})
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     found, out = run(capsys, "data=chats.jsonl", *NO_EVAL, "data.chat_template=lost.jinja")
     assert found == code
@@ -163,7 +163,9 @@ def test_the_tokenizer_alone_is_enough(capsys, write_chats, without_limit):
 
 
 def test_raw_text_is_split(capsys, tmp_path):
-    (tmp_path / "prose.txt").write_text("word " * 400 + "\n\n" + "short\n\n" * 3)  # blank lines are no rows
+    (tmp_path / "prose.txt").write_text(
+        "word " * 400 + "\n\nshort\n\nshorter\n\nshortest\n\n"
+    )  # blank lines are no rows
     code, out = run(capsys, "data=prose.txt", *NO_EVAL, "--show", "0")
     assert code == 0
     assert "Raw text is split, and nothing is lost" in out

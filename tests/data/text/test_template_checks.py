@@ -249,7 +249,8 @@ def test_text_that_has_its_beginning_already(example, tokenizer_of):
 def test_training_logs_it_once(streaming, tokenizer_of, write_jsonl, load, caplog):
     caplog.set_level(logging.WARNING)
     tokenizer = tokenizer_of(BROKEN["no end"][0], "<|im_end|>")
-    load(write_jsonl([{"messages": PAIR}] * 3), tokenizer=tokenizer, streaming=streaming, eval_size=None)
+    rows = [{"messages": [{"role": "user", "content": f"Say {n}"}, PAIR[-1]]} for n in range(3)]
+    load(write_jsonl(rows), tokenizer=tokenizer, streaming=streaming, eval_size=None)
     (record,) = caplog.records
     assert record.check == "end_of_turn"
     assert "data.jsonl (train): The chat template writes no end-of-turn token" in record.getMessage()
