@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import capped_bytes, limits
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.memory.allocator.replay import replay
-from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
+from lowmem_ft.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, RunTime, TracedShape
@@ -139,7 +142,8 @@ class Findings:
             num_checkpoints=num_checkpoints,
             kept_checkpoints=min(num_checkpoints, _most_kept(training) or num_checkpoints),
             model=runtime.model,
-            time=self._time(share, num_evaluations, num_checkpoints),
+            time=self._time(share, num_evaluations, num_checkpoints, self._read_bytes(estimate.model)),
+            download_bytes=self._download_bytes(estimate.model),
             failure=self._failure(estimate),
             warnings=warnings,
             seconds=seconds,
@@ -188,14 +192,31 @@ class Findings:
             found.add(one.shape, traced[one.shape] * _share(one, by_tokens), times)
         return found
 
-    def _time(self, share: float, num_evaluations: int, num_checkpoints: int) -> RunTime:
+    def _read_bytes(self, model: ModelSize) -> int:
+        """Return the bytes of the model in its own files, without adapters; of a quantized one, the most."""
+        config = self._recipe.model
+        if config.weights == "random":
+            return 0
+        stored = dataclasses.replace(config, dtype="auto")
+        dtype = weights_dtype(stored, load_model_config(config, architecture_only=True))
+        of_adapter = 0 if self._recipe.adapter.name == "none" else model.trainable_parameters
+        return (model.parameters - of_adapter) * dtype.itemsize
+
+    def _download_bytes(self, model: ModelSize) -> int:
+        """Return the bytes of the model's files on the hub; 0 if they are a folder of this machine."""
+        if Path(self._recipe.model.name_or_path or "").is_dir():
+            return 0
+        return self._read_bytes(
+            dataclasses.replace(model, parameters=model.parameters + model.other_parameters)
+        )
+
+    def _time(self, share: float, num_evaluations: int, num_checkpoints: int, read_bytes: int) -> RunTime:
         runtime = self._runtime
         once = self._evaluated().total / max(self._num_evaluations, 1)
         saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
         saved += runtime.model.total_bytes if runtime.model else 0
-        read = runtime.model.weight_bytes if runtime.model else 0
         return RunTime(
-            loading=read / DISK_BYTES_PER_SECOND,
+            loading=read_bytes / DISK_BYTES_PER_SECOND,
             steps=self._seconds_of_steps * share,
             evaluations=once * num_evaluations + self._seconds_of_answers(),
             saving=saved / DISK_BYTES_PER_SECOND,

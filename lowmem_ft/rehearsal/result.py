@@ -19,6 +19,9 @@ SCHEMA = 1
 DISK_BYTES_PER_SECOND = 1e9
 """Assumed rate of reading and writing files: an NVMe drive takes a second for 1 to 3 GB, a network disk several."""
 
+NETWORK_BYTES_PER_SECOND = 125e6
+"""Assumed rate of a download: 1 Gbit/s."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TracedShape:
@@ -106,6 +109,7 @@ class Rehearsal:
         kept_checkpoints: most checkpoints on the disk at once.
         model: the finished one.
         time: seconds of the whole run.
+        download_bytes: the model's files on the hub, whose download is in no number; 0: it is a local folder.
         failure: where memory runs out; None: nowhere.
         warnings: warnings that the run would give.
         seconds: seconds that the rehearsal took.
@@ -131,6 +135,7 @@ class Rehearsal:
     kept_checkpoints: int
     model: Saved | None
     time: RunTime
+    download_bytes: int
     failure: Failure | None
     warnings: tuple[str, ...]
     seconds: float
@@ -150,6 +155,11 @@ class Rehearsal:
         """Cost of the whole run at the catalogue's price; None: it has none."""
         price = self.gpu.cheapest_price
         return None if price is None else price.usd_per_hour * self.time.seconds / 3600
+
+    @property
+    def download_seconds(self) -> float:
+        """Seconds to download the model's files, at :data:`NETWORK_BYTES_PER_SECOND`."""
+        return self.download_bytes / NETWORK_BYTES_PER_SECOND
 
     @property
     def rounding(self) -> float:
@@ -182,6 +192,8 @@ class Rehearsal:
                 "label_tokens": self.label_tokens,
                 "seconds": self.time.seconds,
                 "seconds_by_part": asdict(self.time),
+                "download_bytes": self.download_bytes,
+                "download_seconds": self.download_seconds,
                 "cost_usd": self.cost_usd,
                 "evaluations": self.num_evaluations,
                 "checkpoints": self.num_checkpoints,

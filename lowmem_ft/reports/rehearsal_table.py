@@ -11,7 +11,13 @@ from lowmem_ft.estimator.changes import Change
 from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.rehearsal.fix_search import Fix
-from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal, TracedShape
+from lowmem_ft.rehearsal.result import (
+    DISK_BYTES_PER_SECOND,
+    NETWORK_BYTES_PER_SECOND,
+    Failure,
+    Rehearsal,
+    TracedShape,
+)
 from lowmem_ft.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.text.document import Document, Table
@@ -153,6 +159,17 @@ def _time(rehearsal: Rehearsal) -> Iterator[tuple[str, str]]:
         "saving": time.saving,
     }
     yield "", ", ".join(f"{name} {duration(seconds)}" for name, seconds in parts.items() if seconds)
+    if rehearsal.download_bytes:
+        rent = (
+            ""
+            if price is None
+            else f", {format_dollars(price.usd_per_hour * rehearsal.download_seconds / 3600)}"
+        )
+        yield (
+            "",
+            f"not counted: the download of {format_bytes(rehearsal.download_bytes)}, unless the machine has them, "
+            f"{duration(rehearsal.download_seconds)}{rent} at {NETWORK_BYTES_PER_SECOND * 8 / 1e9:.0f} Gbit/s",
+        )
     if rehearsal.rounding > 0:
         yield (
             "",

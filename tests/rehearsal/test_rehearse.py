@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from gpu_runs import budget_of_one_mib
+from rich.console import Console
 from torch import nn
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -18,7 +20,10 @@ from lowmem_ft.cli import main
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND
 from lowmem_ft.rehearsal.runtime import _bytes_in_files
+from lowmem_ft.reports.estimate_table import format_dollars
+from lowmem_ft.reports.rehearsal_table import rehearsal_table
 from lowmem_ft.training.loop import train
 
 EVALUATED = ("data.eval_size=8", "training.eval_steps=1")
@@ -138,6 +143,35 @@ def test_early_stopping_with_all_its_keys_neither_ends_a_rehearsal_nor_is_refuse
     settings = (*early, "training.metric_for_best_model=perplexity", *EVALUATED)
     found = rehearse(small(*settings), "rtx-4090", steps=3)
     assert (found.rehearsed_steps, found.recipe.training.early_stopping_patience) == (3, 1)
+
+
+def test_an_adapters_run_reads_the_whole_base(rehearse, small, tmp_path):
+    base = Path(small().model.name_or_path)
+    stored = ("model.weights=pretrained", "model.dtype=bfloat16", "adapter.name=lora")
+    found = rehearse(small(*stored), "rtx-4090", steps=1)
+    model = found.estimate.model
+    assert found.model is not None
+    assert found.model.weight_bytes == 4 * model.trainable_parameters, "an adapter is saved"
+    of_base = model.parameters - model.trainable_parameters
+    assert found.time.loading * DISK_BYTES_PER_SECOND == pytest.approx(4 * of_base), "float32 in the files"
+    assert base.is_dir()
+    assert found.download_bytes == 0
+
+
+def test_random_weights_are_read_from_nowhere(whole):
+    assert whole.time.loading == 0
+
+
+def test_a_model_of_the_hub_is_downloaded_first_and_the_report_says_for_how_much(whole):
+    found = dataclasses.replace(whole, download_bytes=int(60e9))
+    assert found.download_seconds == 480
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(rehearsal_table(found))
+    words = " ".join(console.export_text().split())
+    price = found.gpu.cheapest_price
+    assert price is not None
+    rent = format_dollars(price.usd_per_hour * 480 / 3600)
+    assert f"not counted: the download of 55.9 GiB, unless the machine has them, 8 min, {rent}" in words
 
 
 def test_weights_that_share_their_memory_are_one_in_the_files():

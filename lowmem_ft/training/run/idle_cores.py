@@ -14,13 +14,14 @@ def warn_of_idle_cores(num_processes: int) -> None:
     """Warn if ``OMP_NUM_THREADS`` keeps cores idle, with a way out that depends on the launcher that set it.
 
     ``accelerate launch`` sets it to 1, and so does torchrun for several processes. If it is not set, torch uses one
-    thread per physical core, which is fastest.
+    thread per physical core, which is fastest. More threads than idle cores wait for each other, so a machine that
+    is busy gets no such advice.
 
     Args:
         num_processes: processes of this run, all assumed to be on this machine.
     """
     threads, cores = torch.get_num_threads() * num_processes, os.cpu_count() or 1
-    if "OMP_NUM_THREADS" not in os.environ or threads >= cores:
+    if "OMP_NUM_THREADS" not in os.environ or threads >= cores - _busy_cores():
         return
     logger.warning(
         "Using %d of %d cores, because OMP_NUM_THREADS=%s. To use all, %s.",
@@ -29,6 +30,13 @@ def warn_of_idle_cores(num_processes: int) -> None:
         os.environ["OMP_NUM_THREADS"],
         _way_out(max(1, cores // num_processes)),
     )
+
+
+def _busy_cores() -> int:
+    """Return the cores on which other programs have been running for a minute, where the system counts them."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return 0
+    return max(0, round(os.getloadavg()[0]) - 1)  # one is this process
 
 
 def _way_out(num_threads: int) -> str:

@@ -14,6 +14,7 @@ from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
 def _machine(monkeypatch):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    monkeypatch.setattr(os, "getloadavg", lambda: (1.2, 1.0, 1.0), raising=False)
     for name in ("OMP_NUM_THREADS", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
 
@@ -40,4 +41,11 @@ def test_under_accelerate_its_flag_is_named(monkeypatch, caplog):
     )
     caplog.clear()
     warn_of_idle_cores(8)
+    assert caplog.messages == []
+
+
+def test_cores_that_others_use_are_not_idle(monkeypatch, caplog):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(os, "getloadavg", lambda: (7.8, 7.0, 7.0), raising=False)
+    warn_of_idle_cores(1)
     assert caplog.messages == []
