@@ -165,6 +165,19 @@ def test_a_step_gathers_the_weights_twice_and_scatters_their_gradients_once(weig
     assert found["reduce_scatter"] == (2 + 1, once)
 
 
+@pytest.mark.parametrize(
+    "adapter", [(), ("adapter.name=lora",), ("adapter.name=lora", "adapter.kernel=peft")]
+)
+def test_a_process_of_two_holds_half_of_a_base_whether_it_is_trained_or_frozen(weights, adapter):
+    """When a step ends: no layer is gathered any more, and nothing else is left of the whole weights."""
+    trace = traced(cut("tiny", *SETTINGS, *adapter, cards=2), VirtualGPU("rtx-4090"))
+    end = trace.work[trace.step_ends[-1] - 1].position
+    held = sum(kept(trace, one, end) for one in ("parameter", "communication", "activation", "temporary"))
+    base = 4 * sum(shape.numel() for shape in weights)
+    adapters = kept(trace, "optimizer_state", end) // 2 if adapter else 0  # two averages a weight
+    assert base // 2 + adapters <= held <= base // 2 + adapters + 256  # rotary tables, the step's norm
+
+
 def test_ddp_holds_its_buckets_and_sums_every_gradient_once_a_step(weights):
     settings = (*SETTINGS, "distributed.strategy=ddp")
     trace = traced(cut("tiny", *settings, cards=4), VirtualGPU("rtx-4090"))

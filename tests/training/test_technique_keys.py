@@ -8,64 +8,10 @@ import logging
 import pytest
 from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from technique_keys import BESIDE, KEYS, STREAMED, other_values
 from transformers import AutoConfig
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
-
-KEYS = {
-    path: key
-    for path, key in recipe_keys().items()
-    if key.config_class.__module__.startswith("lowmem_ft.techniques.") and not path.startswith("distributed.")
-}
-"""Of one process; ``test_fsdp2.py`` has those of several."""
-del KEYS["adapter.train_new_tokens"]  # needs a tokenizer: see test_trained_rows.py
-KEYS["optimizer.in_backward"] = recipe_keys()["optimizer.in_backward"]
-
-# Values that a key's type does not tell; checkpointing.mode=auto has become another before anything is built.
-VALUES = {
-    "checkpointing.mode": ["full", "selective"],
-    "offload.folder": ["{folder}"],
-    "adapter.target_modules": ["[q_proj]"],
-    "adapter.target_parameters": ["[experts.gate_up_proj]"],
-    "adapter.modules_to_save": ["[embed_tokens]", "[lm_head]"],
-}
-
-FULL = ("checkpointing.mode=full",)
-VERTICAL = (*FULL, "accumulation.order=vertical")
-HOST = ("offload.optimizer=host",)
-STREAMED = (*VERTICAL, *HOST, "optimizer.in_backward=true")
-# What a key needs to be allowed, or to matter.
-BESIDE = {
-    "checkpointing.every_n_layers": FULL,
-    "checkpointing.skip_last_layers": FULL,
-    "offload.activations": FULL,
-    "offload.parameters": STREAMED,
-    "offload.resident_layers": (*STREAMED, "offload.parameters=stream"),
-    "offload.folder": HOST,
-    "accumulation.order": FULL,
-    "accumulation.dtype": ("model.dtype=bfloat16",),
-    "accumulation.fusion": ("model.dtype=bfloat16",),
-    "optimizer.in_backward": VERTICAL,
-    **{
-        path: ("adapter.name=lora",)
-        for path in KEYS
-        if path.startswith("adapter.") and path != "adapter.name"
-    },
-    "adapter.target_parameters": ("adapter.name=lora", "model={folder}/mixtral"),
-}
-
-
-def other_values(path):
-    key = KEYS[path]
-    if path in VALUES:
-        return VALUES[path]
-    if key.choices:
-        return [choice for choice in key.choices if choice != key.default]
-    if isinstance(key.default, bool):
-        return [str(not key.default).lower()]
-    assert isinstance(key.default, int | float), f"{path} needs its values in VALUES"
-    return [key.default + (1 if isinstance(key.default, int) else 0.1)]
 
 
 @pytest.fixture(scope="module")

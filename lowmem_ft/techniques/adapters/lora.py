@@ -27,12 +27,7 @@ from lowmem_ft.techniques.adapters.target_modules import (
 )
 from lowmem_ft.techniques.adapters.target_parameters import target_parameters
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
-from lowmem_ft.techniques.adapters.trained_rows import (
-    check_rows,
-    peft_setting,
-    train_rows,
-    trained_parameters,
-)
+from lowmem_ft.techniques.adapters.trained_rows import check_rows, peft_setting, train_rows
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
 
 __all__ = ["enable_lora"]
@@ -115,7 +110,7 @@ def enable_lora(
     saved_modules = modules_to_save(model, config, whole)
     if config.train_new_tokens:
         check_rows(model, new_rows, list(saved_modules.values()), of_several_parts=whole is not None)
-    undo = [*_restore_requires_grad(model), *_restore_config(model)]
+    undo = [partial(_set_requires_grad, model, _requires_grad(model)), *_restore_config(model)]
     lora_config = _pefts_config(model, config, targets, parameters)
     try:
         peft_model = add_layers(model, lora_config)
@@ -135,13 +130,11 @@ def enable_lora(
         lora_config.ensure_weight_tying = is_tied(model)
     for module in saved_modules.values():
         module.requires_grad_(True)
-    own_weights = {weight for module in saved_modules.values() for weight in module.parameters()}
     if config.train_new_tokens:
         undo += train_rows(model, new_rows)
         lora_config.trainable_token_indices = peft_setting(model)
-        own_weights |= trained_parameters(model)
     _log(model, config, layers, saved_modules)
-    return Lora(model, peft_model, *undo, whole=whole, own_weights=own_weights)
+    return Lora(model, peft_model, *undo, whole=whole, saved_modules=saved_modules.values())
 
 
 def _pefts_config(
@@ -190,12 +183,19 @@ def _refuse_dora_of_8bit(model: PreTrainedModel, config: AdapterConfig) -> None:
         )
 
 
-def _restore_requires_grad(model: nn.Module) -> list[Callable[[], object]]:
-    return [
-        partial(parameter.requires_grad_, parameter.requires_grad)
-        for parameter in model.parameters()
+def _requires_grad(model: nn.Module) -> dict[str, bool]:
+    """Return by name which weights are trained: FSDP2 replaces the parameters, and could free none that is kept."""
+    return {
+        name: parameter.requires_grad
+        for name, parameter in model.named_parameters()
         if parameter.is_floating_point()
-    ]
+    }
+
+
+def _set_requires_grad(model: nn.Module, by_name: Mapping[str, bool]) -> None:
+    for name, parameter in model.named_parameters():
+        if name in by_name:
+            parameter.requires_grad_(by_name[name])
 
 
 def _restore_config(model: PreTrainedModel) -> list[Callable[[], object]]:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.modules_to_save import add_to_file
+from lowmem_ft.techniques.adapters.trained_rows import trained_parameters
 from lowmem_ft.techniques.adapters.whole_model import WholeModel, name_for_whole, named_for_language_model
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
@@ -38,20 +39,24 @@ class Lora(Technique):
         peft_model: Any,
         *undo: Callable[[], object],
         whole: WholeModel | None = None,
-        own_weights: Iterable[nn.Parameter] = (),
+        saved_modules: Iterable[nn.Module] = (),
     ) -> None:
         super().__init__(*undo)
         self.model = model
         self.peft_model = peft_model
         self._whole = whole
-        self._own_weights = set(own_weights)
+        self._saved_modules = tuple(
+            saved_modules
+        )  # their parameters may be replaced: sharded ones are others
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' parameters and the trained ones of the model itself, by their names: no others are trained."""
+        own = {weight for module in self._saved_modules for weight in module.parameters()}
+        own |= trained_parameters(self.model)
         return {
             name: parameter
             for name, parameter in self.model.named_parameters()
-            if "lora_" in name or parameter in self._own_weights
+            if _is_of_adapter(name) or parameter in own
         }
 
     def save(self, folder: Path, *, writes: bool = True) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager
@@ -19,11 +20,13 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.distributed.config import DistributedConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.tensors.local_shards import is_sharded, local_part
+from lowmem_ft.tensors.logical_size import PART_OF_ANOTHER
 
 __all__ = ["enable_fsdp2"]
 
@@ -39,7 +42,7 @@ class FullySharded(Technique):
     """
 
     def __init__(self, model: FSDPModule, *, sync_each_batch: bool) -> None:
-        super().__init__()
+        super().__init__(functools.partial(_reshard, model))
         self.model = model
         self._sync_each_batch = sync_each_batch
 
@@ -97,8 +100,7 @@ class FullySharded(Technique):
 
     def reshard(self) -> None:
         """Reshard what the last forward has left gathered: one without gradients has no backward that would."""
-        for module in _fsdp_modules(self.model):
-            module.reshard()
+        _reshard(self.model)
 
 
 def enable_fsdp2(
@@ -132,8 +134,12 @@ def enable_fsdp2(
         around: a context entered while the parameters of a module are sharded.
 
     Returns:
-        A technique to which a loop announces its micro-batches; it cannot be undone.
+        A technique to which a loop announces its micro-batches; ``remove()`` leaves every parameter sharded.
+
+    Raises:
+        UserError: if new rows of an embedding are trained alone.
     """
+    _refuse_parts(model)
     rows = rows or {}
     policies: dict[str, Any] = {
         "mesh": mesh,
@@ -165,6 +171,20 @@ def enable_fsdp2(
         embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
     model._get_fsdp_state()._lazy_init()  # or whatever runs first, such as a part of the model, would become its root
     return FullySharded(model, sync_each_batch=config.sync_each_batch)
+
+
+def _refuse_parts(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, PART_OF_ANOTHER, False):
+            raise UserError(
+                f"enable_fsdp2 cuts whole parameters, and {name} is a view of rows of another, which would be kept "
+                "whole and trained in vain. Set adapter.train_new_tokens=false, or distributed.strategy=ddp."
+            )
+
+
+def _reshard(model: Any) -> None:
+    for module in _fsdp_modules(model):
+        module.reshard()
 
 
 def _fsdp_modules(model: Any) -> list[FSDPModule]:

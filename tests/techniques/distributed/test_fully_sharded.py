@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import json
+from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 TECHNIQUES = {
     "none": {},
@@ -127,3 +130,49 @@ def test_each_process_holds_its_share_of_weights_and_state(measured):
     for part in ("weights", "state"):
         assert shared[part] <= alone[part] / 3 * 66 / 64 + 1
     assert shared["kept"] <= alone["kept"] + alone["layer"]
+
+
+BESIDE_ADAPTERS = """
+import gc, os, sys, weakref, torch, torch.distributed as dist
+from pathlib import Path
+from torch.distributed.device_mesh import init_device_mesh
+from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import enable_lora
+from lowmem_ft.techniques.distributed.config import DistributedConfig
+from lowmem_ft.techniques.distributed.fully_sharded import enable_fsdp2
+folder = Path(sys.argv[1])
+sys.path.append(sys.argv[2])
+from tiny_models import tiny_llama
+
+dist.init_process_group("gloo")
+mesh, is_main = init_device_mesh("cpu", (2,)), dist.get_rank() == 0
+model = tiny_llama()
+lora = enable_lora(model, AdapterConfig(name="lora", modules_to_save=("embed_tokens", "lm_head")))
+names, whole = list(lora.parameters()), [weakref.ref(one) for one in model.parameters()]
+(folder / "whole").mkdir(exist_ok=True)
+lora.save(folder / "whole", writes=is_main)
+enable_fsdp2(model, DistributedConfig(), mesh)
+gc.collect()
+assert not [one for one in whole if one() is not None]
+assert list(lora.parameters()) == names
+(folder / "shared").mkdir(exist_ok=True)
+lora.save(folder / "shared", writes=is_main)
+
+model = tiny_llama()
+enable_lora(model, AdapterConfig(name="lora", train_new_tokens=True), new_rows=range(60, 64))
+try:
+    enable_fsdp2(model, DistributedConfig(), mesh)
+except UserError as error:
+    print(error)
+"""
+
+
+def test_modules_trained_whole_beside_adapters_are_shared_and_saved_but_single_rows_refused(forks, tmp_path):
+    for done in forks.run_two(BESIDE_ADAPTERS, str(tmp_path), str(Path(__file__).parents[2])):
+        assert done.returncode == 0, done.stderr
+        assert "Set adapter.train_new_tokens=false" in done.stdout
+    whole, shared = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("whole", "shared"))
+    assert "base_model.model.lm_head.weight" in shared
+    assert shared.keys() == whole.keys()
+    assert all(torch.equal(shared[name], whole[name]) for name in whole)
