@@ -230,10 +230,11 @@ def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
 
 def described(device: str, peaks: RealPeaks) -> Row:
     """Return the measurement with its hardware and versions."""
-    row = measured_on(torch.device(device))
+    measured = dataclasses.asdict(peaks)
+    row = measured_on(torch.device(device)) | measured.pop("rows")
     row["versions"]["bitsandbytes"] = version("bitsandbytes")
     if device == "cpu":
-        return {**row, "gpu": None, "measured": dataclasses.asdict(peaks)}
+        return {**row, "gpu": None, "measured": measured}
     gpu = this_machines_gpu()
     row["versions"] |= {"cuda": str(torch.version.cuda), "driver": driver_version()}
     return {
@@ -245,7 +246,7 @@ def described(device: str, peaks: RealPeaks) -> Row:
             "num_multiprocessors": gpu.num_multiprocessors,
             "segments_grow": allocator_setting() == SETTING_OF_RUNS,
         },
-        "measured": dataclasses.asdict(peaks),
+        "measured": measured,
     }
 
 

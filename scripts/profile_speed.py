@@ -25,15 +25,14 @@ from typing import Any
 
 import bench_speed
 import torch
-from ground_truth import real_run
+from ground_truth.measured_rows import Documents, described, documents_of, name_of
 from marked_table import with_table
 from measured_on import measured_on, require_device, wait_for_the_gpu
-from speed.peers import ROWS, MicroBatches
+from speed.peer_settings import setting_of
 from speed.this_gpu import ThisGPU
-from speed.works import WORKS, setting_of, title_of
+from speed.work_runs import run_on
+from speed.works import WORKS, title_of
 from torch.profiler import ProfilerActivity, profile
-
-from lowmem_ft.recipe import load_recipe
 
 DATA = bench_speed.ROOT / "tests" / "data" / "measured" / "profiles-cuda.json"
 STEPS, PROFILED = 5, 3
@@ -81,6 +80,9 @@ def main() -> None:
     )
     parser.add_argument("--work", choices=WORKS, default="8b-full")
     parser.add_argument("--runs", nargs="+", default=["ours:0", "2:off"])
+    parser.add_argument(
+        "--documents", type=documents_of, default=bench_speed.ONE_DOCUMENT, help=bench_speed.HELP
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/profiles.json"))
     parser.add_argument("--write", action="store_true", help="run nothing, write the table")
     parser.add_argument("--in-this-process", help=argparse.SUPPRESS)
@@ -92,11 +94,12 @@ def main() -> None:
         return
     require_device("cuda")
     if arguments.in_this_process:
-        print(json.dumps(profiled(arguments.work, arguments.in_this_process)))
+        print(json.dumps(profiled(arguments.work, arguments.in_this_process, arguments.documents)))
         return
     rows = json.loads(arguments.out.read_text()) if arguments.out.exists() else []
     for run in arguments.runs:
         command = [sys.executable, __file__, "--work", arguments.work, "--in-this-process", run]
+        command += ["--documents", name_of(arguments.documents)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         rows.append(json.loads(done.stdout.splitlines()[-1]))
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -104,22 +107,22 @@ def main() -> None:
         print(f"{run}: {rows[-1]}", flush=True)
 
 
-def profiled(work_name: str, run: str) -> dict[str, Any]:
+def profiled(work_name: str, run: str, documents: Documents) -> dict[str, Any]:
     """Run a work's steps in this process, and return where the seconds of the profiled one went."""
     work, gpu = WORKS[work_name], ProfiledGPU()
     wait_for_the_gpu()
-    if run in work.ours():
-        title = title_of(work.ours()[run], None)
-        recipe = load_recipe(work.recipe, (*work.ours()[run].overrides, "model.weights=random", "data=any"))
-        real_run.run_for_real(recipe, num_steps=STEPS, after_step=gpu.end_step)
-    else:
-        rows, checkpoints = setting_of(run)
-        title = title_of(work, (rows, checkpoints))
-        step = MicroBatches(rows=rows, number=ROWS // rows, checkpoints=checkpoints, steps=STEPS)
-        work.peer.run(gpu, work.peer.model, step)
+    run_on(gpu, work, run, documents, num_steps=STEPS, after_step=gpu.end_step)
     undisturbed = [*gpu.seconds[1 : PROFILED - 1], *gpu.seconds[PROFILED:]]
     found = digest(gpu.events()) | {"seconds": statistics.median(undisturbed)}
-    return {"work": work_name, "run": title, **found, **measured_on(torch.device("cuda"))}
+    is_ours = run in work.ours()
+    title = title_of(work.ours()[run] if is_ours else work, None if is_ours else setting_of(run), documents)
+    return {
+        "work": work_name,
+        "run": title,
+        **described(documents),
+        **found,
+        **measured_on(torch.device("cuda")),
+    }
 
 
 def digest(events: Iterable[dict[str, Any]]) -> dict[str, Any]:

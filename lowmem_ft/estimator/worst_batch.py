@@ -37,13 +37,30 @@ def worst_batch(
     Raises:
         DataError: if the model takes no rows that long, or neither recipe nor model limits their length.
     """
-    length, packed = row_length(recipe, hf_config), recipe.data.packing
-    collate = Collator(
-        pad_token_id=0, max_length=length, packed=packed, in_one_row="flash" in attn_implementation
-    )
-    num_documents = min(DOCUMENTS_PER_PACKED_ROW, length) if packed else 1
-    row = [_example(len(part)) for part in np.array_split(np.arange(length), num_documents)]
+    collate = full_row_collator(recipe, hf_config, attn_implementation=attn_implementation)
+    row = [_example(length) for length in documents_of_full_row(recipe, hf_config)]
     return collate([row] * num_rows)
+
+
+def documents_of_full_row(recipe: Recipe, hf_config: PretrainedConfig) -> tuple[int, ...]:
+    """Return the tokens of each document of a row that :func:`worst_batch` has.
+
+    Raises:
+        DataError: see :func:`worst_batch`.
+    """
+    length = row_length(recipe, hf_config)
+    num_documents = min(DOCUMENTS_PER_PACKED_ROW, length) if recipe.data.packing else 1
+    return tuple(len(part) for part in np.array_split(np.arange(length), num_documents))
+
+
+def full_row_collator(recipe: Recipe, hf_config: PretrainedConfig, *, attn_implementation: str) -> Collator:
+    """Return what collates a recipe's longest rows; see :func:`worst_batch`."""
+    return Collator(
+        pad_token_id=0,
+        max_length=row_length(recipe, hf_config),
+        packed=recipe.data.packing,
+        in_one_row="flash" in attn_implementation,
+    )
 
 
 def refuse_too_many_tokens(recipe: Recipe, hf_config: PretrainedConfig) -> None:

@@ -1,7 +1,7 @@
 """A recipe's own steps, for real: the most memory that each phase of a run holds, and each step's seconds.
 
-The pieces are those of a training run, with the batch that the estimator uses: the worst one. A meter is called only at
-the beginning of each phase, and reads the peak of the phase before.
+The pieces are those of a training run, with batches as large as the worst one that the estimator uses, of random tokens
+(``measured_rows.py``). A meter is called only at the beginning of each phase, and reads the peak of the phase before.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
+from ground_truth.measured_rows import Documents, MeasuredRows, name_of
 from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.estimator.worst_batch import worst_batch
+from lowmem_ft.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.memory.category import Phase
 from lowmem_ft.models.hf_config import load_model_config
@@ -46,6 +47,7 @@ class RealPeaks:
         process: bytes of the whole process: on CUDA its device memory, on a CPU its host memory.
         process_read_by: source of that number.
         seconds: of each optimizer step, from one moment without work on the device to the next.
+        rows: what the rows were (:meth:`~ground_truth.measured_rows.MeasuredRows.described`).
     """
 
     allocated: PeakByPhase = field(default_factory=dict)
@@ -53,6 +55,7 @@ class RealPeaks:
     process: int = 0
     process_read_by: str = ""
     seconds: list[float] = field(default_factory=list)
+    rows: dict[str, Any] = field(default_factory=dict)
 
 
 class PhaseMeter(Protocol):
@@ -148,6 +151,7 @@ def run_for_real(
     recipe: Recipe,
     *,
     num_steps: int = 2,
+    documents: Documents | None = None,
     tracker: StorageTracker | None = None,
     after_step: Callable[[], object] = lambda: None,
 ) -> RealPeaks:
@@ -156,6 +160,7 @@ def run_for_real(
     Args:
         recipe: the recipe to run; its data is not read.
         num_steps: number of optimizer steps; from the second on all optimizer state exists.
+        documents: tokens of each document of a row; None: those of the rows that an estimate assumes.
         tracker: counts the tensors of a CPU; None: a plain one.
         after_step: called at the end of each step.
 
@@ -164,6 +169,7 @@ def run_for_real(
 
     Raises:
         UserError: if this machine cannot run the recipe.
+        ValueError: if rows of several documents shall run without packing, or have another length than the recipe's.
     """
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
@@ -174,7 +180,7 @@ def run_for_real(
         else:
             meter = CpuMeter(stack.enter_context(tracker or StorageTracker()))
         runtime = MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter)
-        _run(recipe, runtime, meter, num_steps, after_step)
+        _run(recipe, runtime, meter, num_steps, documents, after_step)
         return meter.peaks
 
 
@@ -183,15 +189,18 @@ def _run(
     runtime: MeasuredRuntime,
     meter: PhaseMeter,
     num_steps: int,
+    documents: Documents | None,
     after_step: Callable[[], object],
 ) -> None:
     training = recipe.training
     plan = plan_session(recipe, runtime, load_model_config(recipe.model, architecture_only=True))
+    batches = _Batches(recipe, plan, documents)
+    meter.peaks.rows = batches.rows.described()
     meter.begin("load")
     session = build_session(recipe, runtime, plan, num_training_steps=num_steps)
     for _ in range(num_steps):
         window = [
-            _batch(recipe, plan, training.per_device_train_batch_size)
+            batches.take(training.per_device_train_batch_size)
             for _ in range(training.gradient_accumulation_steps)
         ]
         begin = _when_idle(runtime.device)
@@ -200,7 +209,7 @@ def _run(
         after_step()
         del window
     if has_held_out_data(recipe):
-        _evaluate(recipe, plan, session, meter)
+        _evaluate(recipe, batches, session, meter)
     meter.end()
 
 
@@ -211,12 +220,12 @@ def _when_idle(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def _evaluate(recipe: Recipe, plan: Plan, session: Session, meter: PhaseMeter) -> None:
+def _evaluate(recipe: Recipe, batches: _Batches, session: Session, meter: PhaseMeter) -> None:
     training = recipe.training
     num_rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
     session.model.eval()
     meter.begin("evaluation")
-    evaluation_loss(session, [_batch(recipe, plan, num_rows)])
+    evaluation_loss(session, [batches.take(num_rows)])
 
 
 def has_held_out_data(recipe: Recipe) -> bool:
@@ -225,8 +234,27 @@ def has_held_out_data(recipe: Recipe) -> bool:
     return not (data.eval_path is None and data.eval_split is None and data.eval_size is None)
 
 
-def _batch(recipe: Recipe, plan: Plan, num_rows: int) -> Batch:
-    return worst_batch(recipe, plan.hf_config, num_rows, attn_implementation=plan.attention.implementation)
+class _Batches:
+    """Hands out micro-batches of measured rows, one after the other."""
+
+    def __init__(self, recipe: Recipe, plan: Plan, documents: Documents | None) -> None:
+        full = documents_of_full_row(recipe, plan.hf_config)
+        documents = documents or full
+        if sum(documents) != sum(full) or (len(documents) > 1 and not recipe.data.packing):
+            raise ValueError(
+                f"Rows of {name_of(documents)} tokens are none of the recipe's: its rows have {sum(full)} tokens, "
+                f"with data.packing={str(recipe.data.packing).lower()}."
+            )
+        self.rows = MeasuredRows.of(plan.hf_config, documents)
+        self._collate = full_row_collator(
+            recipe, plan.hf_config, attn_implementation=plan.attention.implementation
+        )
+        self._taken = 0
+
+    def take(self, num_rows: int) -> Batch:
+        """Return the next rows."""
+        first, self._taken = self._taken, self._taken + num_rows
+        return self._collate(self.rows.rows(first, num_rows))
 
 
 def _raise_to(peaks: PeakByPhase, phase: Phase, num_bytes: int) -> None:

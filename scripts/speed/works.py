@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from dataclasses import dataclass
 
-from speed.peers import PAGED, QLORA, ROWS, SFT, TOKENS, TRAINER, Peer
+from ground_truth.measured_rows import Documents
+from speed.peer_settings import Setting
+from speed.peers import PAGED, QLORA, SFT, TRAINER, Peer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,26 +35,16 @@ class Work:
         more = (dataclasses.replace(self, overrides=(*self.overrides, *some)) for some in self.variants)
         return {f"ours:{index}": work for index, work in enumerate((self, *more))}
 
+    def settings(self, documents: Documents) -> tuple[str, ...]:
+        """Return the recipe's settings on rows of these documents: rows of one document are not packed."""
+        return (*self.overrides, f"data.packing={str(len(documents) > 1).lower()}")
 
-def title_of(work: Work, setting: tuple[int, bool] | None) -> str:
+
+def title_of(work: Work, setting: Setting | None, documents: Documents) -> str:
     """Describe a run of the peer, or ours, which has no setting."""
     if setting is None:
-        return f"ours, `{' '.join((work.recipe, *work.overrides))}`"
-    rows, checkpoints = setting
-    return f"{work.peer.title}; {rows} x {TOKENS}, checkpointing {'on' if checkpoints else 'off'}"
-
-
-def setting_of(text: str) -> tuple[int, bool]:
-    """Read rows of a micro-batch and whether layers are checkpointed, such as ``2:off``."""
-    rows, _, checkpoints = text.partition(":")
-    if not rows.isdecimal() or ROWS % int(rows) or checkpoints not in ("on", "off"):
-        raise argparse.ArgumentTypeError(f"expected rows that divide {ROWS}, then :on or :off, got {text!r}")
-    return int(rows), checkpoints == "on"
-
-
-def text_of(setting: tuple[int, bool]) -> str:
-    """Write what ``setting_of`` reads."""
-    return f"{setting[0]}:{'on' if setting[1] else 'off'}"
+        return f"ours, `{' '.join((work.recipe, *work.settings(documents)))}`"
+    return f"{work.peer.title}; {setting.in_words()}"
 
 
 WITHOUT_CHECKPOINTS = (
