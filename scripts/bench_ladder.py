@@ -35,6 +35,7 @@ from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
+from ground_truth.constant_rows import caveat_of_the_clock
 from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
 from marked_table import with_table
@@ -85,7 +86,7 @@ def main() -> None:
     if arguments.clock:
         rows = list(on_clock(arguments))
         header, *lines = lines_of(rows)
-        table = _markdown(header, lines)
+        table = "\n".join([*caveat_of_the_clock(), _markdown(header, lines)])
         print(table)
         if arguments.write:
             page = with_table(PAGE.read_text(encoding="utf-8"), "bench_ladder.py", table + "\n")

@@ -35,11 +35,11 @@ from typing import Any
 
 import marked_table
 import torch
+from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of, caveat_of_the_clock, kind_of_rows
 from ground_truth.measured_rows import (
     Documents,
     described,
     documents_of,
-    kind_of_rows,
     name_of,
 )
 from measured_on import measured_on, require_device
@@ -103,6 +103,7 @@ def main() -> None:
         measure(arguments.works, arguments.settings, documents, arguments.out)
         return
     lines = [
+        *caveat_of_the_clock(),
         "| work | run | s a step | tokens/s | outside products, s | process, GiB | ratio of tokens/s | of memory |",
         "|---|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -140,9 +141,11 @@ def measure(
 def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return a table of runs on a GPU: of each work the peer's runs, the fastest first, then ours next to that.
 
-    Runs on other rows are a group of their own: a ratio is one of runs on the same rows.
+    Runs on other rows are a group of their own, and those on constant ones have no ratio: a ratio is one of runs on the
+    same rows.
     """
     lines = [
+        *caveat_of(rows, OF_COMPARISONS),
         "| work | run | s a step | tokens/s | process, GiB | ratio of tokens/s | of memory |",
         "|---|---|---:|---:|---:|---:|---:|",
     ]
@@ -151,7 +154,8 @@ def measured_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
         groups.setdefault((row["work"], kind_of_rows(row)), []).append(row)
     for (name, kind), members in groups.items():
         of_work = sorted(members, key=lambda row: (row["run"].startswith("ours"), row["seconds"]))
-        best = None if of_work[0]["run"].startswith("ours") else of_work[0]
+        comparable = kind != CONSTANT and not of_work[0]["run"].startswith("ours")
+        best = of_work[0] if comparable else None
         for index, row in enumerate(of_work):
             seconds, held = row["seconds"], row["process_bytes"]
             ratios = "|"

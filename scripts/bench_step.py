@@ -20,10 +20,12 @@ from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
+from ground_truth.measured_rows import MeasuredRows, write_completions
 from measured_on import measured_on, require_device
-from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.data.batches.collating import Collator
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -166,7 +168,7 @@ def compare_bytes(model_dir: Path, device: torch.device) -> dict[str, Any]:
 
 
 def _activation_bytes(model: Any, device: torch.device) -> tuple[int, int]:
-    batch = _random_batch(model.config.vocab_size, device)
+    batch = _batch(model.config, device)
     # Gradients exist before the measured pass, which accumulates into them, so that only activations are counted.
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -179,17 +181,9 @@ def _activation_bytes(model: Any, device: torch.device) -> tuple[int, int]:
         return kept, tracker.peak_bytes
 
 
-def _random_batch(vocabulary: int, device: torch.device) -> Batch:
-    generator = torch.Generator().manual_seed(0)
-    input_ids_BT = torch.randint(vocabulary, (4, TOKENS), generator=generator).to(device)
-    return Batch(
-        input_ids_BT=input_ids_BT,
-        labels_BT=input_ids_BT,
-        position_ids_BT=None,
-        sample_ids=(0, 1, 2, 3),
-        num_label_tokens=4 * (TOKENS - 1),
-        num_tokens=4 * TOKENS,
-    )
+def _batch(config: PretrainedConfig, device: torch.device) -> Batch:
+    rows = MeasuredRows.of(config, (TOKENS,)).rows(0, 4)
+    return Collator(pad_token_id=0, max_length=TOKENS)(rows).to(device)
 
 
 def _model(folder: str) -> Any:
@@ -198,12 +192,10 @@ def _model(folder: str) -> Any:
 
 def _recipe(model_dir: Path, scratch: Path, arguments: argparse.Namespace) -> Recipe:
     tokenizer = load_tokenizer(load_recipe("demo", [f"model={model_dir}"]).model)
-    generator = torch.Generator().manual_seed(0)
-    with (scratch / "data.jsonl").open("w") as file:
-        for _ in range(arguments.steps * ROWS):
-            words = torch.randint(1000, len(tokenizer), (2 * TOKENS,), generator=generator)
-            # Chats and completions are cut at max_length, so every row has exactly TOKENS tokens.
-            file.write(json.dumps({"prompt": "a", "completion": tokenizer.decode(words)}) + "\n")
+    file, count = scratch / "data.jsonl", arguments.steps * ROWS
+    write_completions(
+        file, model_dir, tokenizer, count=count, length=TOKENS
+    )  # cut at max_length, to TOKENS each
     return load_recipe(
         "demo",
         [

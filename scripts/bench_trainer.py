@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import random
 import tempfile
 import time
 from pathlib import Path
@@ -20,9 +19,10 @@ from typing import Any
 
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
+from ground_truth.measured_rows import write_completions
 from ladder_rungs import RUNGS, Rung, settings_of
 from measured_on import measured_on
-from transformers import Trainer, TrainerCallback
+from transformers import AutoTokenizer, Trainer, TrainerCallback
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.units import format_bytes
@@ -143,19 +143,16 @@ def _mean(seconds: list[float]) -> float:
 
 
 def _recipe(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> Recipe:
-    draw = random.Random(0)
-    lines = [  # completions are cut at max_length, so every row has exactly TOKENS tokens
-        json.dumps(
-            {"prompt": "a", "completion": " ".join(str(draw.randrange(1000)) for _ in range(2 * TOKENS))}
-        )
-        for _ in range(num_steps * ROWS * MICRO_BATCHES)
-    ]
-    (scratch / "rows.jsonl").write_text("\n".join(lines))
+    tokenizer = AutoTokenizer.from_pretrained(model_dir)
+    file, count = scratch / "rows.jsonl", num_steps * ROWS * MICRO_BATCHES
+    write_completions(
+        file, model_dir, tokenizer, count=count, length=TOKENS
+    )  # cut at max_length, to TOKENS each
     return load_recipe(
         None,
         [
             f"model={model_dir}",
-            f"data={scratch / 'rows.jsonl'}",
+            f"data={file}",
             f"data.max_length={TOKENS}",
             "data.shuffle=false",
             "data.loss_on=all",

@@ -23,6 +23,8 @@ from typing import Any
 from lowmem_ft import VirtualGPU  # isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
+from ground_truth.constant_rows import caveat_of_the_clock
+from ground_truth.measured_rows import MeasuredRows
 from marked_table import with_table
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -79,7 +81,11 @@ def rows_of(model: str) -> Iterator[dict[str, Any]]:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of :func:`rows_of`, with a line for each kind of step."""
-    lines = ["| GPU | step | stock | ours, Triton | of stock | ours, operations |", f"|{'---|' * 6}"]
+    lines = [
+        *caveat_of_the_clock(),
+        "| GPU | step | stock | ours, Triton | of stock | ours, operations |",
+        f"|{'---|' * 6}",
+    ]
     for gpu, step in dict.fromkeys((row["gpu"], row["step"]) for row in rows):
         of = {row["update"]: row for row in rows if (row["gpu"], row["step"]) == (gpu, step)}
         stock, triton, operations = (
@@ -95,12 +101,13 @@ def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
     config = load_model_config(_recipe(model, ()).model, architecture_only=True)
     with torch.device("meta"):
         network = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    tokens = list(range(TOKENS))
+    rows = MeasuredRows.of(config, (TOKENS,))
     with VirtualGPU(gpu) as virtual, tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             folder,
             per_device_train_batch_size=ROWS,
             max_steps=3,
+            train_sampling_strategy="sequential",
             bf16=True,
             optim="adamw_bnb_8bit",
             gradient_checkpointing=is_checkpointed,
@@ -111,7 +118,7 @@ def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:
         trainer = Trainer(
             model=network,
             args=arguments,
-            train_dataset=[{"input_ids": tokens, "labels": tokens}] * (3 * ROWS),  # type: ignore[arg-type]
+            train_dataset=[rows.columns(number) for number in range(3 * ROWS)],  # type: ignore[arg-type]
             data_collator=default_data_collator,
         )
         with contextlib.redirect_stdout(sys.stderr):  # the Trainer prints a summary of its own

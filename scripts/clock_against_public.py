@@ -35,6 +35,7 @@ from typing import Any
 
 import marked_table
 import numpy as np
+from ground_truth.constant_rows import caveat_of_the_clock
 from ground_truth.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
 
@@ -277,6 +278,7 @@ def table(rows: Sequence[SecondsRow]) -> str:
         major, minor = find_gpu(row.gpu).compute_capability
         by_group[f"{major}.{minor}, {row.gpu}{', held out' if row.held_out else ''}"].append(row)
     lines = [
+        *caveat_of_the_clock(),
         "| architecture | rows | median error | worst | bias | seconds an estimate gives |",
         "|---|---:|---:|---:|---:|---|",
     ]

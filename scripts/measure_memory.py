@@ -40,10 +40,11 @@ from typing import Any
 import torch
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.comparison import compare, estimated_peaks, measured_gpu, table
+from ground_truth.constant_rows import CUDA_ROWS, caveat_of_recipes
 from ground_truth.cpu_matrix import name_of, overrides_of, sample
 from ground_truth.cuda_matrix import cuda_rows
 from ground_truth.families import FAMILIES, write_families
-from ground_truth.public_seconds import CUDA_ROWS, updated_in_chunks_until
+from ground_truth.public_seconds import updated_in_chunks_until
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
@@ -281,6 +282,7 @@ def print_errors(rows: list[Row]) -> None:
 def table_of_runs(rows: Sequence[Row]) -> Iterator[str]:
     """Yield the lines of a table of runs on a GPU: measured numbers, and how far each estimate is from them."""
     columns = ("tensors, GiB", "reserved, GiB", "process, GiB", "s a step")
+    yield from caveat_of_recipes()
     yield f"| run | day | {' | estimate | '.join(columns)} | estimate |"
     yield f"|---|---|{'---:|---:|' * len(columns)}"
     with tempfile.TemporaryDirectory() as folder:

@@ -25,6 +25,7 @@ from typing import Any
 
 import bench_speed
 import torch
+from ground_truth.constant_rows import OF_COMPARISONS, caveat_of
 from ground_truth.measured_rows import Documents, described, documents_of, name_of
 from marked_table import with_table
 from measured_on import measured_on, require_device, wait_for_the_gpu
@@ -156,6 +157,7 @@ def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return the lines of the table."""
     kinds = [*KINDS, "others"]
     lines = [
+        *caveat_of(rows, OF_COMPARISONS),
         f"| run | s a step | profiled, s | GPU computes, s | GPU waits, s | kernels | {', s | '.join(kinds)}, s |",
         f"|---|{'---:|' * (5 + len(kinds))}",
     ]

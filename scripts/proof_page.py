@@ -21,6 +21,7 @@ import marked_table
 from curves.page import summary_of
 from curves.runs import NUM_STEPS, read_results
 from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
+from ground_truth.constant_rows import caveat_of_recipes
 from kill_processes import RESULTS as KILLS
 from proof.formulas import FORMULAS
 from proof.picture import Panel, proof_svg
@@ -50,6 +51,8 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     num_seconds = sum(row.seconds is not None for row in rows)
     num_own = sum(row.name.startswith("recipe ") for row in rows)
     yield "<!-- written by scripts/proof_page.py -->\n# Predicted against measured"
+    if caveat := caveat_of_recipes():
+        yield "\n".join(caveat).rstrip()
     yield _wrapped(
         f"{len(rows)} runs on GPUs: {num_memory} with their memory, {num_seconds} with the seconds of a step. Others "
         f"measured and published {len(rows) - num_own} of them; {num_own} are recipes of this project on two H200. "

@@ -11,20 +11,19 @@ Axes: T tokens of a row, V tokens of a vocabulary.
 from __future__ import annotations
 
 import argparse
+import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from lowmem_ft.data.batches.row import IGNORED_LABEL, Row, TokenizedExample
 
 SEED = 0
-CONSTANT = "constant"
-"""What rows of measurements that do not tell theirs were: token 1 in each place of ours, 2 to 2049 of other tools'."""
-
 _SPECIAL = re.compile(r"_token_(id|ids|index|indices)$")
 _NAMED_DOCUMENTS = re.compile(r"([1-9]\d*)x([1-9]\d*)")
 
@@ -83,8 +82,27 @@ class MeasuredRows:
 
 
 def described(documents: Documents, seed: int = SEED) -> dict[str, Any]:
-    """Return what is stored with a measurement on these rows; see :func:`kind_of_rows`."""
+    """Return what is stored with a measurement on these rows; see ``constant_rows.py``."""
     return {"rows": {"tokens": "random", "seed": seed, "documents": name_of(documents)}}
+
+
+def write_completions(file: Path, folder: Path, tokenizer: Any, *, count: int, length: int) -> None:
+    """Write rows as text, for programs that read files: completions of at least so many tokens, to be cut there.
+
+    Args:
+        file: a JSON Lines file, which is replaced.
+        folder: the model's.
+        tokenizer: the model's.
+        count: number of rows.
+        length: tokens of a row.
+    """
+    rows = MeasuredRows.of(
+        AutoConfig.from_pretrained(folder), (2 * length,)
+    )  # spelled again, they may be fewer
+    texts = (tokenizer.decode(rows.columns(number)["input_ids"]) for number in range(count))
+    file.write_text(
+        "".join(json.dumps({"prompt": "a", "completion": text}) + "\n" for text in texts), "utf-8"
+    )
 
 
 def ordinary_tokens(config: PretrainedConfig) -> np.ndarray:
@@ -112,17 +130,6 @@ def name_of(documents: Documents) -> str:
     if len(set(documents)) == 1:
         return f"{len(documents)}x{documents[0]}"
     return "+".join(map(str, documents))
-
-
-def kind_of_rows(measurement: Mapping[str, Any]) -> str:
-    """Return on what kind of rows a stored measurement was made: numbers of two kinds are not compared."""
-    rows = measurement.get("rows")
-    return CONSTANT if rows is None else f"{rows['tokens']} {rows['documents']}"
-
-
-def made_on_constant_rows(measurements: Iterable[Mapping[str, Any]]) -> bool:
-    """Return whether any of these was measured on rows of one token; then tables say so."""
-    return any(kind_of_rows(measurement) == CONSTANT for measurement in measurements)
 
 
 def _example(number: int, ids_T: np.ndarray) -> TokenizedExample:

@@ -19,6 +19,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from ground_truth.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
 from ground_truth.public_runs import PublicRun, train
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -37,7 +38,6 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS
 
 ROWS = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured" / "seconds-public.json"
-CUDA_ROWS = ROWS.with_name("measured-cuda.json")
 LAST_IN_CHUNKS = "2026-11-27"
 """Last day of runs that launched the update kernel for each 2**22 elements, also where the state was on the GPU."""
 
@@ -129,7 +129,7 @@ def measured_rows() -> list[SecondsRow]:
             url=f"../tests/data/measured/{CUDA_ROWS.name}",
             date=row["date"],
             gpu=row["gpu"]["name"],
-            program="the recipe itself",
+            program=f"the recipe itself{', on constant tokens' * (kind_of_rows(row) == CONSTANT)}",
             settings={"overrides": row["overrides"]},
             seconds=statistics.median(row["measured"]["seconds"][1:]),
         )

@@ -6,15 +6,15 @@ import argparse
 import hashlib
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
+from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of_recipes, kind_of_rows
 from ground_truth.measured_rows import (
-    CONSTANT,
     MeasuredRows,
     described,
     documents_of,
-    kind_of_rows,
     name_of,
     ordinary_tokens,
 )
@@ -253,3 +253,33 @@ def test_what_a_virtual_gpu_does_not_see_is_refused_on_it():
         run(TRAINER, "2:off:compiled")
     with pytest.raises(UserError, match=r"SFTTrainer.* has no setting 2:off:whole"):
         run(SFT, "2:off:whole")
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("page", ["benchmarks", "clock", "memory_ladder", "proof", "which_gpu"])
+def test_pages_with_seconds_say_what_they_were_measured_on_as_long_as_it_was_constant_tokens(page):
+    says = "constant tokens**" in (DOCS / f"{page}.md").read_text("utf-8")
+    assert says == bool(caveat_of_recipes())
+
+
+def run_of(work, name, seconds, rows):
+    measured = {"seconds": seconds, "process_bytes": 2**30, "hardware": "", "date": "", "libraries": ""}
+    return {"work": work, "run": name, **measured, **rows}
+
+
+def test_no_ratio_is_one_of_runs_on_different_rows():
+    for package in ("bitsandbytes", "trl", "peft", "liger_kernel"):
+        pytest.importorskip(package)
+    from bench_speed import measured_lines
+
+    short, long = described((512,) * 4), described((2048,))
+    old = [run_of("8b", "theirs", 1, {}), run_of("8b", "ours", 2, {})]
+    new = [run_of("8b", "theirs", 3, long), run_of("8b", "ours", 6, long), run_of("8b", "ours", 5, short)]
+    *said, _ = "\n".join(measured_lines([*old, *new])).split("|", 1)
+    assert OF_COMPARISONS.split(",")[0] in said[0]
+    lines = [line for line in measured_lines([*old, *new]) if "theirs" in line or "ours" in line]
+    ratios = [tuple(cell.strip() for cell in line.split("|")[-3:-1]) for line in lines[-5:]]
+    assert ratios == [("", ""), ("", ""), ("", ""), ("0.50", "1.00"), ("", "")]
+    assert measured_lines(new)[0].startswith("| work"), "with the last of the old rows the sentence goes"
