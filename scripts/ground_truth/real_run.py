@@ -242,7 +242,7 @@ class _Batches:
         documents = documents or full
         if sum(documents) != sum(full) or (len(documents) > 1 and not recipe.data.packing):
             raise ValueError(
-                f"Rows of {name_of(documents)} tokens are none of the recipe's: its rows have {sum(full)} tokens, "
+                f"The recipe has no rows of {name_of(documents)} tokens: its own have {sum(full)} tokens, "
                 f"with data.packing={str(recipe.data.packing).lower()}."
             )
         self.rows = MeasuredRows.of(plan.hf_config, documents)

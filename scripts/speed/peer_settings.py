@@ -13,9 +13,9 @@ ROWS, TOKENS = 16, 2048
 """Rows of a step, and tokens of a row."""
 
 Head = Literal["own", "whole", "wide", "stock"]
-"""How a program computes its loss: as the tool does with Liger's kernels unless it is told otherwise; with Liger's
-cross entropy on all logits of a micro-batch; with Liger's fused product and cross entropy in chunks sixteen times as
-long; without any of Liger's kernels, which torch.compile may do better alone."""
+"""The head of a program, which computes its loss: as the tool does with Liger's kernels unless it is told otherwise;
+with Liger's cross entropy on all logits of a micro-batch; with Liger's fused product and cross entropy in chunks
+sixteen times as long; without any of Liger's kernels, which torch.compile may do better alone."""
 HEADS_IN_WORDS = {
     "whole": "whole logits",
     "wide": "chunks of the loss 16 times as long",
@@ -29,7 +29,7 @@ _SETTING = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a user of the tool may choose.
+    """A choice of the tool's user.
 
     Args:
         rows: rows of a micro-batch.

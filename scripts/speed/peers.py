@@ -42,8 +42,8 @@ from lowmem_ft.models.loading import load_model
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 LIGERS_CHUNKS = 16
-"""How much longer than by default Liger's chunks of tokens are with :data:`~speed.peer_settings.Head` ``wide``: two of
-2,048 tokens, for two rows of Qwen3's vocabulary, where it takes 32 of 128."""
+"""Factor by which the chunks of Liger's fused head are longer than by default with the head ``wide``: two of 2,048
+tokens, for two rows of Qwen3's vocabulary, in place of 32 of 128."""
 
 
 @dataclass(frozen=True, kw_only=True)
