@@ -93,6 +93,11 @@ class DataConfig:
         frees="padding",
         costs="sdpa and eager attention build a mask of max_length x max_length for each row",
     )
+    documents_per_row: int | None = knob(
+        None,
+        "Documents that an estimate assumes in a packed row, since attention costs by their lengths; null: 4. Training "
+        "and rehearsals count those of the data, and `lowmem-ft data` says how many they are.",
+    )
     group_by_length: bool = knob(
         False,
         "Batch examples of similar length, so that less is padded.",
@@ -148,6 +153,14 @@ class DataConfig:
             yield f"data.num_proc is at most {MOST_PROCESSES}, got {self.num_proc}. Set it to the number of cores."
         if self.max_length is not None and self.max_length < 2:
             yield f"data.max_length is at least 2 (one token predicts the next), got {self.max_length}."
+        if self.documents_per_row is not None:
+            if self.documents_per_row < 1:
+                yield f"data.documents_per_row is at least 1, got {self.documents_per_row}."
+            if not self.packing:
+                yield (
+                    f"data.documents_per_row={self.documents_per_row} says what packed rows hold, and data.packing is "
+                    "false: each row is one document. Set data.packing=true, or leave it out."
+                )
         if self.packing and self.group_by_length:
             yield (
                 "data.packing fills every row, so data.group_by_length=true has nothing to group. Set one of them to "

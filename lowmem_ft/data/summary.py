@@ -168,7 +168,7 @@ class DataSummary:
         """Rows that the examples are packed into, in words."""
         return (
             f"packed into {counted(self.num_rows or 0, 'row')} of {self.row_capacity:,} tokens, "
-            f"{self.packing_efficiency:.1%} full"
+            f"{self.packing_efficiency:.1%} full, {self.num_examples / max(1, self.num_rows or 0):.1f} documents a row"
         )
 
     def _left_out(self, why: Outcome) -> str:

@@ -17,6 +17,7 @@ from lowmem_ft.estimator.run_host_memory import host_outside
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.estimator.traces.tracing import is_cut_unevenly, trace_recipe
+from lowmem_ft.estimator.worst_batch import DOCUMENTS_PER_PACKED_ROW
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
@@ -57,7 +58,8 @@ def estimate_memory(
     The training step itself runs on a virtual GPU at the recipe's worst batch: load, two optimizer steps, and an
     evaluation if the recipe has held-out data. Where the rows of a mixture's experts decide sizes, both routings are
     traced (``virtual_gpu/values/routing.py``): the memory is that of the one which needs more, the time that of the
-    balanced one.
+    balanced one. Packed rows of one document each (``data.documents_per_row=1``) take the seconds of one, and the
+    memory of one or several, whichever needs more.
 
     Args:
         recipe: the recipe to train.
@@ -75,7 +77,15 @@ def estimate_memory(
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     recipe, gpu = on_gpus(recipe, gpu) if isinstance(gpu, str) else (on_gpus(recipe, None)[0], gpu)
-    budget = budget or recipe.budget
+    estimate = _estimated(recipe, gpu, budget or recipe.budget, kept)
+    if (of_several := _with_several_documents(recipe)) is None:
+        return estimate
+    return _in_seconds_of(estimate, _estimated(of_several, gpu, budget or recipe.budget, kept))
+
+
+def _estimated(
+    recipe: Recipe, gpu: Gpu | str | None, budget: Budget, kept: KeptTraces | None
+) -> MemoryEstimate:
     spec, reason = choose_gpu(gpu, budget, use_cpu=recipe.training.use_cpu)
     start = time.perf_counter()
     traced = _trace(recipe, spec, kept)
@@ -104,6 +114,21 @@ def _of_most_memory(uneven: MemoryEstimate, balanced: MemoryEstimate) -> MemoryE
         cpu_work=balanced.cpu_work,
         balanced_peak_bytes=balanced.process_peak_bytes if is_worth_a_word else None,
     )
+
+
+def _with_several_documents(recipe: Recipe) -> Recipe | None:
+    """Return a recipe whose packed rows hold one document with several in each, as some of its rows may; else None."""
+    if recipe.data.documents_per_row != 1:
+        return None
+    return dataclasses.replace(recipe, data=dataclasses.replace(recipe.data, documents_per_row=None))
+
+
+def _in_seconds_of(of_one: MemoryEstimate, of_several: MemoryEstimate) -> MemoryEstimate:
+    """Return the estimate of rows of one document; with the memory of rows of several, if they need more."""
+    most = max(of_one, of_several, key=lambda found: (found.process_peak_bytes, found.allocated_peak_bytes))
+    if most is of_one:
+        return of_one
+    return dataclasses.replace(of_several, step=of_one.step, cpu_work=of_one.cpu_work, choices=of_one.choices)
 
 
 def _with_last_rank(estimate: MemoryEstimate, last: MemoryEstimate) -> MemoryEstimate:
@@ -178,9 +203,18 @@ class SharedTraces:
         self._traces: dict[object, TracedRecipe | UserError] = {}
         self._replays: dict[object, Replays] = {}
         self._is_cut_unevenly = is_cut_unevenly(recipe)
+        several = _with_several_documents(recipe)
+        self._of_several = several and SharedTraces(several, budget=self._budget, kind=kind, kept=kept)
 
     def estimate(self, gpu: Gpu) -> MemoryEstimate | CannotRun:
         """Return what the recipe needs on a GPU, or why it cannot run there."""
+        estimate = self._of_all_processes(gpu)
+        if self._of_several is None or isinstance(estimate, CannotRun):
+            return estimate
+        of_several = self._of_several.estimate(gpu)
+        return of_several if isinstance(of_several, CannotRun) else _in_seconds_of(estimate, of_several)
+
+    def _of_all_processes(self, gpu: Gpu) -> MemoryEstimate | CannotRun:
         estimate = self._of_process(gpu, 0)
         if isinstance(estimate, CannotRun) or estimate.processes is None or not self._is_cut_unevenly:
             return estimate
@@ -279,6 +313,7 @@ def estimate_of_trace(
         reason,
         budget_beyond(gpu, budget),
         f"batch: {traced.batch}, {_window(recipe)}",
+        _documents(recipe, traced),
         f"recipe: {_settings(recipe)}",
         *estimate.choices,
     ]
@@ -336,6 +371,17 @@ def _untraced_micro_batches(recipe: Recipe) -> int | None:
 def _window(recipe: Recipe) -> str:
     num_micro_batches = recipe.training.gradient_accumulation_steps
     return "one a step" if num_micro_batches == 1 else f"{num_micro_batches} a step"
+
+
+def _documents(recipe: Recipe, traced: TracedRecipe) -> str:
+    """Say how many documents packed rows are timed with: attention costs by their lengths."""
+    if not recipe.data.packing:
+        return ""
+    row_tokens = traced.tokens_per_micro_batch // recipe.training.per_device_train_batch_size
+    number = recipe.data.documents_per_row or DOCUMENTS_PER_PACKED_ROW
+    each = "one document" if number == 1 else f"{number} documents of {row_tokens // number:,} tokens"
+    source = "" if recipe.data.documents_per_row else ", which data.documents_per_row=N changes"
+    return f"packed rows: timed as {each}{source}"
 
 
 def _adapter(recipe: Recipe) -> list[str]:

@@ -17,7 +17,8 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
 
 DOCUMENTS_PER_PACKED_ROW = 4
-"""Documents in a packed row; its memory does not depend on the number, as long as there are several."""
+"""Documents in a packed row of which a recipe does not say how many it has; its memory does not depend on the number,
+as long as there are several, and its seconds do: attention costs by the lengths of documents."""
 
 
 def worst_batch(
@@ -49,7 +50,8 @@ def documents_of_full_row(recipe: Recipe, hf_config: PretrainedConfig) -> tuple[
         DataError: see :func:`worst_batch`.
     """
     length = row_length(recipe, hf_config)
-    num_documents = min(DOCUMENTS_PER_PACKED_ROW, length) if recipe.data.packing else 1
+    number = recipe.data.documents_per_row or DOCUMENTS_PER_PACKED_ROW if recipe.data.packing else 1
+    num_documents = min(number, length)
     return tuple(len(part) for part in np.array_split(np.arange(length), num_documents))
 
 

@@ -5,7 +5,7 @@ from transformers import BloomConfig, LlamaConfig
 
 from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.estimator.worst_batch import row_length, worst_batch
-from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.recipe import Recipe, load_recipe
 
 LIMIT_64 = LlamaConfig(max_position_embeddings=64)
@@ -48,6 +48,26 @@ def test_packed_rows_hold_several_documents(attention, shape):
     assert batch.num_tokens == 64
     assert batch.position_ids_BT is not None
     assert (batch.position_ids_BT == 0).sum() == 2 * 4
+
+
+@pytest.mark.parametrize("number", [1, 2, 32])
+def test_a_recipe_says_how_many_documents_packed_rows_hold(number):
+    recipe = make_recipe("data.max_length=32", "data.packing=true", f"data.documents_per_row={number}")
+    batch = worst_batch(recipe, LIMIT_64, 2, attn_implementation="sdpa")
+    assert batch.position_ids_BT is not None
+    assert (batch.position_ids_BT == 0).sum() == 2 * number
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        (["data.packing=true", "data.documents_per_row=0"], "data.documents_per_row is at least 1, got 0"),
+        (["data.documents_per_row=2"], "Set data.packing=true, or leave it out"),
+    ],
+)
+def test_documents_of_rows_that_hold_none_are_refused(settings, words):
+    with pytest.raises(UserError, match=words):
+        make_recipe(*settings)
 
 
 def test_a_packed_row_shorter_than_its_documents_are_many_is_possible():
