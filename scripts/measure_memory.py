@@ -33,7 +33,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +47,7 @@ from ground_truth.public_seconds import updated_in_chunks_until
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import with_table
-from measured_on import measured_on, require_device, wait_for_the_gpu
+from measured_on import driver_version, measured_on, require_device, wait_for_the_gpu
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory
@@ -233,7 +232,6 @@ def described(device: str, peaks: RealPeaks) -> Row:
     """Return the measurement with its hardware and versions."""
     measured = dataclasses.asdict(peaks)
     row = measured_on(torch.device(device)) | measured.pop("rows")
-    row["versions"]["bitsandbytes"] = version("bitsandbytes")
     if device == "cpu":
         return {**row, "gpu": None, "measured": measured}
     gpu = this_machines_gpu()
@@ -249,15 +247,6 @@ def described(device: str, peaks: RealPeaks) -> Row:
         },
         "measured": measured,
     }
-
-
-def driver_version() -> str:
-    """Return the display driver's version by ``nvidia-smi``; some containers lack that."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, stdout=subprocess.PIPE, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def replace_file(out: Path, rows: list[Row]) -> None:
