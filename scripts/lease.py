@@ -25,7 +25,7 @@ Nothing reads the rows by itself. Of rates (``products``, ``kernels``) the clock
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import contextlib
 import datetime
 import importlib
 import importlib.util
@@ -39,7 +39,6 @@ import tempfile
 import time
 import zipfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -177,8 +176,10 @@ ITEMS = (
             (
                 "ladder",
                 "seconds of each rung of the memory ladder",
-                ("scripts/bench_ladder.py", "--device", "cuda", "--model", "llama-3.2-1b")
-                + ("--budgets", "24GiB", "8GiB", "4GiB", "--steps", "6"),
+                (
+                    *("scripts/bench_ladder.py", "--device", "cuda", "--model", "llama-3.2-1b"),
+                    *("--budgets", "24GiB", "8GiB", "4GiB", "--steps", "6"),
+                ),
             ),
             ("step", "a step next to the stock Trainer's", ("scripts/bench_step.py", "--device", "cuda")),
         )
@@ -312,7 +313,7 @@ class Lease:
             self._meter.means()  # of this item, not of what was before
             end, why = self._measure(item, seconds)
         row = {"item": item.name, "part": None, "outcome": end, **({"why": why} if why else {})}
-        self._keep(row | {"seconds": round(time.monotonic() - begin, 1)})
+        self._keep(row | {"seconds": round(time.monotonic() - begin, 1)} | self._meter.means())
         print(f"{item.name}: {end}{f', {why}' if why else ''}, {time.monotonic() - begin:.0f} s", flush=True)
         return end
 
@@ -374,7 +375,8 @@ class Lease:
 
     def _command(self, item: Item, seconds: float) -> list[str]:
         if item.command:
-            return [sys.executable, *(word.format(out=self._out.resolve()) for word in item.command)]
+            out = str(self._out.resolve())
+            return [sys.executable, *(word.replace("{out}", out) for word in item.command)]
         here = ["--in-this-process", item.name, str(time.time() + seconds), "--out", str(self._out.resolve())]
         return [sys.executable, __file__, *here, *self._options]
 
@@ -441,19 +443,15 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
         started = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         started = []
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)  # it leads a session of its own
-    except ProcessLookupError:
-        pass
     for one in started:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             one.kill()
-        except psutil.NoSuchProcess:
-            pass
     process.wait()
 
 
-@contextmanager
+@contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
     """Let a signal that ends this process unwind it, so that none of its children goes on."""
 
@@ -468,7 +466,7 @@ def ended_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@contextmanager
+@contextlib.contextmanager
 def packages_of(wheels: Path | None) -> Iterator[None]:
     """Let this process, and those it starts, import from a folder of wheels; what is installed besides comes later."""
     if wheels is None:

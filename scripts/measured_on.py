@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import fcntl
 import os
@@ -123,8 +124,8 @@ class GpuMeter:
     def look(self) -> None:
         """Take clock and power of now."""
         if self._nvml is not None:
-            clock = self._nvml.nvmlDeviceGetClockInfo(self._handle, self._nvml.NVML_CLOCK_SM)
-            self._seen.append((float(clock), self._nvml.nvmlDeviceGetPowerUsage(self._handle) / 1000))
+            with contextlib.suppress(self._nvml.NVMLError):  # a moment without an answer is no sample
+                self._seen.append(_clock_and_power(self._nvml, self._handle))
         elif self._smi is not None and self._smi.stdout is not None:
             *lines, self._unread = (self._unread + (self._smi.stdout.read() or b"")).split(b"\n")
             self._seen += [seen for line in lines if (seen := _numbers(line)) is not None]
@@ -176,6 +177,12 @@ def _nvml_and_first_gpu() -> tuple[Any, Any]:
     except pynvml.NVMLError:
         return None, None
     return pynvml, handle
+
+
+def _clock_and_power(nvml: Any, handle: Any) -> tuple[float, float]:
+    """Return MHz of the multiprocessors, and watts."""
+    clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+    return float(clock), nvml.nvmlDeviceGetPowerUsage(handle) / 1000
 
 
 def _as_text(name: str | bytes) -> str:

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, a row for each: those of the ladder first, whose copies no other device can be late with."""
+"""The tests that need a GPU, a row for each, those of the ladder first: no other device can be late with its copies."""
 
 from __future__ import annotations
 

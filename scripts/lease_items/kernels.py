@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from lease_items.parts import NOT_IN_CACHE_BYTES, Numbers, Part, Setting, Times, timed, turns_of
+from lease_items.parts import Numbers, Part, Setting, Times, timed, turns
 from lease_items.shapes import Shapes, shapes
 from torch import Tensor, nn
 
@@ -37,7 +37,7 @@ Call = Callable[[], object]
 
 def parts(setting: Setting) -> Iterator[Part]:
     """Yield each kind of kernel, those first by which steps differ most from the clock's."""
-    size, device = shapes(tiny=setting.tiny), setting.device
+    size = shapes(tiny=setting.tiny)
     tokens = 2 * size.row_tokens
     part = functools.partial(_part, setting)
     yield part("copy", functools.partial(_elementwise, (tokens, size.intermediate_size), "copy_"))
@@ -59,7 +59,7 @@ def parts(setting: Setting) -> Iterator[Part]:
     for number in DOCUMENTS:
         run = functools.partial(_varlen, size, 2, number)
         yield part(
-            f"varlen attention, {number} documents a row",
+            f"varlen attention, documents of {size.row_tokens // number}",
             run,
             settings={"documents": number},
             needs_cuda=True,
@@ -88,6 +88,11 @@ def _numbers(times: Times, num_bytes: float) -> Numbers:
     }
 
 
+def _made(make: Callable[[], Call], num_bytes: float, device: str) -> list[Call]:
+    """Return calls on inputs of their own, enough for none to be found in a cache."""
+    return [make() for _ in range(turns(num_bytes, device))]
+
+
 def _drawn(*sizes: int, device: str, is_leaf: bool = False) -> Tensor:
     return torch.randn(sizes, device=device, dtype=torch.bfloat16, requires_grad=is_leaf)
 
@@ -98,7 +103,7 @@ def _elementwise(shape: tuple[int, int], name: str, device: str) -> Numbers:
         return functools.partial(getattr(target, name), source)
 
     num_bytes = shape[0] * shape[1] * 2 * (2 if name == "copy_" else 3)
-    return _numbers(timed(turns_of(make, num_bytes, device), device), num_bytes)
+    return _numbers(timed(_made(make, num_bytes, device), device), num_bytes)
 
 
 # --- updates ---------------------------------------------------------------------------------------------------------
@@ -106,7 +111,7 @@ def _elementwise(shape: tuple[int, int], name: str, device: str) -> Numbers:
 
 def _parameters(elements: int, bytes_of_element: float, device: str) -> list[nn.Parameter]:
     """Return parameters with gradients, together larger than a cache."""
-    number = int(-(-NOT_IN_CACHE_BYTES // (elements * bytes_of_element))) if device == "cuda" else 2
+    number = turns(elements * bytes_of_element, device)
     parameters = [nn.Parameter(_drawn(elements, device=device)) for _ in range(number)]
     for parameter in parameters:
         parameter.grad = _drawn(elements, device=device)
@@ -116,12 +121,12 @@ def _parameters(elements: int, bytes_of_element: float, device: str) -> list[nn.
 def _of_updates(optimizer: Any, parameters: Sequence[nn.Parameter], device: str) -> Numbers:
     """Time steps of an optimizer; numbers are those of one parameter."""
     optimizer.step()
-    state = [
-        value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)
-    ]
     kept = [
-        tensor for tensor in state if tensor.numel() * 1000 >= parameters[0].numel()
-    ]  # not 8-bit codes' values
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if isinstance(value, Tensor) and not name.startswith("qmap")  # what bitsandbytes' codes mean
+    ]
     times = timed([optimizer.step], device, repeats=4)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     num_bytes = 2 * sum(one.nbytes for one in (*parameters, *kept)) + sum(one.nbytes for one in gradients)
@@ -172,7 +177,7 @@ def _unpacking(shape: tuple[int, int], device: str) -> Numbers:
         return functools.partial(functional.dequantize_4bit, packed, state)
 
     num_bytes = shape[0] * shape[1] * (0.5 + 4 / 64 + 2)
-    return _numbers(timed(turns_of(make, round(num_bytes), device), device), num_bytes)
+    return _numbers(timed(_made(make, num_bytes, device), device), num_bytes)
 
 
 def _clipping(size: Shapes, device: str) -> Numbers:
@@ -235,8 +240,8 @@ def _of_liger(make: Callable[..., Any], size: Shapes, tokens: int, device: str) 
 
     *_, forward_bytes, backward_bytes = make(size, tokens, device)
     return {
-        "forward": _numbers(timed(turns_of(forward, forward_bytes, device), device), forward_bytes),
-        "backward": _numbers(timed(turns_of(backward, backward_bytes, device), device), backward_bytes),
+        "forward": _numbers(timed(_made(forward, forward_bytes, device), device), forward_bytes),
+        "backward": _numbers(timed(_made(backward, backward_bytes, device), device), backward_bytes),
     }
 
 

@@ -34,7 +34,7 @@ def parts(setting: Setting) -> Iterator[Part]:
             # Without a GPU Dynamo alone is tried: Inductor would build C++ for a minute.
             backend = "eager" if setting.device == "cpu" else "inductor"
             yield Part(
-                name=f"a layer, {kind}, {rows} rows",
+                name=f"a layer, {kind}, {rows} row{'s' * (rows > 1)}",
                 run=functools.partial(_measured, kind, rows, backend, setting),
                 seconds={"eager": 4, "liger": 6, "compiled": 25 if rows == 1 else 15}[kind],
                 settings={"kind": kind, "rows": rows} | ({"backend": backend} if kind == "compiled" else {}),

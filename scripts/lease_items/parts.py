@@ -149,17 +149,9 @@ def timed(calls: Sequence[Callable[[], object]], device: str, *, repeats: int = 
     return Times(statistics.median(seen), host)
 
 
-def turns_of(
-    make: Callable[[], Callable[[], object]], num_bytes: int, device: str
-) -> list[Callable[[], object]]:
-    """Return calls on inputs of their own, together so large that none is found in a GPU's cache.
-
-    Args:
-        make: makes one call's inputs, and the call.
-        num_bytes: bytes that a call reads and writes.
-        device: ``cuda`` or ``cpu``.
-    """
-    return [make() for _ in range(-(-NOT_IN_CACHE_BYTES // num_bytes) if device == "cuda" else 1)]
+def turns(num_bytes: float, device: str) -> int:
+    """Return how many inputs take turns, so that a call that reads and writes so many bytes finds none in a cache."""
+    return min(-(-NOT_IN_CACHE_BYTES // round(num_bytes)), 64) if device == "cuda" else 1
 
 
 def wait(device: str) -> None:

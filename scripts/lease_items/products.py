@@ -39,7 +39,7 @@ def parts(setting: Setting) -> Iterator[Part]:
     for rows in ROWS:
         for data in DATA:
             yield Part(
-                name=f"products in bursts, {rows} rows, {data}",
+                name=f"products in bursts, {rows} row{'s' * (rows > 1)}, {data}",
                 run=functools.partial(in_bursts, size, rows, data, setting),
                 seconds=2,
                 settings={"rows": rows, "row_tokens": size.row_tokens, "data": data},

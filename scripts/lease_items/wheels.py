@@ -35,10 +35,20 @@ def pack(folder: Path) -> int:
     for wheel in folder.glob("*.whl"):  # two versions of a package would be unpacked over each other
         wheel.unlink()
     platforms = [word for name in _PLATFORMS for word in ("--platform", name)]
+    options = (
+        "--quiet",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--python-version",
+        PYTHON,
+        "--implementation",
+        "cp",
+    )
     subprocess.run(
-        [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        + ["--python-version", PYTHON, "--implementation", "cp", *platforms]
-        + ["--constraint", str(CONSTRAINTS), "--dest", str(folder), *CARRIED],
+        [
+            *(sys.executable, "-m", "pip", "download", *options, *platforms),
+            *("--constraint", str(CONSTRAINTS), "--dest", str(folder), *CARRIED),
+        ],
         check=True,
     )
     wheels = sorted(folder.glob("*.whl"), key=lambda wheel: wheel.stat().st_size, reverse=True)
@@ -62,8 +72,8 @@ def told_size(folder: Path) -> int:
     largest, over = wheels[-1], total - MOST_BYTES
     enough = next((wheel for wheel in wheels if wheel.stat().st_size >= over), largest)
     print(
-        f"{text}: too large to carry. Leave out {enough.name} ({enough.stat().st_size / 2**20:.1f} MiB): delete it, and "
-        "items that need it write rows that say so.",
+        f"{text}: too large to carry. Delete {enough.name} ({enough.stat().st_size / 2**20:.1f} MiB): what needs it is "
+        "left out then, and rows say so.",
         file=sys.stderr,
     )
     return 1
