@@ -10,6 +10,12 @@ export TOKENIZERS_PARALLELISM := false
 # What one process has compiled, the next one reads, also where containers say otherwise.
 export PYTHONDONTWRITEBYTECODE :=
 
+# A GPU that is lent for minutes may reach no package index: Python is the one that is asked for, or else what is there.
+MINUTES ?= 60
+OUT ?= runs/lease
+LEASE ?= # further options, such as: --packed DIR
+GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python),$(PYTHON)),$(PYTHON))
+
 # Its theme prints notices of its own otherwise.
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
@@ -57,12 +63,8 @@ format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-gpu-check: setup ## Tests that need a CUDA device, then the benchmarks and the memory of real runs on it
-	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu-check needs a CUDA device, and torch %s sees none on this machine" % torch.__version__)'
-	$(BIN)/python -m pytest -m gpu
-	$(BIN)/python scripts/bench_step.py --device cuda
-	$(BIN)/python scripts/bench_ladder.py --device cuda --model llama-3.2-1b --budgets 24GiB 8GiB 4GiB --steps 6
-	$(BIN)/python scripts/measure_memory.py --device cuda --out tests/data/measured/measured-cuda.json
+gpu-check: ## On a GPU, in MINUTES=60: rates, steps, a layer, the tests for a GPU, memory of real runs. Installs nothing
+	$(GPU_PYTHON) scripts/lease.py --minutes $(MINUTES) --out $(OUT) $(LEASE)
 
 bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load; seconds of an estimate
 	$(BIN)/python scripts/bench_step.py

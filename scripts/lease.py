@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from measured_on import GpuMeter, host_facts, installed_versions
+from measured_on import GpuMeter, host_facts, installed_versions, require_device
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -80,7 +80,7 @@ class Item:
         cap: most seconds.
         least: seconds without which it is not begun.
         from_minutes: length of a lease that has it on its list.
-        module: module of ``lease_items`` whose ``parts`` it measures.
+        measures: module of ``lease_items``, and its function that yields the parts or, where it ``goes_on``, runs them.
         command: a program in place of that; ``{out}`` is the lease's folder.
         needs: packages without which it is not begun, by the names that they are imported by.
         on_cpu: whether a CPU can run it, at tiny sizes.
@@ -92,7 +92,7 @@ class Item:
     cap: float
     least: float = 10
     from_minutes: float = 0
-    module: str = ""
+    measures: str = ""
     command: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch",)
     on_cpu: bool = True
@@ -107,19 +107,19 @@ ITEMS = (
         name="products",
         decides="whether runs on constant tokens were too fast, and the clock's share for products",
         cap=30,
-        module="products",
+        measures="products:parts",
     ),
     Item(
         name="kernels",
         decides="the clock's bandwidth for each kind of kernel; the tile of our update; documents in attention",
         cap=60,
-        module="kernels",
+        measures="kernels:parts",
     ),
     Item(
         name="host",
         decides="whether a slow step is the host's, and by how much hosts differ",
         cap=20,
-        module="host",
+        measures="host:parts",
     ),
     Item(
         name="peer-steps",
@@ -127,7 +127,7 @@ ITEMS = (
         cap=110,
         least=45,
         from_minutes=6,
-        module="peer_steps",
+        measures="steps:of_peer",
         needs=PEERS,
     ),
     Item(
@@ -136,7 +136,7 @@ ITEMS = (
         cap=110,
         least=45,
         from_minutes=6,
-        module="our_steps",
+        measures="steps:of_ours",
         needs=PEERS,
     ),
     Item(
@@ -144,7 +144,7 @@ ITEMS = (
         decides="whether layers are to be compiled",
         cap=90,
         least=15,
-        module="layer",
+        measures="layer:parts",
         needs=("torch", "transformers"),
     ),
     Item(
@@ -153,7 +153,7 @@ ITEMS = (
         cap=3600,
         least=20,
         from_minutes=4,
-        module="gpu_tests",
+        measures="gpu_tests:run",
         needs=(*ALL_OF_OURS, "pytest", "hypothesis"),
         on_cpu=False,
         goes_on=True,
@@ -233,6 +233,7 @@ def main() -> int:
     options = ["--device", given.device, *(["--tiny"] if given.tiny else [])]
     options += ["--tests", *given.tests] if given.tests else []
     with packages_of(given.packed), ended_by_signals():
+        require_device(given.device)
         lease = Lease(given.out, given.minutes * 60, given.device, options=options, commit=given.commit)
         return lease.run(items)
 
@@ -286,7 +287,10 @@ class Lease:
         first = len(self._rows)
         try:
             for item in items:
-                end = "done" if self._has(item) else self._run(item)
+                if self._has(item):
+                    print(f"{item.name}: {self._file} has it already", flush=True)
+                    continue
+                end = self._run(item)
                 while end == "incomplete" and item.goes_on:
                     end = self._run(item)
         finally:
@@ -410,9 +414,10 @@ def measure_here(item: Item, ends: float, given: argparse.Namespace) -> None:
     def tell(message: Row) -> None:
         os.write(pipe, json.dumps(message).encode() + b"\n")
 
-    module = importlib.import_module(f"lease_items.{item.module}")
+    module, _, function = item.measures.partition(":")
+    measured = getattr(importlib.import_module(f"lease_items.{module}"), function)
     if item.goes_on:
-        module.run(tell, {row["part"] for row in rows}, given.tests)
+        measured(tell, {row["part"] for row in rows}, given.tests)
         return
     from lease_items.parts import Setting, measure
 
@@ -421,7 +426,7 @@ def measure_here(item: Item, ends: float, given: argparse.Namespace) -> None:
         outcome: {row["part"] for row in rows if row["outcome"] == outcome}
         for outcome in ("measured", "killed")
     }
-    measure(module.parts(setting), setting, tell, measured=of["measured"], killed=of["killed"])
+    measure(measured(setting), setting, tell, measured=of["measured"], killed=of["killed"])
 
 
 def rows_of(file: Path) -> list[Row]:

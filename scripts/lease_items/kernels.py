@@ -30,8 +30,6 @@ ROWS_OF_TILES = (4, 8, 16)
 
 DOCUMENTS = (1, 4, 16)
 
-LIGER = {"needs": ("liger_kernel", "triton")}
-
 Call = Callable[[], object]
 
 
@@ -52,9 +50,13 @@ def parts(setting: Setting) -> Iterator[Part]:
         name = f"bitsandbytes' 8-bit update, {many} elements"
         run = functools.partial(_update_of_bitsandbytes, many)
         yield part(name, run, settings={"elements": many}, needs=("bitsandbytes",))
-    in_ligers = {**LIGER, "needs_cuda": not _is_interpreted()}
     for name, make in LIGERS.items():
-        yield part(f"Liger's {name}", functools.partial(_of_liger, make, size, tokens), **in_ligers)
+        yield part(
+            f"Liger's {name}",
+            functools.partial(_of_liger, make, size, tokens),
+            needs=("liger_kernel", "triton"),
+            needs_cuda=True,
+        )
     yield part("causal attention", functools.partial(_causal, size, 2), settings={"documents": 1})
     for number in DOCUMENTS:
         run = functools.partial(_varlen, size, 2, number)
