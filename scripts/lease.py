@@ -8,7 +8,7 @@
 Each item runs in a process of its own, which is ended with all that it started when its seconds are over. None is
 begun that could not end in the time that is left. A row is in ``DIR/rows.jsonl`` as soon as it is measured, so that a
 lease that is cut off keeps what it has, and what items print is in ``DIR/lease.log``. A second start with the same
-folder goes on where the first one ended.
+folder continues where the first one ended.
 
 A row has its item and part, what tells its numbers from others (``settings``), numbers with their units, and what they
 depend on: GPU, driver, processor, kernel, sandbox, Python, versions, commit, and the mean clock and power while it was
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import importlib
 import importlib.util
@@ -67,37 +68,42 @@ _ROWS_FD = "LEASE_ROWS_FD"
 """Variable with the number of the pipe that a process of an item writes its rows to."""
 
 _ENDING_SECONDS = 3
-"""What a lease keeps for ending a process and writing its row."""
+"""Seconds of a lease that are kept for ending a process and writing its row."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Item:
-    """What is measured in one process.
+    """A group of measurements in one process.
 
     Args:
         name: the item's name.
         decides: what its numbers decide.
         cap: most seconds.
+        short_cap: likewise in a lease of less than four minutes.
         least: seconds without which it is not begun.
         from_minutes: length of a lease that has it on its list.
-        measures: module of ``lease_items``, and its function that yields the parts or, where it ``goes_on``, runs them.
+        measures: module of ``lease_items``, and its function: it yields parts or, where it ``continues``, runs them.
         command: a program in place of that; ``{out}`` is the lease's folder.
         needs: packages without which it is not begun, by the names that they are imported by.
         on_cpu: whether a CPU can run it, at tiny sizes.
-        goes_on: whether it ends at its first failure, and goes on behind that when it is started again.
+        continues: whether it ends at its first failure, and continues behind that when it is started again.
     """
 
     name: str
     decides: str
     cap: float
+    short_cap: float | None = None
     least: float = 10
     from_minutes: float = 0
     measures: str = ""
     command: tuple[str, ...] = ()
     needs: tuple[str, ...] = ("torch",)
     on_cpu: bool = True
-    goes_on: bool = False
+    continues: bool = False
 
+
+SHORT_MINUTES = 4
+"""Below them a lease has time for rates and a layer alone."""
 
 ALL_OF_OURS = ("torch", "transformers", "datasets", "pyarrow", "omegaconf")
 PEERS = (*ALL_OF_OURS, "trl", "peft", "bitsandbytes", "liger_kernel")
@@ -106,25 +112,27 @@ ITEMS = (
     Item(
         name="products",
         decides="whether runs on constant tokens were too fast, and the clock's share for products",
-        cap=30,
+        cap=25,
         measures="products:parts",
     ),
     Item(
         name="kernels",
         decides="the clock's bandwidth for each kind of kernel; the tile of our update; documents in attention",
-        cap=60,
+        cap=50,
+        short_cap=30,
         measures="kernels:parts",
     ),
     Item(
         name="host",
         decides="whether a slow step is the host's, and by how much hosts differ",
-        cap=20,
+        cap=15,
+        from_minutes=SHORT_MINUTES,
         measures="host:parts",
     ),
     Item(
         name="peer-steps",
         decides="what ours has to beat: the Trainer at its best on equal rows",
-        cap=110,
+        cap=100,
         least=45,
         from_minutes=6,
         measures="steps:of_peer",
@@ -133,7 +141,7 @@ ITEMS = (
     Item(
         name="our-steps",
         decides="the published ratio, and whether one row a micro-batch or two is faster",
-        cap=110,
+        cap=100,
         least=45,
         from_minutes=6,
         measures="steps:of_ours",
@@ -152,11 +160,11 @@ ITEMS = (
         decides="whether what passes on the virtual GPU passes on this one: races, memory, kernels",
         cap=3600,
         least=20,
-        from_minutes=4,
+        from_minutes=SHORT_MINUTES,
         measures="gpu_tests:run",
         needs=(*ALL_OF_OURS, "pytest", "hypothesis"),
         on_cpu=False,
-        goes_on=True,
+        continues=True,
     ),
     *(
         Item(name=name, decides=decides, cap=3600, least=60, from_minutes=45, command=command, on_cpu=False)
@@ -240,7 +248,10 @@ def main() -> int:
 
 def list_of(minutes: float) -> list[Item]:
     """Return the items of a lease of so many minutes."""
-    return [item for item in ITEMS if item.from_minutes <= minutes]
+    items = [item for item in ITEMS if item.from_minutes <= minutes]
+    if minutes >= SHORT_MINUTES:
+        return items
+    return [dataclasses.replace(item, cap=item.short_cap or item.cap) for item in items]
 
 
 # --- the lease: processes, time, rows ---------------------------------------------------------------------------------
@@ -291,7 +302,7 @@ class Lease:
                     print(f"{item.name}: {self._file} has it already", flush=True)
                     continue
                 end = self._run(item)
-                while end == "incomplete" and item.goes_on:
+                while end == "incomplete" and item.continues:
                     end = self._run(item)
         finally:
             self._meter.close()
@@ -416,7 +427,7 @@ def measure_here(item: Item, ends: float, given: argparse.Namespace) -> None:
 
     module, _, function = item.measures.partition(":")
     measured = getattr(importlib.import_module(f"lease_items.{module}"), function)
-    if item.goes_on:
+    if item.continues:
         measured(tell, {row["part"] for row in rows}, given.tests)
         return
     from lease_items.parts import Setting, measure
@@ -458,7 +469,7 @@ def end_with_children(process: subprocess.Popen[bytes]) -> None:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[None]:
-    """Let a signal that ends this process unwind it, so that none of its children goes on."""
+    """Let a signal that ends this process unwind it, so that none of its children stays."""
 
     def end(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -473,7 +484,7 @@ def ended_by_signals() -> Iterator[None]:
 
 @contextlib.contextmanager
 def packages_of(wheels: Path | None) -> Iterator[None]:
-    """Let this process, and those it starts, import from a folder of wheels; what is installed besides comes later."""
+    """Let this process, and those it starts, import from a folder of wheels; what is installed comes after it."""
     if wheels is None:
         yield
         return

@@ -100,11 +100,11 @@ def driver_version() -> str:
 class GpuMeter:
     """Reads the first GPU's clock and power from outside the process that computes, which it does not hold up.
 
-    NVML (package nvidia-ml-py) is asked where it is there, else ``nvidia-smi`` runs on and prints; without either, as
-    without a GPU, nothing is known.
+    NVML (package nvidia-ml-py) is asked where it is there, else ``nvidia-smi`` runs and prints; without either, as
+    without a GPU, clock and power are unknown.
 
     Attributes:
-        gpu_name: the GPU's name; None: there is none.
+        gpu_name: the GPU's name; None: this machine has no GPU, or no driver.
         driver: its driver's version.
     """
 
@@ -131,7 +131,7 @@ class GpuMeter:
             self._seen += [seen for line in lines if (seen := _numbers(line)) is not None]
 
     def means(self) -> dict[str, float | None]:
-        """Return the mean clock and power since the last call; None where nobody could be asked."""
+        """Return the mean clock and power since the last call; None where the driver does not tell."""
         self.look()
         seen, self._seen = self._seen, []
         clocks, watts = zip(*seen, strict=True) if seen else ((), ())

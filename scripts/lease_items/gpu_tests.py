@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("rung", "late")
-"""What the names of the tests that come first have in them."""
+"""Parts of the names of the tests that come first."""
 
 Tell = Callable[[dict[str, Any]], None]
 

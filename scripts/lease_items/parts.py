@@ -1,4 +1,4 @@
-"""What an item of a lease measures, in parts, each a row of its own; and how long a call takes a GPU and its host."""
+"""Parts of an item of a lease, each a row of its own; and how long a call takes a GPU and its host."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CYCLES_A_SECOND = 2e9
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a lease measures on.
+    """The device of a lease, and an item's time on it.
 
     Args:
         device: ``cuda`` or ``cpu``.

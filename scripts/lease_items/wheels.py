@@ -14,7 +14,7 @@ CARRIED = ("omegaconf", "datasets", "dill", "multiprocess", "liger-kernel", "trl
 """Packages to carry, what most items need first; the versions are the tested ones."""
 
 MOST_BYTES = 64 * 2**20
-"""What a lent machine takes, the project's own files included."""
+"""Most bytes that can be carried, the project's own files included."""
 
 PYTHON = "3.12"
 
@@ -23,7 +23,7 @@ _PLATFORMS = tuple(f"manylinux_2_{number}_x86_64" for number in range(17, 40))
 
 
 def pack(folder: Path) -> int:
-    """Download the wheels, and print their sizes and what they need besides.
+    """Download the wheels, and print their sizes, and which packages they need there.
 
     Returns:
         1 if they are too large to carry, else 0.
@@ -55,13 +55,13 @@ def pack(folder: Path) -> int:
     for wheel in wheels:
         print(f"{wheel.stat().st_size / 2**20:6.1f} MiB  {wheel.name}")
     carried = {wheel.name.partition("-")[0].replace("_", "-") for wheel in wheels}
-    besides = sorted({name for wheel in wheels for name in needs_of(wheel)} - carried)
-    print(f"They need there: {', '.join(besides)}.")
+    needed = sorted({name for wheel in wheels for name in needs_of(wheel)} - carried)
+    print(f"They need there: {', '.join(needed)}.")
     return told_size(folder)
 
 
 def told_size(folder: Path) -> int:
-    """Print whether a folder's wheels can be carried beside the project's files; return 1 if not, else 0."""
+    """Print whether a folder's wheels can be carried together with the project's files; return 1 if not, else 0."""
     wheels = sorted(folder.glob("*.whl"), key=lambda wheel: wheel.stat().st_size)
     project = _bytes_of_project()
     total = sum(wheel.stat().st_size for wheel in wheels) + project
