@@ -241,6 +241,10 @@ def main() -> int:
     options = ["--device", given.device, *(["--tiny"] if given.tiny else [])]
     options += ["--tests", *given.tests] if given.tests else []
     with packages_of(given.packed), ended_by_signals():
+        if lacks := [name for name in ("torch", "psutil") if not _is_there(name)]:
+            sys.exit(
+                f"A lease needs {' and '.join(lacks)}, which {sys.executable} does not have. Name another Python."
+            )
         require_device(given.device)
         lease = Lease(given.out, given.minutes * 60, given.device, options=options, commit=given.commit)
         return lease.run(items)
