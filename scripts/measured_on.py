@@ -204,9 +204,11 @@ def require_device(device: str) -> None:
     Raises:
         SystemExit: with a message that says what is missing.
     """
+    if device != "cuda":
+        return
     import torch
 
-    if device == "cuda" and not torch.cuda.is_available():
+    if not torch.cuda.is_available():
         sys.exit(
             f"--device cuda needs a CUDA device, and torch {torch.__version__} sees none on this machine."
         )

@@ -76,7 +76,8 @@ def without(tmp_path, monkeypatch):
 
 
 def tiny(out, *arguments):
-    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--out", str(out), *arguments]
+    command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tiny", "--minutes", "60", "--out", str(out)]
+    command += arguments
     return subprocess.run(command, capture_output=True, text=True)
 
 
@@ -104,7 +105,7 @@ def test_a_tiny_lease_measures_without_datasets_and_goes_on_where_it_ended(tmp_p
 
 @pytest.mark.slow
 def test_everything_that_a_cpu_can_run_is_measured(tmp_path):
-    done = tiny(tmp_path / "out", "--minutes", "60")
+    done = tiny(tmp_path / "out")
     assert done.returncode == 0, done.stdout
     on_cpu = {one.name for one in ITEMS if one.on_cpu}
     assert ends(tmp_path / "out") == dict.fromkeys(on_cpu, "done")
@@ -121,7 +122,7 @@ def test_what_hangs_is_killed_with_its_children_and_the_next_item_runs(tmp_path)
     hangs = MEASURES + "\nimport subprocess\n"
     hangs += "child = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
     hangs += "tell(part='child', outcome='measured', numbers={'pid': child.pid})\ntell(begins='b')\ntime.sleep(600)"
-    found = Lease(tmp_path, 60, "cpu").run([item("hangs", hangs, cap=2), item("next", MEASURES)])
+    found = Lease(tmp_path, 60, "cpu").run([item("hangs", hangs, cap=10), item("next", MEASURES)])
     assert found == 1
     assert ends(tmp_path) == {"hangs": "killed", "next": "done"}
     assert outcomes(tmp_path, "hangs") == [("a", "measured"), ("child", "measured"), ("b", "killed")]
@@ -248,7 +249,9 @@ def test_sizes_of_a_gpu_are_refused_on_a_cpu(tmp_path, monkeypatch, capsys):
     assert "--device cpu needs --tiny" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("module", ["products", "kernels", "host"])
+@pytest.mark.parametrize(
+    "module", ["products", "kernels", "host", pytest.param("layer", marks=pytest.mark.slow)]
+)
 def test_what_only_a_gpu_runs_is_run_on_a_virtual_one(module, monkeypatch):
     """Each call is one that CUDA takes; seconds there are nobody's."""
     lease_module = __import__(f"lease_items.{module}", fromlist=["parts"])
@@ -262,10 +265,13 @@ def test_what_only_a_gpu_runs_is_run_on_a_virtual_one(module, monkeypatch):
     monkeypatch.setattr(lease_module, "timed", timed, raising=False)
     monkeypatch.setattr(lease_module, "CHAIN", 2, raising=False)
     monkeypatch.setattr("measure_rates.seconds_of", lambda run: [run(), 1.0][1])
+    monkeypatch.setattr(
+        lease_module, "launches_of", lambda run: 1, raising=False
+    )  # torch's profiler sees no GPU
     monkeypatch.setattr(parts, "NOT_IN_CACHE_BYTES", 1)
     with VirtualGPU("h200"):
         for part in lease_module.parts(Setting(device="cuda", tiny=True, seconds=60)):
-            if all(parts.importlib.util.find_spec(name) for name in part.needs):
+            if "liger" not in part.name and all(parts.importlib.util.find_spec(name) for name in part.needs):
                 assert part.run(), part.name
 
 
