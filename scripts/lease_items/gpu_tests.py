@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 FIRST = ("rung", "late")
-"""Parts of the names of the tests that come first."""
+"""Parts of the names of the tests that come first; then come those of whole runs."""
 
 Tell = Callable[[dict[str, Any]], None]
 
@@ -31,7 +31,13 @@ class RowOfEachTest:
         """Put the ladder's tests first."""
         left = [item for item in items if item.nodeid not in self._there]
         config.hook.pytest_deselected(items=[item for item in items if item.nodeid in self._there])
-        items[:] = sorted(left, key=lambda item: not any(part in item.name for part in FIRST))
+        items[:] = sorted(
+            left,
+            key=lambda item: (
+                not any(part in item.name for part in FIRST),
+                "test_train_on_gpu.py" not in item.nodeid,
+            ),
+        )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """Say which test begins: it is named if it does not end."""
