@@ -223,7 +223,7 @@ def main() -> int:
     parser.add_argument("--commit", help="the code's, where git does not know it")
     parser.add_argument("--in-this-process", nargs=2, metavar=("ITEM", "ENDS"), help=argparse.SUPPRESS)
     parser.add_argument("--tests", nargs="+", default=[], help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given, begin = parser.parse_args(), time.monotonic()
     if given.device == "cpu" and not given.tiny:
         parser.error("--device cpu needs --tiny: a CPU would take days for the sizes of a GPU.")
     if given.pack is not None:
@@ -250,7 +250,8 @@ def main() -> int:
                 f"A lease needs {' and '.join(lacks)}, which {sys.executable} does not have. Name another Python."
             )
         require_device(given.device)
-        lease = Lease(given.out, given.minutes * 60, given.device, options=options, commit=given.commit)
+        seconds = given.minutes * 60 - (time.monotonic() - begin)  # importing torch takes some, unpacking too
+        lease = Lease(given.out, seconds, given.device, options=options, commit=given.commit)
         return lease.run(items)
 
 

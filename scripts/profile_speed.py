@@ -16,10 +16,8 @@ import json
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from ground_truth.constant_rows import OF_COMPARISONS, caveat_of
 from ground_truth.measured_rows import Documents, described, documents_of, name_of
 from marked_table import with_table
 from measured_on import measured_on, require_device, wait_for_the_gpu
+from speed.kernel_trace import KINDS, digest, events_of
 from speed.peer_settings import setting_of
 from speed.this_gpu import ThisGPU
 from speed.work_runs import run_on
@@ -37,13 +36,6 @@ from torch.profiler import ProfilerActivity, profile
 
 DATA = bench_speed.ROOT / "tests" / "data" / "measured" / "profiles-cuda.json"
 STEPS, PROFILED = 5, 3
-KINDS = {
-    "attention": ("flash", "sdpa", "fmha"),
-    "products": ("nvjet", "gemm", "cublas", "cutlass"),
-    "update": ("update_chunk", "koptimizer"),
-    "Liger": ("rms_norm", "swiglu", "_triton_rope", "liger_", "element_mul"),
-}
-"""Parts of the names of kernels; the first kind with one counts."""
 
 
 class ProfiledGPU(ThisGPU):
@@ -67,11 +59,7 @@ class ProfiledGPU(ThisGPU):
 
     def events(self) -> list[dict[str, Any]]:
         """Return what the GPU did in the profiled step: kernels, copies, fills; ``ts`` and ``dur`` in microseconds."""
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "trace.json"
-            self._profile.export_chrome_trace(str(file))
-            events = json.loads(file.read_text())["traceEvents"]
-        return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+        return events_of(self._profile)
 
 
 def main() -> None:
@@ -124,33 +112,6 @@ def profiled(work_name: str, run: str, documents: Documents) -> dict[str, Any]:
         **found,
         **measured_on(torch.device("cuda")),
     }
-
-
-def digest(events: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Return seconds in which the GPU computed and waited, by length of the gaps and by kind of kernel."""
-    events = sorted(events, key=lambda event: event["ts"])
-    seconds: Counter[str] = Counter()
-    gaps: Counter[str] = Counter()
-    end = events[0]["ts"]
-    for event in events:
-        seconds[kind_of(event["name"])] += event["dur"] * 1e-6
-        gap = max(event["ts"] - end, 0)
-        gaps["below 10 us" if gap < 10 else "below 100 us" if gap < 100 else "longer"] += gap * 1e-6
-        end = max(end, event["ts"] + event["dur"])
-    span = (end - events[0]["ts"]) * 1e-6
-    return {
-        "kernels": len(events),
-        "profiled_seconds": span,
-        "busy_seconds": span - sum(gaps.values()),
-        "idle_seconds": dict(gaps),
-        "seconds_by_kind": dict(seconds),
-    }
-
-
-def kind_of(kernel: str) -> str:
-    """Return the kind of a kernel by its name."""
-    name = kernel.lower()
-    return next((kind for kind, parts in KINDS.items() if any(part in name for part in parts)), "others")
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:

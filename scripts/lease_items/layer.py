@@ -7,16 +7,14 @@ pass takes where both run side by side, and the bytes of its peak.
 from __future__ import annotations
 
 import functools
-import json
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from lease_items.parts import Numbers, Part, Setting, timed, wait
 from lease_items.shapes import MODEL, TINY
+from speed.kernel_trace import digest, events_of
 from torch.profiler import ProfilerActivity, profile
 
 Kind = Literal["eager", "liger", "compiled"]
@@ -65,7 +63,7 @@ def _measured(kind: Kind, rows: int, backend: str, setting: Setting) -> Numbers:
         "host_seconds": times.host,
         "together_seconds": together_seconds,
         "first_pass_seconds": first_seconds,
-        "launches": launches_of(run) if on_gpu else None,
+        "recorded": recorded(run) if on_gpu else None,
         "peak_bytes": torch.cuda.max_memory_allocated() - before if on_gpu else None,
     }
 
@@ -107,13 +105,9 @@ def _pass(kind: Kind, rows: int, backend: str, setting: Setting) -> Callable[[],
     return run
 
 
-def launches_of(run: Callable[[], object]) -> int:
-    """Return the number of kernels that a call launches on the GPU."""
+def recorded(run: Callable[[], object]) -> dict[str, Any]:
+    """Return what the GPU did in a call: kernels, and seconds by their kind."""
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         run()
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "trace.json"
-        found.export_chrome_trace(str(file))
-        events = json.loads(file.read_text())["traceEvents"]
-    return sum(event.get("cat") == "kernel" for event in events)
+    return digest(events_of(found))

@@ -19,7 +19,8 @@ import torch
 from ground_truth.families import write_families
 from ground_truth.measured_rows import described
 from lease_items.parts import Numbers, Part, Setting
-from profile_speed import PROFILED, ProfiledGPU, digest
+from profile_speed import PROFILED, ProfiledGPU
+from speed.kernel_trace import digest
 from speed.peer_settings import ROWS, TOKENS
 from speed.this_gpu import ThisGPU
 from speed.work_runs import run_on

@@ -266,7 +266,7 @@ def test_what_only_a_gpu_runs_is_run_on_a_virtual_one(module, monkeypatch):
     monkeypatch.setattr(lease_module, "CHAIN", 2, raising=False)
     monkeypatch.setattr("measure_rates.seconds_of", lambda run: [run(), 1.0][1])
     monkeypatch.setattr(
-        lease_module, "launches_of", lambda run: 1, raising=False
+        lease_module, "recorded", lambda run: {}, raising=False
     )  # torch's profiler sees no GPU
     monkeypatch.setattr(parts, "NOT_IN_CACHE_BYTES", 1)
     with VirtualGPU("h200"):

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import pytest
-
-pytest.importorskip("bitsandbytes")
-pytest.importorskip("trl")
-
-from profile_speed import digest, kind_of
+from speed.kernel_trace import digest, kind_of
 
 PRODUCT, FLASH = "nvjet_sm90_tst_128x256", "void pytorch_flash::flash_fwd_kernel<cutlass::bfloat16_t>"
 
