@@ -53,8 +53,11 @@ def main(arguments: list[str]) -> int:
 def _no_command(arguments: Sequence[str]) -> str:
     first = arguments[0]
     if "=" in first:
+        names = {argument.partition("=")[0] for argument in arguments}
+        # A model alone can be estimated; training takes a recipe, or a budget and data, too.
+        command = "train" if "recipe" in names else "estimate" if "model" in names else "train recipe=demo"
         return (
-            f"The first argument is a command, got {first}. Write for instance `lowmem-ft train "
+            f"The first argument is a command, got {first}. Write for instance `lowmem-ft {command} "
             f"{shlex.join(arguments)}`."
         )
     return (

@@ -25,6 +25,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import other_parts_of
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.reading.another_model import fitted_in
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
@@ -315,6 +316,7 @@ def estimate_of_trace(
         f"batch: {traced.batch}, {_window(recipe)}",
         _documents(recipe, traced),
         f"recipe: {_settings(recipe)}",
+        *fitted_in(recipe),
         *estimate.choices,
     ]
     model = dataclasses.replace(estimate.model, other_parameters=_other_parameters(recipe.model))

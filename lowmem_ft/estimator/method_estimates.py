@@ -19,6 +19,7 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config, max_positions
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.reading.another_model import layers_for
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     Method,
@@ -261,7 +262,7 @@ class _Asked:
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")
         for path, value in layer_counts(shipped, "last"):
-            own = int(value / _num_layers(shipped) * self.size.num_layers)
+            own = layers_for(value, of_layers=_num_layers(shipped), num_layers=self.size.num_layers)
             if own != value and path not in typed:
                 of_route.append(f"{path}={own}")
         return (name, *self.own, *of_route)

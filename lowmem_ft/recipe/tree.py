@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.budget import Budget
@@ -25,6 +26,8 @@ class Recipe:
     """One run. Each part receives its own config and never the whole.
 
     ``written``, which is no key: the keys that files and settings wrote, some with the value that is their default.
+    Nor is ``fitted``: settings that were made right for the model, with a sentence on each, see
+    ``reading/another_model.py``.
     """
 
     name: str = knob("recipe", "Name of the recipe; in a file, null means the file's name.")
@@ -43,6 +46,7 @@ class Recipe:
     budget: Budget = field(default_factory=Budget)
     plan: PlanConfig = field(default_factory=PlanConfig)
     written: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
+    fitted: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def left_to_choose(self) -> tuple[str, ...]:

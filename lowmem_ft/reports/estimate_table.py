@@ -10,10 +10,15 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
+from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
 from lowmem_ft.catalog.gpu_spec import Price
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.memory.category import PHASES
 from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
+from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.command_lines import command_line, without
+from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
 from lowmem_ft.reports.text.bar import Bar
 from lowmem_ft.reports.text.document import INDENT, Command, Document, Pairs
 from lowmem_ft.reports.wording import (
@@ -94,9 +99,40 @@ def shipped_table(shipped: ShippedRecipe, gpu_name: str) -> Document:
     peak = format_bytes(shipped.estimate.process_peak_bytes)
     trains = f", and trains {shipped.trains}" if shipped.trains else ""
     return Document(
-        Command("lowmem-ft", "train", *shipped.settings),
+        Command(*command_line("train", *shipped.settings)),
         title=f"A shipped recipe fits on {gpu_name}, with its own rows and steps, peak {peak}{trains}:",
     )
+
+
+def way_to_a_plan(
+    settings: Sequence[str], recipe: Recipe, estimate: MemoryEstimate, gpu: str | None = None
+) -> Document:
+    """Return the command that searches for settings with which something fits that does not.
+
+    A budget that no plan can keep, or that is more than the device has, is left out, and the report says so.
+
+    Args:
+        settings: ``recipe=NAME`` or ``model=NAME``, and every setting that the answer used.
+        recipe: what they mean.
+        estimate: the answer, or the one of several that lacks the least.
+        gpu: the device as ``--gpu`` took it; None: the estimate's.
+    """
+    if gpu is None and estimate.gpu.name in load_gpus():
+        gpu = estimate.gpu.name
+    elif gpu is None and estimate.is_of_cpu:
+        gpu = "cpu"
+    problems: tuple[str, ...] = ()
+    try:
+        check_budget_of_plan(recipe, None if gpu is None else split_count(gpu)[1])
+    except UserError as error:
+        problems, settings = error.problems, without(settings, _BUDGETS)
+    command = Command(*command_line("plan", *settings, gpu=gpu))
+    beyond = " without the budget" if problems else ""
+    intro = f"To search for settings with which it fits{beyond}:"
+    return Document(" ".join(problems), intro, command, gap=0)
+
+
+_BUDGETS = ("budget", "budget.device", "budget.host")
 
 
 def price_per_million_tokens(step: StepTime | None, price: Price | None) -> float | None:

@@ -10,6 +10,7 @@ from rich.text import Text
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
 from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
@@ -206,7 +207,7 @@ def _commands(results: Sequence[MethodEstimate]) -> Document:
     for (method, command), is_usual in has_bfloat16.items():
         is_other = not is_usual and any(has_bfloat16.values())
         title = f"{method.title}{', on GPUs without bfloat16' if is_other else ''}"
-        by_title.setdefault(title, []).append(Command("lowmem-ft", "train", *command))
+        by_title.setdefault(title, []).append(Command(*command_line("train", *command)))
     titled = [Document(*commands, title=title, gap=0) for title, commands in by_title.items()]
     intro = "To train (`estimate` in place of `train` shows it in detail):" if titled else None
     return Document(intro, *titled, gap=0)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.text.document import Command, Document
 
-Step = tuple[str, tuple[str, ...]]
+Step = tuple[str, Sequence[str]]
 """A reason for a command, and its words."""
 
 
@@ -41,35 +42,27 @@ def _what_loads_it(run: RunRecord) -> str:
 def _talk(run: RunRecord) -> Step | None:
     if _lacks_its_base(run):
         return None
-    return "Talk to it", ("lowmem-ft", "chat", str(run.path))
+    return "Talk to it", command_line("chat", str(run.path))
 
 
 def _export(run: RunRecord) -> Step | None:
     if _lacks_its_base(run):
         return None
+    converter = ("--gguf", "q8_0", "--llama-cpp", "../llama.cpp")
     return (
         "Write it for llama.cpp and Ollama (--merged and --quantized nf4: for transformers)",
-        (
-            "lowmem-ft",
-            "export",
-            str(run.path),
-            str(run.path / "gguf"),
-            "--gguf",
-            "q8_0",
-            "--llama-cpp",
-            "../llama.cpp",
-        ),
+        command_line("export", str(run.path), str(run.path / "gguf"), *converter),
     )
 
 
 def _merge(run: RunRecord) -> Step | None:
     if run.recipe.adapter.name == "none" or _lacks_its_base(run):
         return None
-    return "Merge it into its base model", ("lowmem-ft", "merge", _model(run), str(run.path / "merged"))
+    return "Merge it into its base model", command_line("merge", _model(run), str(run.path / "merged"))
 
 
 def _compare(run: RunRecord) -> Step:
-    return "Compare it with another run", ("lowmem-ft", "report", str(run.path), "OTHER_RUN")
+    return "Compare it with another run", command_line("report", str(run.path), "OTHER_RUN")
 
 
 def _upload(run: RunRecord) -> Step | None:

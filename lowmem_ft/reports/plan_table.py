@@ -14,10 +14,11 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
 from lowmem_ft.planner.run_length import RunLength
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.command_lines import command_line, launched, without
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.text.document import Document, Pairs
+from lowmem_ft.reports.text.document import Command, Document, Pairs
 from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, seconds_range, verdict
 
 MOST_REJECTED = 4
@@ -60,20 +61,30 @@ def train_command(plan: MemoryPlan, command: Sequence[str]) -> list[str]:
     Returns:
         The command's words.
     """
-    kept = [word for word in command if word.partition("=")[0] not in plan.overrides]
-    return [*launched(plan.recipe), *kept, *plan.settings]
+    return [*launched(plan.recipe), *without(command, plan.overrides), *plan.settings]
 
 
-def launched(recipe: Recipe) -> list[str]:
-    """Return the words before the settings that train a recipe: torchrun starts several processes."""
-    config = recipe.distributed
-    processes, machines = config.num_processes or 1, config.num_machines
-    if processes == 1:
-        return ["lowmem-ft", "train"]
-    where = ["--standalone"]
-    if machines > 1:
-        where = [f"--nnodes={machines}", "--node_rank=RANK", "--master_addr=FIRST_MACHINE"]
-    return ["torchrun", *where, f"--nproc_per_node={processes // machines}", "-m", "lowmem_ft", "train"]
+def another_plan(plan: MemoryPlan, asked: Sequence[str], gpu: str | None) -> Document | None:
+    """Return the command that plans again where a plan does not fit: on a larger GPU, more of them, or with adapters.
+
+    Args:
+        plan: the plan that does not fit.
+        asked: the recipe or model, and settings, as they were typed.
+        gpu: the device as ``--gpu`` took it; None: the plan's.
+    """
+    on_one = plan.estimate.processes is None and not plan.estimate.is_of_cpu
+    device = gpu or ("cpu" if plan.estimate.is_of_cpu else plan.estimate.gpu.name)
+    if plan.smallest_gpu is not None:
+        kept, processes = without(asked, ("budget", "budget.device")), plan.estimate.processes
+        larger = plan.smallest_gpu if processes is None else f"{processes.num_processes}x{plan.smallest_gpu}"
+        return Document("To plan for such a GPU:", Command(*command_line("plan", *kept, gpu=larger)), gap=0)
+    if on_one:
+        command = command_line("plan", *asked, "--max-gpus", "8", gpu=device)
+        return Document("To plan for several:", Command(*command), gap=0)
+    if not plan.recipe.plan.allow and plan.recipe.adapter.name == "none":
+        command = command_line("plan", *asked, "plan.allow=[lora,qlora]", gpu=device)
+        return Document("To plan with adapters:", Command(*command), gap=0)
+    return None
 
 
 def planned_for(plan: MemoryPlan) -> str:

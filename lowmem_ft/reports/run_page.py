@@ -9,7 +9,7 @@ from html import escape
 from lowmem_ft.memory.comparison import compared
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import recipe_to_yaml
-from lowmem_ft.reports.plan_table import launched
+from lowmem_ft.recipe.command_lines import command_line, launched
 from lowmem_ft.reports.plots.html_page import page, table
 from lowmem_ft.reports.plots.line_svg import line_svg
 from lowmem_ft.reports.plots.memory_figure import memory_figure
@@ -95,8 +95,8 @@ def _commands(run: RunRecord) -> str:
     recipe = f"recipe={run.path / RECIPE_FILE}"
     commands = (
         [*launched(run.recipe), recipe, f"training.output_dir={run.path}-again"],
-        ["lowmem-ft", "estimate", recipe],
-        ["lowmem-ft", "report", str(run.path), f"{run.path}-again"],
+        command_line("estimate", recipe),
+        command_line("report", str(run.path), f"{run.path}-again"),
     )
     return f"<pre>{escape(chr(10).join(map(shlex.join, commands)))}</pre>"
 

@@ -27,15 +27,14 @@ from lowmem_ft.estimator.longest_rows import LongestRows, longest_rows
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError, raise_together
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
 from lowmem_ft.planner import plan
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
 from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
-from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of, untyped
+from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, recipe_of, untyped
 from lowmem_ft.reports.costs import with_cost
 from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
 from lowmem_ft.reports.method_table import methods_on_gpus
@@ -45,9 +44,6 @@ from lowmem_ft.reports.plots.memory_svg import memory_svg
 from lowmem_ft.reports.plots.svg import within_page
 from lowmem_ft.reports.text.html_document import html_of, text_html
 from lowmem_ft.training.run.data_inspection import inspect_data_of
-
-SHARED_IN_FULL = "8b-fsdp2"
-"""The shipped recipe by which several GPUs share full fine-tuning."""
 
 DRAWN_WIDTHS = {"narrow": 380, "wide": 960}
 """Units across of the drawings of the timeline, for a phone and for a screen."""
@@ -101,9 +97,9 @@ class _Settled:
     devices: str
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def words(self) -> list[str]:
         """The words of the command that estimates it."""
-        return ("lowmem-ft", "estimate", *self.command, "--gpu", self.devices)
+        return command_line("estimate", *self.command, gpu=self.devices)
 
 
 @functools.cache
@@ -164,7 +160,7 @@ def compare_methods(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     )
     if not any(result.estimate for result in results):
         raise UserError(*dict.fromkeys(problem for result in results for problem in result.problems))
-    words = ("lowmem-ft", "estimate", f"model={model}", *others, "--gpu", "all")
+    words = command_line("estimate", f"model={model}", *others, gpu="all")
     return {"command": shlex.join(words), "table": html_of(methods_on_gpus(results, gpus))}
 
 
@@ -220,7 +216,7 @@ def make_plan(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
         ),
     )
     return {
-        "command": shlex.join(("lowmem-ft", "plan", *settled.command, "--gpu", settled.devices)),
+        "command": shlex.join(command_line("plan", *settled.command, gpu=settled.devices)),
         "values": found.to_json(),
         "table": html_of(plan_table(found, recipe)),
         "train": shlex.join([*train_command(found, settled.command), "data=YOUR_DATA"]) if found.fits else "",
@@ -294,7 +290,7 @@ def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     count = None if asked.devices is None else split_count(asked.devices)[0]
     own = (*asked.settings, *untyped(asked.of_method, asked.settings))
     if count not in (None, 1) and asked.method == "full":
-        return (f"recipe={SHARED_IN_FULL}", *own, *untyped(_length_of(asked.model), own))
+        return (f"recipe={FULL.shared}", *own)
     gpu = _gpu_of(asked, load_recipe(None, asked.settings))
     others = tuple(each for each in own if not each.startswith("model="))
     on_progress(f"choosing the fastest recipe of the method {asked.method} that fits")
@@ -302,13 +298,6 @@ def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     if found.estimate is None:
         raise UserError(*found.problems)
     return found.command
-
-
-def _length_of(model: str | None) -> list[str]:
-    """Return the setting for rows as long as a model takes, where those of the shared recipe are longer."""
-    limit = limit_of_positions(text_fields(ModelConfig(name_or_path=model)).get)
-    length = load_recipe(SHARED_IN_FULL).data.max_length
-    return [f"data.max_length={limit}"] if limit is not None and length is not None and limit < length else []
 
 
 @functools.lru_cache(maxsize=64)

@@ -33,7 +33,7 @@ def test_the_first_that_fits_on_the_card_within_the_budget(asked):
     recipe = load_recipe("7b-bf16", ["budget=23GiB"])
     found = shipped_recipe_that_fits(recipe, "rtx-4090")
     assert found is not None
-    assert found.settings == ("recipe=8b-16gb", "model=Qwen/Qwen2.5-7B")
+    assert found.settings == ("recipe=8b-16gb", "model=Qwen/Qwen2.5-7B", "budget.device=23GiB")
     assert names == [("8b-24gb", "Qwen/Qwen2.5-7B", "23GiB"), ("8b-16gb", "Qwen/Qwen2.5-7B", "23GiB")]
     assert found.to_json()["settings"] == [*found.settings]
 

@@ -13,6 +13,7 @@ from smaller_recipes import with_smaller_recipes
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
 from lowmem_ft.ui import answering, views
 from lowmem_ft.ui.form import FROM_RECIPE, METHOD_SETTINGS, Form
 from lowmem_ft.ui.kept_files import KeptFiles
@@ -76,6 +77,21 @@ def test_the_copied_command_gives_the_same_number(asked, tmp_path, fields):
     assert json.loads(json.dumps(answer["values"])) == of_command
     assert "running one step on a virtual GPU" in said
     assert f'data-bytes="{of_command["device"]["process_peak_bytes"]}"' in views.estimate_html(answer)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "pythia-70m", "method": "recipe", "recipe": "7b-lora", "gpus": "2"},
+        {"model": "gpt2", "method": "full", "gpus": "2"},
+        {"method": "recipe", "recipe": "8b-16gb", "length": ""},
+    ],
+)
+def test_a_small_model_takes_what_a_recipe_has_for_its_own(asked, fields):
+    """It has fewer layers than the recipe counts, or shorter rows: neither was typed."""
+    settled = answering._settled(asked(**fields), lambda doing: None)
+    check_sizes_of_model(settled.recipe)
+    assert load_recipe(settled.command[0].removeprefix("recipe="), settled.command[1:]).fitted
 
 
 def test_the_recipe_and_the_script_are_of_the_same_run(asked, tmp_path):

@@ -52,6 +52,7 @@ def main(arguments: list[str]) -> int:
 
         return estimate_script(arguments)
     options, recipe_name, settings = parse(arguments)
+    options.devices = None if options.gpu == ALL_GPUS else options.gpu
     is_by_method = recipe_name is None and not is_for_processor(settings, options)
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
@@ -90,6 +91,7 @@ def main(arguments: list[str]) -> int:
             return estimate_model(recipe, settings, gpus, options)
         recipe = load_recipe(None, settings)
     options.is_of_defaults = recipe_name is None
+    options.asked = (*([] if recipe_name is None else [f"recipe={recipe_name}"]), *settings)
     return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
 
 
@@ -212,10 +214,12 @@ def _conclude(
     output: Output,
 ) -> int:
     """Write the JSON and return the exit code; if nothing fits, first print the changes that would make it fit."""
-    from lowmem_ft.reports.estimate_table import changes_table, shipped_table
+    from lowmem_ft.reports.estimate_table import changes_table, shipped_table, way_to_a_plan
+    from lowmem_ft.reports.text.document import Document
 
     fits = any(estimate.fits for estimate in estimates)
     changes = shipped = None
+    is_hopeless = False
     if not fits and _is_search_wanted(options):
         name = _nearest(estimates).gpu.name
 
@@ -226,11 +230,14 @@ def _conclude(
 
         changes = _search(recipe, gpu, tell)
         is_hopeless = len(estimates) == 1 and changes.complete and not changes.fitting
-        output.add(changes_table(changes, name), "See other GPUs with --gpu all." if is_hopeless else None)
+        output.add(changes_table(changes, name))
     elif not fits:
         output.add(
             "With --changes: search for the cheapest changes that make it fit, which takes a few minutes."
         )
+    if not fits:
+        plan = way_to_a_plan(options.asked, recipe, _nearest(estimates), options.devices)
+        output.add(Document(plan, "See other GPUs with --gpu all." if is_hopeless else None, gap=0))
     if options.changes:
         values = {
             **values,

@@ -57,6 +57,7 @@ def main(arguments: list[str]) -> int:
     options, others = parser.parse_options(arguments)
     recipe_name, settings = split_recipe(others, "A plan")
     _check(options)
+    options.asked, options.devices = others, options.gpu
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe import load_recipe
@@ -113,11 +114,13 @@ def _shared(recipe: Recipe) -> list[str]:
 
 def _for_no_device(arguments: Sequence[str]) -> str:
     """Return the error for neither GPU nor budget: planning for the processor takes minutes, and few users want it."""
-    command = shlex.join(["lowmem-ft", "plan", *arguments])
+    from lowmem_ft.recipe.command_lines import command_line, quoted
+
+    on_gpu = quoted(command_line("plan", *arguments, gpu="rtx-4090"))
+    within = quoted(command_line("plan", *arguments, "budget=24GiB"))
     return (
-        f"A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a GPU, such as `{command} "
-        f"--gpu rtx-4090` (`lowmem-ft gpus` lists them), or a budget, such as `{command} budget=24GiB`; --gpu cpu "
-        "plans for this machine's processor."
+        f"A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a GPU, such as {on_gpu} "
+        f"(`lowmem-ft gpus` lists them), or a budget, such as {within}; --gpu cpu plans for this machine's processor."
     )
 
 
@@ -135,8 +138,9 @@ def _report(
 ) -> int:
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
+    from lowmem_ft.recipe.command_lines import launched
     from lowmem_ft.reports.costs import with_cost
-    from lowmem_ft.reports.plan_table import launched, plan_table, planned_for, run_words, train_command
+    from lowmem_ft.reports.plan_table import another_plan, plan_table, planned_for, run_words, train_command
     from lowmem_ft.reports.text.document import Command, Document
 
     output = Output(options.json)
@@ -169,6 +173,8 @@ def _report(
     elif plan.fits and command is None:  # train would plan a model alone again
         trains = Command(*launched(plan.recipe), "recipe=my.yaml", *data)
         output.add(Document("To train it, plan with --write my.yaml, then:", trains, gap=0))
+    if not plan.fits:
+        output.add(another_plan(plan, options.asked, options.devices))
     output.write_json(values)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 

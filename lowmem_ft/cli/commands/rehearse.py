@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import logging
-import shlex
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
@@ -68,11 +67,11 @@ def _rehearse(arguments: list[str]) -> int:
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
-    recipe, options.gpu = on_gpus(load_recipe(recipe_name, settings), options.gpu)
+    recipe, gpu_name = on_gpus(load_recipe(recipe_name, settings), options.gpu)
     from lowmem_ft.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
-    gpu = None if options.gpu is None else find_gpu(options.gpu)
+    gpu = None if gpu_name is None else find_gpu(gpu_name)
     raise_together(
         lambda: check_paths_of_rehearsal(recipe),
         lambda: refuse_budget_beyond_all(recipe) if gpu is None else check_device_of_estimate(recipe, gpu),
@@ -85,6 +84,7 @@ def _rehearse(arguments: list[str]) -> int:
     with progress_line("loading torch and transformers"):
         import lowmem_ft.rehearsal
         from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+        from lowmem_ft.reports.estimate_table import way_to_a_plan
         from lowmem_ft.reports.rehearsal_table import rehearsal_table
         from lowmem_ft.reports.wording import short_name
 
@@ -93,7 +93,7 @@ def _rehearse(arguments: list[str]) -> int:
     with progress_line(doing) as say:
         found = lowmem_ft.rehearsal.rehearse(
             recipe,
-            options.gpu,
+            gpu_name,
             steps=options.steps,
             kept=KeptTraces.of_user(),
             on_step=lambda step, shapes: say(f"{doing}: step {step:,}, shapes traced {shapes}"),
@@ -107,6 +107,9 @@ def _rehearse(arguments: list[str]) -> int:
         output.add(
             "With --changes: find and rehearse the smallest change with which it fits, which takes a few minutes."
         )
+    if not found.fits:
+        words = [f"recipe={recipe_name}", *settings]
+        output.add(way_to_a_plan(words, recipe, found.estimate, options.gpu))
     output.add(_kept(recipe, values))
     output.write_json(values)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
@@ -151,6 +154,7 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Write the results into the run's folder, for ``lowmem-ft report``; return a sentence on that."""
+    from lowmem_ft.recipe.command_lines import command_line, quoted
     from lowmem_ft.recipe.rules.output_folder import run_folder_of
     from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
     from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
@@ -162,7 +166,7 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     except OSError as error:
         return f"Not kept for `lowmem-ft report`: {file} cannot be written ({error.strerror})."
     return (
-        f"Kept in {file}: after the run, `{shlex.join(['lowmem-ft', 'report', str(file.parent)])}` compares it with "
+        f"Kept in {file}: after the run, {quoted(command_line('report', str(file.parent)))} compares it with "
         "what was measured."
     )
 

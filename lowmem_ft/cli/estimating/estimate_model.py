@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -49,13 +48,12 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
         UserError: for a picture, several GPUs or chosen layers, or if no method goes with the settings.
     """
     from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
-    from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
     from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
-    from lowmem_ft.recipe.shipped.fine_tuning_methods import check_methods, values_of
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import LORA, check_methods, methods_with, values_of
 
-    model = recipe.model.name_or_path
-    named = shlex.join(["recipe=7b-lora", f"model={model}"])
+    model, methods = recipe.model.name_or_path, methods_with(settings)
+    named = shlex.join([f"recipe={(LORA if LORA in methods else methods[0]).rungs[0]}", f"model={model}"])
     count = None if options.gpu in (None, ALL_GPUS) else split_count(options.gpu)[0]
     problems = []
     if options.plot is not None or options.snapshot is not None:
@@ -66,7 +64,8 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
     if count not in (None, 1):
         problems.append(
             f"A model without a recipe is estimated on one GPU, got {options.gpu}. Name a recipe, such as "
-            f"{shlex.join(['recipe=8b-fsdp2', f'model={model}'])}, or run `lowmem-ft plan` with the same arguments."
+            f"{shlex.join([f'recipe={methods[0].shared}', f'model={model}'])}, or run `lowmem-ft plan` with the same "
+            "arguments."
         )
     if values_of(settings).get("checkpointing.mode") == "auto":
         problems.append(
@@ -78,13 +77,8 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
         )
     raise_problems(problems)
     gpu = None if options.gpu in (None, ALL_GPUS) else find_gpu(split_count(options.gpu)[1])
-    limit = limit_of_positions(text_fields(recipe.model).get)
 
     def check(of_method: Recipe) -> None:
-        length = of_method.data.max_length
-        if limit is not None and length is not None and "data.max_length" not in values_of(settings):
-            data = dataclasses.replace(of_method.data, max_length=min(limit, length))
-            of_method = dataclasses.replace(of_method, data=data)
         check_sizes_of_model(of_method)
         if gpu is not None:
             check_device_of_estimate(of_method, gpu)
@@ -124,8 +118,10 @@ def estimate_model(
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.estimator import estimate_methods
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
+    from lowmem_ft.reports.estimate_table import way_to_a_plan
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-    from lowmem_ft.reports.text.document import Command, Document
+    from lowmem_ft.reports.text.document import Document
     from lowmem_ft.reports.wording import short_name
 
     model = recipe.model.name_or_path or ""
@@ -152,9 +148,10 @@ def estimate_model(
             (result for result in results if result.estimate is not None),
             key=lambda result: (result.estimate and result.estimate.headroom_bytes) or 0,
         )
-        command = Command("lowmem-ft", "plan", f"model={model}", *others, "--gpu", nearest.gpu.name)
-        hint = None if is_all else "See other GPUs with --gpu all."
-        output.add(Document("To search for settings with which it fits:", command, hint, gap=0))
+        assert nearest.estimate is not None
+        command = nearest.command
+        plan = way_to_a_plan(command, recipe_of(command), nearest.estimate, nearest.gpu.name)
+        output.add(Document(plan, None if is_all else "See other GPUs with --gpu all.", gap=0))
     output.write_json(_as_json(results))
     return 0 if fits else EXIT_DOES_NOT_FIT
 

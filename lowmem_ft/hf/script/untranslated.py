@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import shlex
 import sys
 from dataclasses import dataclass, field
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.recipe.command_lines import command_line, quoted
 
 logger = logging.getLogger(__name__)
 
@@ -17,8 +17,8 @@ def script_estimate() -> str:
     path, *arguments = sys.argv
     if not path.endswith(".py") or path.endswith("__main__.py"):  # a test or a notebook
         path, arguments = "train.py", []
-    command = ["lowmem-ft", "estimate", "--script", path, *(["--", *arguments] if arguments else [])]
-    return f"`{shlex.join(command)}` estimates the script itself."
+    command = command_line("estimate", "--script", path, *(["--", *arguments] if arguments else []))
+    return f"{quoted(command)} estimates the script itself."
 
 
 @dataclass

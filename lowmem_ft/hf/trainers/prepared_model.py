@@ -18,7 +18,9 @@ from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.command_lines import command_line, quoted
 from lowmem_ft.recipe.reading.keys import key_with
+from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
@@ -71,9 +73,11 @@ def _loaded(name: str, recipe: Recipe, device: torch.device) -> PreTrainedModel:
     config = dataclasses.replace(recipe.model, name_or_path=name)
     config.require_packages()
     if other_parts_of(config) is not None:
+        own = recipe.name if recipe.name in shipped_recipes() else "my.yaml"
+        train = quoted(command_line("train", f"recipe={own}", f"model={name}", "data=YOUR_DATA"))
         raise UserError(
             f"hf.prepare_model() loads a language model, and {name} has other parts, which a trainer's checkpoints "
-            f"would lose. Train it with `lowmem-ft train model={name}`, or pass a model that you have loaded."
+            f"would lose. Train it with {train}, or pass a model that you have loaded."
         )
     hf_config = load_model_config(config)
     if (stored := packed_format(hf_config)) is not None and config.quantization != "dequantize":

@@ -101,6 +101,19 @@ def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
     return None
 
 
+def num_layers_of(value_of: Callable[[str], Any]) -> int | None:
+    """Return the number of decoder layers; None if the config does not name it.
+
+    Args:
+        value_of: as for :func:`limit_of_positions`.
+    """
+    for name in ("num_hidden_layers", "n_layer", "n_layers", "num_layers"):
+        number = value_of(name)
+        if isinstance(number, int) and number > 0:
+            return number
+    return None
+
+
 def refuse_unfit(config: ModelConfig) -> None:
     """Reject a model whose ``config.json`` shows that it cannot be trained here.
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import limit_of_positions, text_fields
+from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, methods_with
 from lowmem_ft.recipe.tree import Recipe
 
 TOKENS = 2048
@@ -25,12 +26,15 @@ def with_defaults_of_plan(settings: Sequence[str]) -> list[str]:
 
     Returns:
         The defaults that they do not set themselves, then the settings. Rows are shorter if the model is known, on this
-        machine or in the catalogue, to take fewer tokens.
+        machine or in the catalogue, to take fewer tokens. Settings of adapters alone, or ``model.quantization=nf4``,
+        mean LoRA, as they do for an estimate.
     """
     values = {key: value for key, _, value in (setting.partition("=") for setting in settings)}
     defaults = [] if _ROWS & values.keys() else ["training.gradient_accumulation_steps=16"]
     if "data.max_length" not in values:
         defaults.append(f"data.max_length={_length(values.get('model') or values.get('model.name_or_path'))}")
+    if "adapter.name" not in values and FULL not in methods_with(settings):
+        defaults.append("adapter.name=lora")
     return [*defaults, *settings]
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
+from lowmem_ft.recipe.reading.another_model import Fitted, fitted_to_model
 from lowmem_ft.recipe.reading.keys import (
     not_a_group,
     recipe_groups,
@@ -31,7 +32,8 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
     """Return the recipe of that name, with the settings applied.
 
     A file may extend another (``base: NAME|PATH``); a key counts where it is set last: base, file, overrides. Keys that
-    describe a data set or a model go with it: if a later layer names another one, they are dropped.
+    describe a data set or a model go with it: if a later layer names another one, they are dropped. Keys that go by the
+    size of a model are made right for another one (:mod:`lowmem_ft.recipe.reading.another_model`).
 
     Args:
         name_or_path: the name of a shipped recipe, or the path of a ``.yaml`` file; None: the defaults alone.
@@ -57,7 +59,7 @@ def load_recipe(name_or_path: str | os.PathLike[str] | None, overrides: Iterable
     draft.problems += malformed
     draft.apply(settings)
     recipe = draft.finish()
-    draft.log_replaced()
+    draft.log_changes()
     return recipe
 
 
@@ -80,6 +82,7 @@ class _Draft:
     wrong: set[str] = field(default_factory=set)
     unresolved: dict[str, str] = field(default_factory=dict)
     replaced: list[Replaced] = field(default_factory=list)
+    fitted: list[Fitted] = field(default_factory=list)
 
     def apply(self, settings: dict[str, Any], origin: str = "") -> None:
         """Apply one layer of settings; an unknown key or a wrong type becomes a problem that names its origin."""
@@ -88,12 +91,15 @@ class _Draft:
         replaced = replaced_by(earlier, self.values)
         self.replaced += replaced
         dropped = {key for source in replaced for key in source.dropped}
-        self.values = {**{key: earlier[key] for key in earlier if key not in dropped}, **self.values}
+        fitted = fitted_to_model(earlier, self.values)
+        self.fitted += fitted
+        kept = {key: earlier[key] for key in earlier if key not in dropped}
+        self.values = {**kept, **{each.key: each.now for each in fitted}, **self.values}
 
-    def log_replaced(self) -> None:
-        """Log which keys were dropped with a data set or model that a later layer replaced."""
-        for source in self.replaced:
-            logger.info("%s", source)
+    def log_changes(self) -> None:
+        """Log what was dropped or changed with a data set or model that a later layer replaced."""
+        for change in (*self.replaced, *self.fitted):
+            logger.info("%s", change)
 
     def _read(self, settings: dict[str, Any], origin: str) -> None:
         for name, value in settings.items():
@@ -122,7 +128,8 @@ class _Draft:
         """Return the recipe; where a value could not be read, its default is used to check the rest."""
         groups = {name: group(**self._values_of(name, group)) for name, group in recipe_groups().items()}
         written = frozenset(path for path, value in self.values.items() if value is not None)
-        recipe = Recipe(**self._values_of(None, Recipe), **groups, written=written)
+        fitted = {each.setting: str(each) for each in self.fitted}
+        recipe = Recipe(**self._values_of(None, Recipe), **groups, written=written, fitted=fitted)
         unreliable = {*self.wrong, *map(recipe_key_of, self.unresolved)}
         problems = [*self.problems, *self.unresolved.values(), *recipe_problems(recipe, unreliable)]
         raise_problems(problems, RecipeError)

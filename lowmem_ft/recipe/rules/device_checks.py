@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.models.files.model_files import architecture_fields, limit_of_positions, text_fields
+from lowmem_ft.recipe.command_lines import command_line, quoted
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.budget_limits import above_device
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
@@ -51,8 +51,8 @@ def _made_for(gpu: Gpu | None, recipe: Recipe) -> str:
             f" An estimate shows whether that fits; {shipped.settings[0]} is made for {gpu.name}{trains}, and does: "
             f"{shipped.needs.memory_words}."
         )
-    estimate = shlex.join(["lowmem-ft", "estimate", *shipped.settings, "--gpu", gpu.name])
-    return f" A recipe is made for such GPUs{trains}: `{estimate}`."
+    estimate = quoted(command_line("estimate", *shipped.settings, gpu=gpu.name))
+    return f" A recipe is made for such GPUs{trains}: {estimate}."
 
 
 def check_device_of_run(recipe: Recipe) -> None:

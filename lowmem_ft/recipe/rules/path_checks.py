@@ -24,6 +24,7 @@ from lowmem_ft.models.files.model_files import (
     check_weight_files,
     damage,
     limit_of_positions,
+    num_layers_of,
     refuse_unfit,
     text_fields,
 )
@@ -158,8 +159,8 @@ def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
         UserError: if anything is wrong.
     """
     fields = text_fields(recipe.model)
-    vocabulary, num_layers = fields.get("vocab_size"), fields.get("num_hidden_layers")
-    hidden_size = fields.get("hidden_size")
+    vocabulary, hidden_size = fields.get("vocab_size"), fields.get("hidden_size")
+    num_layers = num_layers_of(fields.get)
     checks: list[Callable[[], object]] = [
         lambda: recipe.data.refuse_positions(limit_of_positions(fields.get))
     ]
@@ -167,7 +168,7 @@ def check_sizes_of_model(recipe: Recipe, *, is_planned: bool = False) -> None:
         checks.append(lambda: recipe.tiling.refuse_vocabulary(vocabulary))
     if isinstance(hidden_size, int) and hidden_size > 0:
         checks.append(lambda: recipe.adapter.refuse_rank(hidden_size))
-    if isinstance(num_layers, int) and not is_planned:
+    if num_layers is not None and not is_planned:
         checks.append(lambda: raise_problems(recipe.checkpointing.problems_with(num_layers)))
     raise_together(*checks)
 

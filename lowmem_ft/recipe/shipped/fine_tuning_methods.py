@@ -19,6 +19,7 @@ class Method:
         name: ``full``, ``lora`` or ``qlora``.
         title: the name for people.
         rungs: shipped recipes for it, the fastest first. Each takes less of a GPU than the one before.
+        shared: a shipped recipe by which several GPUs share it with FSDP2.
         leaner: settings with which the first of them takes less, and computes the same more slowly: it fills the GPU
             that it names, and other GPUs are smaller and other models larger.
         without_bfloat16: settings for the last of them on a GPU that does not compute with bfloat16.
@@ -30,6 +31,7 @@ class Method:
     name: str
     title: str
     rungs: tuple[str, ...]
+    shared: str
     leaner: tuple[str, ...]
     without_bfloat16: tuple[str, ...]
     resident_without_bfloat16: str | None = None
@@ -48,6 +50,7 @@ FULL = Method(
     name="full",
     title="full",
     rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
+    shared="8b-fsdp2",
     leaner=_ROW_BY_ROW,
     without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
     resident_without_bfloat16="1b-fp16-t4",
@@ -56,6 +59,7 @@ LORA = Method(
     name="lora",
     title="LoRA",
     rungs=("7b-lora",),
+    shared="7b-lora",
     leaner=_CHECKPOINTED,
     without_bfloat16=_FLOAT16,
     is_traced_in_pieces=True,
@@ -64,6 +68,7 @@ QLORA = Method(
     name="qlora",
     title="QLoRA",
     rungs=("7b-qlora",),
+    shared="7b-qlora",
     leaner=_CHECKPOINTED,
     without_bfloat16=_FLOAT16,
     is_traced_in_pieces=True,

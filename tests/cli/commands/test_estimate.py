@@ -27,7 +27,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
+from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
 SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "estimate.py"
 
@@ -102,11 +102,11 @@ class FakeEstimator:
             MethodEstimate(
                 method=method,
                 gpu=gpu,
-                command=(f"recipe={method.rungs[-1]}", f"model={model}"),
+                command=(f"recipe={method.rungs[-1]}", f"model={model}", *settings),
                 estimate=None if method.name in self.method_problems else self.estimate_memory(None, gpu),
                 problems=self.method_problems.get(method.name, ()),
             )
-            for method in METHODS
+            for method in methods_with(settings)
             for gpu in gpus
         ]
 
@@ -159,7 +159,8 @@ def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, 
     assert estimate("model=some/model", "adapter.name=lora", "budget=4GiB", "--gpu", "small") == 3
     assert estimator.asked_of_models[1][1] == ["adapter.name=lora", "budget=4GiB"]
     shown = capsys.readouterr().out
-    assert "\n  lowmem-ft plan model=some/model adapter.name=lora budget=4GiB --gpu small\n" in shown
+    by = "recipe=7b-lora model=some/model adapter.name=lora budget=4GiB"
+    assert f"\n  lowmem-ft plan {by} --gpu small\n" in shown
     assert "See other GPUs with --gpu all." in shown
     assert estimate("model=some/model", "--gpu", "8xbig") == 2
     assert (
@@ -217,7 +218,7 @@ def test_a_model_alone_that_fits_nowhere_exits_with_3_and_starts_no_search(estim
     assert estimate("model=some/model", "--gpu", "all") == 3
     shown = capsys.readouterr().out
     assert "fits on no GPU" in shown
-    assert "\n  lowmem-ft plan model=some/model --gpu big\n" in shown
+    assert "\n  lowmem-ft plan recipe=8b-8gb model=some/model --gpu big\n" in shown
     assert estimator.searched == []
 
 
@@ -297,7 +298,8 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
 def test_where_no_change_helps_other_gpus_are_pointed_at(estimator, capsys):
     estimator.changes_help = False
     assert estimate("recipe=tiny", "--gpu", "small") == 3
-    assert capsys.readouterr().out.endswith("\nSee other GPUs with --gpu all.\n")
+    plan = "  lowmem-ft plan recipe=tiny --gpu small\n"
+    assert capsys.readouterr().out.endswith(f"{plan}See other GPUs with --gpu all.\n")
     estimator.needs_bytes = 100 * GIB
     assert estimate("recipe=tiny", "--gpu", "all") == 3
     assert "See other GPUs" not in capsys.readouterr().out
