@@ -29,6 +29,22 @@ def test_rows_are_no_longer_than_the_model_takes(tmp_path, fields, length):
         assert with_defaults_of_plan(settings) == [ROWS, f"data.max_length={length}", *settings]
 
 
+@pytest.mark.parametrize(
+    "typed, is_added",
+    [
+        (["model.quantization=nf4"], True),
+        (["adapter.r=8"], True),
+        (["model.quantization=nf4", "adapter.name=lora"], False),
+        (["model.quantization=none"], False),
+        ([], False),
+    ],
+)
+def test_settings_that_only_adapters_have_mean_lora_as_for_an_estimate(typed, is_added):
+    settings = with_defaults_of_plan(["model=qwen3-32b", *typed])
+    assert ("adapter.name=lora" in settings and "adapter.name=lora" not in typed) == is_added
+    load_recipe(None, settings)
+
+
 def test_what_is_said_stays_as_it_is():
     settings = ["model=no/such", "data.max_length=4096", "training.per_device_train_batch_size=2"]
     assert with_defaults_of_plan(settings) == settings
