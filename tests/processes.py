@@ -15,8 +15,29 @@ from collections.abc import Mapping
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import pytest
+
 LIMIT_SECONDS = 1800
 """Ends what hangs, not what waits for a busy machine: these programs take seconds."""
+
+
+def launch_variables(rank: int, num_processes: int = 2, port: int = 29500) -> dict[str, str]:
+    """Return what a launcher sets for one of several processes on this machine."""
+    return {
+        "RANK": f"{rank}",
+        "LOCAL_RANK": f"{rank}",
+        "WORLD_SIZE": f"{num_processes}",
+        "LOCAL_WORLD_SIZE": f"{num_processes}",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": f"{port}",
+    }
+
+
+def set_launch(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    """Make this process one of two of a launch."""
+    for name, value in launch_variables(rank).items():
+        monkeypatch.setenv(name, value)
+
 
 FORKING = """
 import atexit, gc, json, os, signal, sys, traceback
@@ -96,13 +117,7 @@ class Forks:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        shared = {
-            "WORLD_SIZE": f"{num_processes}",
-            "LOCAL_WORLD_SIZE": f"{num_processes}",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": f"{port}",
-        }
-        places = [{"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", **shared} for rank in range(num_processes)]
+        places = [launch_variables(rank, num_processes, port) for rank in range(num_processes)]
         return self._run(source, arguments, places, Path.cwd())
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import shlex
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ import lowmem_ft
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError, did_you_mean
+from lowmem_ft.system.launch_variables import alone
 
 COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",
@@ -27,6 +29,9 @@ COMMANDS = {
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",
 }
+
+_LAUNCHED = ("train",)
+"""Commands that may be one of several processes; any other always speaks, whatever variables a launch left behind."""
 
 
 @explains_user_errors
@@ -47,7 +52,8 @@ def main(arguments: list[str]) -> int:
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UserError(_no_command(arguments))
     command = parser.parse_args(arguments[:1]).command
-    return importlib.import_module(f"lowmem_ft.cli.commands.{command}").main(arguments[1:])
+    with contextlib.nullcontext() if command in _LAUNCHED else alone():
+        return importlib.import_module(f"lowmem_ft.cli.commands.{command}").main(arguments[1:])
 
 
 def _no_command(arguments: Sequence[str]) -> str:

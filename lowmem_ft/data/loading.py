@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
@@ -19,6 +18,7 @@ from lowmem_ft.data.summary import LengthLimits
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer
 from lowmem_ft.data.tokenized_parts import TokenizedParts
 from lowmem_ft.foundation.errors import DataError, raise_problems
+from lowmem_ft.system.launch_variables import is_main_process
 
 
 def load_data(
@@ -56,7 +56,7 @@ def load_data(
     raise_problems(config.problems(), DataError)
     config = replace(config, max_length=_max_length(config, max_positions))
     limits = LengthLimits(max_length=config.max_length, of_model=max_positions)
-    if int(os.environ.get("RANK", "0")) > 0:
+    if not is_main_process():
         datasets.disable_progress_bars()
     prepare_tokenizer(tokenizer, chat_template=config.chat_template)
     pad_token_id: Any = tokenizer.pad_token_id

@@ -29,13 +29,11 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError, is_panic, panic_problem
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.launch_variables import LAUNCH_VARIABLES
 
 logger = logging.getLogger(__name__)
 
 _RESULT, _ERROR, _PROGRESS, _WARNING = "result", "error", "progress", "warning"
-
-_OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables that tell a process that it is one of several."""
 
 
 _PROGRAM = "import sys; sys.path[:] = {path!r}; from lowmem_ft.estimator.child_process import serve; serve()"
@@ -136,7 +134,7 @@ def _module_path() -> list[str]:
 
 def _environment(own: Mapping[str, str]) -> dict[str, str]:
     """Return this process's environment, without its GPUs and its ranks."""
-    environment = {name: value for name, value in own.items() if name not in _OF_LAUNCHERS}
+    environment = {name: value for name, value in own.items() if name not in LAUNCH_VARIABLES}
     return environment | {"CUDA_VISIBLE_DEVICES": ""}
 
 

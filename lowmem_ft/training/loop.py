@@ -19,6 +19,7 @@ from typing import Any
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training.callbacks.callbacks import FAIL, STOP, check_callbacks
@@ -94,7 +95,8 @@ def _train(
     callbacks: Sequence[object],
 ) -> TrainResult:
     run: TrainingRun | None = None
-    warn_if_untested()
+    if is_main_process():
+        warn_if_untested()
     try:
         run = TrainingRun.build(recipe, folder, runtime, preflight, callbacks)
         return run.train()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import logging
-import os
 import re
 import sys
 
@@ -96,10 +95,9 @@ def install_tested(library: str) -> str:
 def warn_if_untested() -> None:
     """Warn once per process about imported libraries whose version was not tested.
 
-    Call this at the start of an estimate or a training run: numbers may be off, or a patch may not find its place.
+    Call this at the start of an estimate or a training run, in the process that speaks: numbers may be off, or a patch
+    may not find its place.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return  # the main process speaks for all
     others = []
     for library in sorted((TESTED.keys() & sys.modules.keys()) - _warned):
         version = installed_version(library)

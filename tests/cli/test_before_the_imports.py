@@ -9,16 +9,18 @@ import os
 import re
 import subprocess
 import sys
+import types
 
 import pyarrow
 import pyarrow.parquet
 import pytest
-from processes import LIMIT_SECONDS
+from processes import LIMIT_SECONDS, set_launch
 
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import MissingPackageError
 from lowmem_ft.foundation.packages import is_installed
 from lowmem_ft.recipe.training_config import require_tracker
+from lowmem_ft.system.launch_variables import is_main_process
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
@@ -164,12 +166,16 @@ def test_each_process_of_a_launch_ends_of_bad_data_and_the_main_one_tells(tmp_pa
     monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports torch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"messages": 1}\n')
+    told: list[object] = []
+    meeting = types.SimpleNamespace(tell_others=told.append, is_first_to_say=lambda text: is_main_process())
     command = ["train", "recipe=tiny", "data=data.jsonl"]
     assert main(command) == 2
     assert "Example 0 of data.jsonl" in capfd.readouterr().err
-    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setitem(sys.modules, "lowmem_ft.training.distributed.rendezvous", meeting)
+    set_launch(monkeypatch, rank=1)
     assert main(command) == 2
     assert capfd.readouterr().err == ""
+    assert len(told) == 1
 
 
 def test_columns_of_parquet_are_told_before_all_but_its_reader(tmp_path):

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import LIMIT_SECONDS
+from processes import LIMIT_SECONDS, launch_variables, set_launch
 
 import lowmem_ft
 from lowmem_ft.cli import COMMANDS, main
@@ -19,6 +19,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted
 from lowmem_ft.preflight import train as preflight
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
+from lowmem_ft.training.distributed import rendezvous
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -109,12 +110,46 @@ def test_a_terminal_gets_problems_in_whole_words_and_a_pipe_gets_each_on_one_lin
 
 
 def test_only_the_main_process_speaks(trained, capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    met: list[object] = []
+    monkeypatch.setattr(rendezvous, "tell_others", met.append)  # there are none
+    set_launch(monkeypatch, rank=1)
     assert main(["train", "recipe=nothing"]) == 2
     assert capsys.readouterr().err == ""
-    monkeypatch.setenv("RANK", "0")
+    set_launch(monkeypatch, rank=0)
     assert main(["train", "recipe=nothing"]) == 2
     assert "There is no recipe 'nothing'" in capsys.readouterr().err
+    assert len(met) == 2
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [
+        {"RANK": "1"},
+        {"LOCAL_RANK": "3"},
+        {"RANK": "x", "WORLD_SIZE": "1"},
+        {"RANK": "1", "WORLD_SIZE": "2"},
+        {**launch_variables(1), "RANK": "2"},
+        {**launch_variables(1), "WORLD_SIZE": "two"},
+        {**launch_variables(1), "MASTER_ADDR": ""},
+        {**launch_variables(1), "MASTER_PORT": "99999"},
+    ],
+    ids=lambda left_over: " ".join(f"{name}={value}" for name, value in left_over.items()),
+)
+def test_variables_that_make_no_launch_silence_no_error(trained, capsys, monkeypatch, left_over):
+    """Batch scripts, containers and notebooks leave them behind."""
+    for name, value in left_over.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "recipe=nothing"]) == 2
+    assert capsys.readouterr().err.count("There is no recipe 'nothing'") == 1
+
+
+@pytest.mark.parametrize(
+    "command", [["gpus", "nothing"], ["estimate", "recipe=nothing"], ["data", "recipe=nothing"]]
+)
+def test_a_command_that_never_is_one_of_several_always_speaks(capsys, monkeypatch, command):
+    set_launch(monkeypatch, rank=1)
+    assert main(command) == 2
+    assert capsys.readouterr().err.count("'nothing'") == 1
 
 
 def test_what_does_not_fit_names_the_page_on_memory(trained, monkeypatch, capsys):
@@ -322,10 +357,13 @@ logging.getLogger("lowmem_ft.x").info("chosen because")
 logging.getLogger("other").info("chatter")
 logging.getLogger("other").warning("trouble")
 """
-    environment = {**os.environ, "RANK": "0"}
+    environment = {**os.environ, **launch_variables(0)}
     speaks = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
     quiet = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**environment, "RANK": "1"}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**environment, **launch_variables(1)},
     )
     assert "chosen because" in speaks.stderr
     assert "trouble" in speaks.stderr

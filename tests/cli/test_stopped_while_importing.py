@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from processes import LIMIT_SECONDS
+from processes import LIMIT_SECONDS, set_launch
 
 FINETUNE = Path(__file__).parents[2] / "scripts" / "finetune.py"
 
@@ -64,7 +64,7 @@ def test_each_import_may_be_the_one_that_ctrl_c_meets(program):
 
 
 def test_only_the_main_process_of_a_launch_tells_it(monkeypatch):
-    monkeypatch.setenv("RANK", "1")
+    set_launch(monkeypatch, rank=1)
     code = HARNESS.format(program="import sys\n" + PROGRAMS["as installed"])
     done = _run(code)
     assert set(done.stdout.splitlines()[-1].split()) == {"130", "0"}

@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed
 
 from lowmem_ft.foundation.errors import Interrupted, OtherProcessError, UserError
+from lowmem_ft.system.launch_variables import whole_number
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0
@@ -54,7 +55,7 @@ def ending_together() -> Iterator[None]:
     """
     key = f"lowmem_ft failed {next(_runs)}"
     watch = _Watch(key)
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if (whole_number("WORLD_SIZE") or 1) > 1:
         watch.start()
     try:
         yield

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.system.launch_variables import LAST_PORT
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
 
 
@@ -57,7 +58,8 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) 
         environment: the variables; None: this process's.
 
     Raises:
-        UserError: if the variables are not numbers, or name a rank that does not exist: the others would wait for it.
+        UserError: if the variables are not numbers, or name a rank or a port that does not exist: the others would wait
+            for it.
     """
     if environment is None:
         environment = os.environ
@@ -65,6 +67,7 @@ def read_launch(*, use_cpu: bool, environment: Mapping[str, str] | None = None) 
         return Launch()
     num_processes = _number(environment, "WORLD_SIZE", 1)
     _refuse_process_beyond(environment, num_processes)
+    _refuse_port(environment)
     num_machines = max(1, num_processes // processes_here(num_processes, environment))
     if _is_true(environment, "ACCELERATE_USE_FSDP"):
         return Launch(
@@ -226,8 +229,8 @@ def _number(environment: Mapping[str, str], name: str, otherwise: int) -> int:
         return int(value)
     except ValueError:
         raise UserError(
-            f"The launcher must set {name} to a whole number, got {value!r}. Unset it, or start with `accelerate "
-            "launch` or torchrun."
+            f"The launcher must set {name} to a whole number, got {value!r}. Unset it to train in one process, or "
+            "start several with `accelerate launch` or torchrun."
         ) from None
 
 
@@ -241,8 +244,18 @@ def _refuse_process_beyond(environment: Mapping[str, str], num_processes: int) -
         if not -1 <= rank < of_all[size]:
             raise UserError(
                 f"Processes of a launch are numbered from 0 to {size} - 1, got {name}={rank} with "
-                f"{size}={of_all[size]}. Start with `accelerate launch` or torchrun, which set all these variables."
+                f"{size}={of_all[size]}. Unset {name} to train in one process, or start several with `accelerate "
+                "launch` or torchrun, which set all these variables."
             )
+
+
+def _refuse_port(environment: Mapping[str, str]) -> None:
+    port = _number(environment, "MASTER_PORT", 0)
+    if not 0 <= port <= LAST_PORT:
+        raise UserError(
+            f"Processes of a launch meet at a port from 1 to {LAST_PORT}, got MASTER_PORT={port}. Set one of these, "
+            "such as MASTER_PORT=29500; or unset LOCAL_RANK, WORLD_SIZE and MASTER_PORT to train in one process."
+        )
 
 
 def _is_true(environment: Mapping[str, str], name: str, default: str = "false") -> bool:

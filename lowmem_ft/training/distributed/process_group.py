@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.launch_variables import whole_number
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
@@ -36,7 +37,10 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
         )
         if gpu:
             run_near_own_gpu()  # before any host memory is pinned
-    with explained_joining() if launch.num_processes > 1 else contextlib.nullcontext():
+    joins = (
+        launch.num_processes > 1 or whole_number("LOCAL_RANK") is not None
+    )  # which Accelerate takes for a launch
+    with explained_joining() if joins else contextlib.nullcontext():
         runtime = (
             DeepSpeedRuntime if launched.distributed.strategy in ("zero2", "zero3") else AccelerateRuntime
         )

@@ -222,8 +222,9 @@ def explained_joining() -> Iterator[None]:
         if "environment variable" not in str(error):
             raise
         raise UserError(
-            "A launcher sets for each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Start with `accelerate "
-            f"launch` or torchrun. torch says: {error}"
+            "A launcher sets for each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in addition to "
+            "LOCAL_RANK. Unset LOCAL_RANK to train in one process, or start several with `accelerate launch` or "
+            f"torchrun. torch says: {error}"
         ) from error
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.system.launch_variables import whole_number
 
 LOCK_FILE = ".lock"
 
@@ -47,7 +48,7 @@ class FolderLock:
         Raises:
             UserError: if another run holds it.
         """
-        if os.environ.get("RANK", "0") == "0" and (self._folder / LOCK_FILE).exists():
+        if not whole_number("RANK") and (self._folder / LOCK_FILE).exists():
             self.acquire()
             self.release()
 

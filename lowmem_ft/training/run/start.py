@@ -19,6 +19,7 @@ from lowmem_ft.foundation.units import counted
 from lowmem_ft.models.hf_config import max_positions, vocab_size
 from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.distributed.data_agreement import refuse_other_data
@@ -154,7 +155,8 @@ def num_training_steps(
 
 def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps: int) -> None:
     """Log the run's device, processes and steps."""
-    warn_if_untested()  # for libraries that only some recipes import
+    if is_main_process():
+        warn_if_untested()  # for libraries that only some recipes import
     config = recipe.training
     if runtime.device.type == "cpu":
         warn_of_idle_cores(runtime.num_processes)

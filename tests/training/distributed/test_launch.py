@@ -45,6 +45,8 @@ def test_processes_are_counted_as_accelerate_does(told, on_gpu, on_cpu):
         ({**TWO, "LOCAL_WORLD_SIZE": "1.5"}, "must set LOCAL_WORLD_SIZE to a whole number, got '1.5'"),
         ({**TWO, "RANK": "2"}, "got RANK=2 with WORLD_SIZE=2"),
         ({**TWO, "LOCAL_RANK": "3", "RANK": "1"}, "got LOCAL_RANK=3 with LOCAL_WORLD_SIZE=2"),
+        ({**TWO, "MASTER_PORT": "99999"}, "a port from 1 to 65535, got MASTER_PORT=99999"),
+        ({**TWO, "MASTER_PORT": "tcp"}, "must set MASTER_PORT to a whole number, got 'tcp'"),
         ({"LOCAL_RANK": "1"}, "got LOCAL_RANK=1 with LOCAL_WORLD_SIZE=1"),
     ],
 )
@@ -58,6 +60,20 @@ def test_a_variable_that_is_no_number_is_a_line_and_no_traceback(monkeypatch, ca
     monkeypatch.setenv("WORLD_SIZE", "many")
     assert main(["recipe=tiny", "training.use_cpu=true"]) == 2
     assert capsys.readouterr().err.count("error: The launcher must set WORLD_SIZE to a whole number") == 1
+
+
+def test_a_local_rank_alone_is_a_line_and_no_traceback(forks, tmp_path):
+    source = """
+import os, sys
+from lowmem_ft.cli.commands.train import main
+os.environ["LOCAL_RANK"] = "0"
+sys.exit(main())
+"""
+    settings = ("recipe=tiny", f"training.output_dir={tmp_path}/run")
+    ended = forks.run(source, *settings)
+    assert ended.returncode == 2
+    [error] = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert "Unset LOCAL_RANK to train in one process" in error
 
 
 def test_the_environment_is_read_after_datasets_has_replaced_it(monkeypatch):
