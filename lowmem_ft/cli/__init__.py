@@ -43,7 +43,8 @@ def main(arguments: list[str]) -> int:
 
     Returns:
         The exit code: 0 done, 2 the user's input is at fault, 3 it does not fit the budget, or may not, 4 the data has
-        something that would be lost or learnt wrongly, 130 or 143 stopped by Ctrl-C or SIGTERM.
+        something that would be lost or learnt wrongly, 130, 143, 129 or 138 stopped by Ctrl-C,
+        SIGTERM, SIGHUP or SIGUSR1.
     """
     parser = _parser()
     if not arguments:

@@ -154,7 +154,8 @@ class Interrupted(BaseException):
     ended well. Let a script end with ``sys.exit(stop.exit_code)``.
 
     Args:
-        signal_number: number of ``SIGINT``, which Ctrl-C and a notebook's stop button send, or of ``SIGTERM``.
+        signal_number: number of ``SIGINT``, which Ctrl-C and a notebook's stop button send, of ``SIGTERM``,
+            ``SIGHUP`` or ``SIGUSR1``.
         checkpoint: the folder to resume from, by ``training.resume_from_checkpoint``; None: no step had been taken, or
             the run was done.
         model_folder: the finished model, if the signal came while it was being saved; else None.

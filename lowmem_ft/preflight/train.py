@@ -43,7 +43,8 @@ def train(
         UserError: if the recipe, its model, its data or the folder cannot be used, or the result is not finite.
         DoesNotFitError: if no plan fits, if memory is estimated not to suffice before weights are read, or if it runs
             out.
-        Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
+        Interrupted: after SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, once a checkpoint (or the finished model) is
+            saved.
         KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
     check_callbacks(callbacks)

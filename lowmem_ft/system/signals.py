@@ -1,7 +1,10 @@
-"""SIGINT (Ctrl-C) and SIGTERM (a launcher, a reclaimed spot machine): every handler, from the first import to the end.
+"""Signals that ask a program to stop: every handler, from the first import to the end.
 
-In a command both raise ``KeyboardInterrupt``. Its text, if it has one, continues "Stopped by SIGINT": the code that
-knows what has been done by then adds it. Training takes over both signals while there is something to save.
+SIGINT is Ctrl-C, SIGTERM comes from a launcher or before a spot machine is reclaimed, SIGHUP when the terminal or its
+connection is gone, SIGUSR1 from a scheduler before a job's time is over (``sbatch --signal=USR1@120``).
+
+In a command each raises ``KeyboardInterrupt``. Its text, if it has one, continues "Stopped by SIGINT": the code that
+knows what has been done by then adds it. Training takes over all of them while there is something to save.
 
 Programs import this module before any other module of the package or of their own, so that a signal can arrive while
 those are still being imported: it imports the standard library alone.
@@ -36,23 +39,34 @@ NOTHING_TRAINED = "before the first step: nothing was trained, and nothing was w
 
 _RETRY_SECONDS = 0.02
 
-_terminated: list[float] = []
-"""Time of the SIGTERM that has come to this process: a search takes the exception for a request for the best so far."""
+STOP_SIGNALS = tuple(
+    signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+)
+"""Signals that ask to stop; Windows has the first two."""
+
+_ONLY_IF_UNCLAIMED = STOP_SIGNALS[2:]
+"""Signals that other code takes for purposes of its own, such as stacks or a new start of the job: it keeps them."""
+
+_terminated: list[tuple[int, float]] = []
+"""Signal other than SIGINT that has come to this process, and its time."""
 
 
 @contextlib.contextmanager
 def handlers(new: Callable[[int, Any], Callable[[int, FrameType | None], Any] | None]) -> Iterator[None]:
-    """Replace the handlers of SIGINT and SIGTERM in a block, unless other code replaces them within it.
+    """Replace the handlers of the signals that ask to stop in a block, unless other code replaces them within it.
 
-    Does nothing outside the main thread, which alone gets signals.
+    An ignored signal stays ignored, as SIGHUP is behind ``nohup``. Does nothing outside the main thread, which alone
+    gets signals.
 
     Args:
         new: takes the signal's number and the present handler, and returns the new one; None: the present one stays.
     """
     replaced: dict[int, tuple[Any, Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in STOP_SIGNALS:
             before = signal.getsignal(number)
+            if before is signal.SIG_IGN or (number in _ONLY_IF_UNCLAIMED and _is_claimed(number, before)):
+                continue
             handler = new(number, before)
             if handler is not None:
                 signal.signal(number, handler)
@@ -64,6 +78,26 @@ def handlers(new: Callable[[int, Any], Callable[[int, FrameType | None], Any] | 
             if signal.getsignal(number) == handler:
                 # None: another library's handler in C, which Python cannot restore
                 signal.signal(number, before or signal.SIG_DFL)
+
+
+def _is_claimed(number: int, handler: Any) -> bool:
+    """Return whether a handler is neither the system's own nor one of lowmem_ft."""
+    if handler is signal.SIG_DFL:
+        return _is_caught_in_c(number)
+    return not _is_ours(handler)
+
+
+def _is_ours(handler: Any) -> bool:
+    return str(getattr(handler, "__module__", "")).startswith("lowmem_ft.")
+
+
+def _is_caught_in_c(number: int) -> bool:
+    """Return whether native code, such as ``faulthandler.register``, has a handler that Python does not know of."""
+    with contextlib.suppress(OSError), open("/proc/self/status") as status:
+        for line in status:
+            if line.startswith("SigCgt:"):
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def end_at_ctrl_c() -> None:
@@ -81,37 +115,38 @@ def raise_at_ctrl_c() -> None:
 def _end(number: int, frame: FrameType | None, leaves: str = NOTHING_DONE) -> None:
     """End at once: an exception would pass through half-imported modules, which may turn it into another one."""
     if is_main_process():
-        sys.stderr.write(f"Stopped by {signal.Signals(number).name} {leaves}\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            sys.stderr.write(f"Stopped by {signal.Signals(number).name} {leaves}\n")
+            sys.stderr.flush()
     os._exit(SIGNALLED + number)
 
 
 @contextlib.contextmanager
-def sigterm_as_ctrl_c() -> Iterator[None]:
-    """Let SIGTERM raise ``KeyboardInterrupt``; a later one ends the process, whatever it does.
+def stops_as_ctrl_c() -> Iterator[None]:
+    """Let the other signals raise ``KeyboardInterrupt``, too; a later one ends the process, whatever it does.
 
     One that follows at once is the same request: a job's scheduler signals each process, and a launcher passes it on.
 
-    Does nothing if the program has a handler of its own. A forked process ends by the signal as usual: pools end their
-    workers that way.
+    Leaves a signal alone for which the program has a handler of its own. A forked process ends by the signal as usual:
+    pools end their workers that way.
     """
     process_id = os.getpid()
 
     def stop(number: int, frame: FrameType | None) -> None:
         if os.getpid() == process_id:
             if not _terminated:
-                _terminated.append(time.monotonic())
+                _terminated.append((number, time.monotonic()))
                 raise KeyboardInterrupt
-            if time.monotonic() - _terminated[0] <= ONE_REQUEST_SECONDS:
+            if time.monotonic() - _terminated[0][1] <= ONE_REQUEST_SECONDS:
                 return
         signal.signal(number, signal.SIG_DFL)
         signal.raise_signal(number)
 
     def new(number: int, before: Any) -> Any:
-        return stop if number == signal.SIGTERM and before is signal.SIG_DFL else None
+        return stop if number != signal.SIGINT and before is signal.SIG_DFL else None
 
     with handlers(new):
-        is_outermost = signal.getsignal(signal.SIGTERM) is stop
+        is_outermost = any(signal.getsignal(number) is stop for number in STOP_SIGNALS)
         try:
             yield
         finally:
@@ -119,14 +154,21 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
                 _terminated.clear()
 
 
+def end_by_signals() -> None:
+    """Let every signal but SIGINT end this process as usual, for a forked one that does the work of its parent."""
+    for number in STOP_SIGNALS[1:]:
+        if _is_ours(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+
+
 def was_terminated() -> bool:
-    """Return whether SIGTERM has come."""
+    """Return whether a signal other than Ctrl-C has come."""
     return bool(_terminated)
 
 
 def stopped_by() -> signal.Signals:
     """Return the signal that caused a ``KeyboardInterrupt``."""
-    return signal.SIGTERM if _terminated else signal.SIGINT
+    return signal.Signals(_terminated[0][0]) if _terminated else signal.SIGINT
 
 
 def words_of(stop: KeyboardInterrupt) -> str:
@@ -157,9 +199,9 @@ def stop_behind(error: BaseException | None) -> KeyboardInterrupt | None:
 
 @contextlib.contextmanager
 def stops_remembered() -> Iterator[Callable[[], None]]:
-    """Yield a function that raises the ``KeyboardInterrupt`` of a Ctrl-C or SIGTERM in this block, if it was lost.
+    """Yield a function that raises the ``KeyboardInterrupt`` of a signal in this block, if it was lost.
 
-    Both signals raise it as usual, but Python drops an exception in a finalizer, and a trace runs thousands of those.
+    Signals raise it as usual, but Python drops an exception in a finalizer, and a trace runs thousands of those.
     """
     lost: list[int] = []
 
@@ -183,7 +225,7 @@ def stops_remembered() -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def signals_wait_while(is_busy: Callable[[], bool]) -> Iterator[None]:
-    """Delay the handlers of SIGINT and SIGTERM while the main thread runs code through which no exception may pass.
+    """Delay the handlers of signals while the main thread runs code through which no exception may pass.
 
     Args:
         is_busy: whether it does so now.
@@ -206,7 +248,7 @@ def signals_wait_while(is_busy: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_end_at_once(leaves: str) -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process during a wait in C++, in which Python calls no signal handler.
+    """Let a signal that asks to stop end the process during a wait in C++, in which Python calls no signal handler.
 
     A handler that is neither lowmem_ft's nor Python's own stays.
 
@@ -222,8 +264,7 @@ def signals_end_at_once(leaves: str) -> Iterator[None]:
             _end(number, frame, leaves)
 
     def new(number: int, before: Any) -> Any:
-        is_ours = str(getattr(before, "__module__", "")).startswith("lowmem_ft.")
-        if not is_ours and before is not signal.default_int_handler:
+        if not _is_ours(before) and before is not signal.default_int_handler:
             return None
         replaced.add(number)
         return end
@@ -251,9 +292,9 @@ def signals_end_at_once(leaves: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def forks_ignore_ctrl_c() -> Iterator[None]:
-    """Let processes that are forked in this block ignore SIGINT, which a terminal sends them, too.
+    """Let processes that are forked in this block ignore SIGINT and SIGHUP, which a terminal sends them, too.
 
-    The process that forked them gets it and ends them; each would print a traceback of its own.
+    The process that forked them gets them and ends those; each would print a traceback of its own.
     """
     _blocks_of_forks.append(None)
     try:
@@ -268,7 +309,8 @@ _blocks_of_forks: list[None] = []
 
 def _ignore_in_fork() -> None:
     if _blocks_of_forks:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for number in (signal.SIGINT, *_ONLY_IF_UNCLAIMED[:1]):
+            signal.signal(number, signal.SIG_IGN)
 
 
 if hasattr(os, "register_at_fork"):  # Windows has no forks
@@ -276,7 +318,7 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 
 
 class Interruption(contextlib.ExitStack):
-    """Context that records SIGINT and SIGTERM instead of ending the process; a later second signal ends it.
+    """Context that records a signal that asks to stop instead of ending the process; a later second signal ends it.
 
     Python allows signal handlers only in the main thread; elsewhere (a notebook's worker, a test) this does nothing.
 

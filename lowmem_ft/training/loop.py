@@ -77,7 +77,8 @@ def train(
         UserError: if the recipe, its model, its data or the folder cannot be used, or the result is not finite.
         OtherProcessError: if another process of the run has failed or disappeared.
         DoesNotFitError: if the device's memory runs out, or is estimated to; says what would need less.
-        Interrupted: after SIGINT (Ctrl-C) or SIGTERM, once a checkpoint (or the finished model) is saved.
+        Interrupted: after SIGINT (Ctrl-C), SIGTERM, SIGHUP or SIGUSR1, once a checkpoint (or the finished model) is
+            saved.
         KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
     check_recipe(recipe)

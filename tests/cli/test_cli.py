@@ -203,7 +203,7 @@ STOPPED = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 @pytest.mark.parametrize("where", STOPPED)
 def test_a_command_that_is_stopped_says_so_in_one_line(where, number, tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
@@ -259,7 +259,7 @@ import signal
 from lowmem_ft.system import signals
 
 signals.ONE_REQUEST_SECONDS = -1
-with signals.sigterm_as_ctrl_c():
+with signals.stops_as_ctrl_c():
     try:
         signal.raise_signal(signal.SIGTERM)
     finally:

@@ -21,7 +21,7 @@ from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
 from lowmem_ft.recipe.space.search_space import space_of
-from lowmem_ft.system.signals import sigterm_as_ctrl_c
+from lowmem_ft.system.signals import stops_as_ctrl_c
 from lowmem_ft.training.loop import train
 
 KEEP = (
@@ -354,7 +354,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(number, make_recipe, at_once):
             Pressed()
 
     before = signal.getsignal(number)
-    with sigterm_as_ctrl_c():
+    with stops_as_ctrl_c():
         result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
     assert result.interrupted
     assert len(asked) == 4

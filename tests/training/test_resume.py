@@ -135,11 +135,12 @@ def test_dropout_makes_the_random_state_matter(tiny, metrics, with_dropout, tmp_
     assert metrics(tmp_path / "one") != metrics(tmp_path / "other")
 
 
-def test_ctrl_c_saves_and_exits_130(tiny, monkeypatch, tmp_path):
-    interrupt_at(monkeypatch, 2, signal.SIGINT)
+@pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGHUP, 129), (signal.SIGUSR1, 138)])
+def test_a_signal_saves_and_exits_with_its_code(tiny, monkeypatch, tmp_path, number, code):
+    interrupt_at(monkeypatch, 2, number)
     with pytest.raises(Interrupted) as stop:
         train(tiny(output_dir=tmp_path / "run"))
-    assert stop.value.exit_code == 130
+    assert stop.value.exit_code == code
     assert (tmp_path / "run" / "checkpoint-2" / "checkpoint.json").exists()
 
 

@@ -25,9 +25,9 @@ from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.system.signals import (
     SIGNALLED,
     raise_at_ctrl_c,
-    sigterm_as_ctrl_c,
     stop_behind,
     stopped_by,
+    stops_as_ctrl_c,
     was_terminated,
     words_of,
 )
@@ -52,7 +52,7 @@ def explains_user_errors(command: Callable[[list[str]], int]) -> Command:
 
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
-        with sigterm_as_ctrl_c():
+        with stops_as_ctrl_c():
             exit_code = _explained(command, list(sys.argv[1:] if argv is None else argv))
             return SIGNALLED + stopped_by() if was_terminated() else exit_code
 

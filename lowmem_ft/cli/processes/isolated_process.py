@@ -12,10 +12,10 @@ from types import FrameType
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import CrashedError
-from lowmem_ft.system.signals import SIGNALLED, handlers
+from lowmem_ft.system.signals import SIGNALLED, end_by_signals, handlers
 
 _GRACE_SECONDS = 2.0
-"""Seconds that the child has to end after a terminal's Ctrl-C, which reaches both, before it gets the signal again."""
+"""Seconds that the child has to end after a signal of a terminal, which reaches both, before it gets that again."""
 
 _WHY: dict[int, str] = {
     signal.SIGKILL: (
@@ -50,7 +50,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
     sys.stderr.flush()
     child = os.fork()
     if child == 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the inherited handler takes the child for a worker
+        end_by_signals()  # the inherited handlers take the child for a worker
         return explains_user_errors(lambda argv: work())()
     with _passing_signals_on(child) as passed_on:
         status = os.waitpid(child, 0)[1]
@@ -73,7 +73,7 @@ def _passing_signals_on(child: int) -> Iterator[list[int]]:
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         came.append(number)
-        if number == signal.SIGINT:
+        if number in (signal.SIGINT, getattr(signal, "SIGHUP", None)):
             patience = time.monotonic() + _GRACE_SECONDS
             while time.monotonic() < patience:
                 if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:

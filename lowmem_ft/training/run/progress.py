@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 from collections.abc import Collection, Iterator
@@ -71,7 +72,10 @@ class ProgressDisplay:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._progress.stop()
+        with contextlib.suppress(
+            OSError
+        ):  # the terminal may be gone, which ends no run in another way than it ends
+            self._progress.stop()
 
     def update(self, record: dict[str, Any]) -> None:
         """Show one step's metrics, a record of ``metrics.jsonl``."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
+import pty
 import signal
+import sys
 import threading
 from pathlib import Path
 
@@ -80,10 +83,86 @@ def test_a_second_signal_says_what_there_is_to_go_on_from(tiny, tmp_path, monkey
 
 
 def test_the_handlers_are_put_back():
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    with Interruption():
-        assert signal.getsignal(signal.SIGTERM) != before[0]
-    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
+    numbers = signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1
+    before = [*map(signal.getsignal, numbers)]
+    with Interruption() as run:
+        assert all(signal.getsignal(number) == run._remember for number in numbers)
+    assert [*map(signal.getsignal, numbers)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_an_ignored_signal_stays_ignored(number):
+    """As SIGHUP is behind ``nohup``, and Ctrl-C in the background of a shell without job control."""
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        with Interruption() as run:
+            send(number)
+        assert run.signal_number == 0
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGUSR1])
+def test_a_programs_own_handler_of_a_hang_up_or_a_user_signal_is_kept(number):
+    """Such as submitit's, which queues the job again."""
+    came = []
+    before = signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        with Interruption() as run:
+            send(number)
+        assert (came, run.signal_number) == ([number], 0)
+    finally:
+        signal.signal(number, before)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells of handlers in C")
+def test_a_handler_in_c_of_a_user_signal_is_kept(tmp_path):
+    """As of those who ask a process where it is."""
+    with (tmp_path / "stacks").open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        try:
+            with Interruption() as run:
+                send(signal.SIGUSR1)
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
+    assert "test_interruption.py" in (tmp_path / "stacks").read_text()
+    assert run.signal_number == 0
+
+
+IN_A_TERMINAL = """
+import os, select, sys
+from lowmem_ft.cli.commands.train import main
+from lowmem_ft.data.batches.stream import DataStream
+
+next_window, count = DataStream.next_window, 0
+terminal = select.poll()
+terminal.register(0, 0)
+
+def third_window(self):
+    global count
+    count += 1
+    if count == 3:
+        os.write(2, b"the third step")
+        terminal.poll()  # until it is gone
+    return next_window(self)
+
+DataStream.next_window = third_window
+sys.exit(main(["recipe=tiny", "training.use_cpu=true", "training.eval_steps=null", "training.save_steps=null",
+               "budget.preflight=false", "training.output_dir=" + sys.argv[1]]))
+"""
+
+
+def test_a_run_whose_terminal_is_gone_saves_and_stops(tmp_path):
+    """As when the connection to a rented machine breaks."""
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-c", IN_A_TERMINAL, str(tmp_path / "run")])
+    shown = b""
+    while b"the third step" not in shown:
+        shown += os.read(terminal, 4096)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 129
+    assert (tmp_path / "run" / "checkpoint-3" / "checkpoint.json").exists()
 
 
 def test_a_signal_before_the_first_step_ends_the_process_at_once(tiny, tmp_path, monkeypatch):
