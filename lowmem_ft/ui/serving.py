@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from importlib.resources import files
 from pathlib import Path
@@ -18,6 +19,7 @@ from starlette.responses import PlainTextResponse  # pyright: ignore[reportMissi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.system.signals import if_stopped
 from lowmem_ft.ui.desk import Desk
 from lowmem_ft.ui.kept_files import MOST_DATA_BYTES, KeptFiles
 from lowmem_ft.ui.page import make_page
@@ -47,6 +49,7 @@ def serve(port: int, on_ready: Callable[[str], object]) -> None:
 
     Raises:
         UserError: if the port is taken.
+        KeyboardInterrupt: after a signal.
     """
     desk, kept = Desk(), KeptFiles.of_user()
     desk.start()
@@ -54,7 +57,9 @@ def serve(port: int, on_ready: Callable[[str], object]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="uploads-", dir=kept.folder) as uploads:
             launch(page, Path(uploads), port, on_ready)
-            page.block_thread()
+            with if_stopped("and the page is closed."):
+                while page.is_running:  # Gradio's own wait takes Ctrl-C for a good end
+                    time.sleep(0.1)
     finally:
         page.close(verbose=False)
         desk.close()

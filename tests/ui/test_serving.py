@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ pytest.importorskip("gradio", reason="the page needs the extra ui: pip install '
 import httpx
 from processes import LIMIT_SECONDS
 
+from lowmem_ft.cli import main
 from lowmem_ft.ui import serving
 from lowmem_ft.ui.desk import Desk
 from lowmem_ft.ui.form import Form
@@ -83,6 +86,17 @@ def test_what_a_browser_sent_is_gone_after_the_end(tmp_path, monkeypatch):
         serving.serve(0, lambda address: None)
     assert list((tmp_path / "lowmem_ft" / "ui").iterdir()) == []
     assert seen[0].parent == tmp_path / "lowmem_ft" / "ui"
+
+
+def test_ctrl_c_closes_the_page_and_ends_as_ctrl_c_ends_other_commands(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("GRADIO_TEMP_DIR", "")
+    monkeypatch.setattr(Desk, "start", lambda self: None)
+    stop = SimpleNamespace(sleep=lambda seconds: signal.raise_signal(signal.SIGINT))
+    monkeypatch.setattr(serving, "time", stop)
+    monkeypatch.setattr(serving, "launch", lambda page, *_: setattr(page, "is_running", True))
+    assert main(["ui"]) == 130
+    assert "Stopped by SIGINT and the page is closed." in capsys.readouterr().err
 
 
 def test_no_file_of_this_machine_is_served(client):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import math
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.exit_codes import explains_user_errors, for_stderr
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
-from lowmem_ft.system.signals import was_terminated
+from lowmem_ft.system.signals import SIGNALLED, if_stopped, was_terminated
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -25,12 +26,14 @@ examples:
   lowmem-ft chat Qwen/Qwen2.5-7B-Instruct model.quantization=nf4 --system "Answer in one sentence."
   lowmem-ft chat runs/7b-qlora/model --once "What is the capital of Norway?" --no-sample
 
-Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer, and a second
-one leaves. Settings count where forward passes do: model.*, offload.*, training.mixed_precision, training.use_cpu.
-What is not set about sampling is the model's own (generation_config.json)."""
+Each line is a turn; /clear forgets all turns, /exit or the end of input leaves. Ctrl-C stops an answer; a second one,
+or one at the prompt, leaves. Settings count where forward passes do: model.*, offload.*, training.mixed_precision,
+training.use_cpu. What is not set about sampling is the model's own (generation_config.json)."""
 
 DEFAULT_CONTEXT = 4096
 """Tokens for which the cache is stated, if the model takes more."""
+
+_WHILE_IT_ANSWERED = "while it answered."
 
 DEFAULT_NEW_TOKENS = 512
 
@@ -59,7 +62,8 @@ def main(arguments: list[str]) -> int:
     conversation = _conversation(options, source, recipe)
     take_over_library_logs()
     if options.once is not None:
-        _answer(conversation, options.once)
+        with if_stopped(_WHILE_IT_ANSWERED):
+            _answer(conversation, options.once)
         return 0
     return _talk(conversation)
 
@@ -110,13 +114,19 @@ def _generation(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _talk(conversation: Conversation) -> int:
+    """Answer one line after the other: Ctrl-C ends an answer, a second one, or one at the prompt, the conversation."""
+    from lowmem_ft.training.generation.conversation import StoppedTwice
+
     _say("Type a message; /clear starts over, /exit leaves.")
     while True:
         try:
             line = input("> " if sys.stdin.isatty() else "").strip()
-        except (EOFError, KeyboardInterrupt):
+        except EOFError:
             _say("")
             return 0
+        except KeyboardInterrupt:
+            _say("")
+            return SIGNALLED + signal.SIGINT
         except UnicodeDecodeError as error:
             raise UserError(
                 f"The input is UTF-8 text, got {error.object[error.start : error.end]!r}. Save it as UTF-8."
@@ -133,15 +143,19 @@ def _talk(conversation: Conversation) -> int:
                 _answer(conversation, line)
             except UserError as error:
                 _say(str(error))
+            except KeyboardInterrupt as stop:
+                if was_terminated() or isinstance(stop, StoppedTwice):
+                    raise
+                _say("\n(stopped)")
 
 
 def _answer(conversation: Conversation, text: str) -> None:
-    """Print an answer as it comes; Ctrl-C ends it, a second one leaves.
+    """Print an answer as it comes.
 
     Raises:
         DoesNotFitError: if memory runs out.
+        KeyboardInterrupt: after a Ctrl-C, once nothing computes any more; what has been answered stays.
     """
-    from lowmem_ft.training.generation.conversation import StoppedTwice
     from lowmem_ft.training.out_of_memory.error import is_out_of_memory
 
     try:
@@ -149,11 +163,6 @@ def _answer(conversation: Conversation, text: str) -> None:
         with contextlib.closing(conversation.ask(text)) as pieces:
             for piece in pieces:
                 print(piece, end="", flush=True)
-    except KeyboardInterrupt as stop:
-        if was_terminated() or isinstance(stop, StoppedTwice):
-            raise
-        _say("\n(stopped)")
-        return
     except Exception as error:
         if not is_out_of_memory(error):
             raise

@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         arguments: options.
 
     Returns:
-        The exit code of a stop, which Ctrl-C decides.
+        The exit code, 0 if something other than a signal closed the page.
     """
     options, others = _parser().parse_options(arguments)
     if others:

@@ -116,6 +116,21 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsy
     assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
 
 
+def test_ctrl_c_leaves_an_answer_that_is_the_only_one(model_folder, capsys, monkeypatch):
+    def interrupted(*_, end="\n", **__):
+        if end == "":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat, "print", interrupted, raising=False)
+    assert main(["chat", model_folder, "--once", "Hello", *GREEDY]) == 130
+    assert "Stopped by SIGINT while it answered." in capsys.readouterr().err
+
+
+def test_ctrl_c_at_the_prompt_leaves(model_folder, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda _: signal.raise_signal(signal.SIGINT))
+    assert main(["chat", model_folder, *GREEDY]) == 130
+
+
 def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, capsys, monkeypatch):
     waited: list[bool] = []
 
