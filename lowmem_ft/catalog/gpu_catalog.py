@@ -17,6 +17,7 @@ from typing import Any
 
 from lowmem_ft.catalog.clock_rates import clock_rates
 from lowmem_ft.catalog.gpu_spec import Gpu, Price
+from lowmem_ft.catalog.other_gpus import may_be_misspelt, what_it_is
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
 
@@ -36,6 +37,8 @@ def find_gpu(name: str) -> Gpu:
     Raises:
         UserError: if the catalogue has no such GPU; the message names the nearest.
     """
+    if not isinstance(name, str):
+        raise UserError(f"A GPU is named as in the catalogue, such as 'rtx-4090', got {name!r}. Pass a name.")
     gpus = load_gpus()
     key = _plain(name)
     found = gpus.get(key) or next((gpu for gpu in gpus.values() if _plain(gpu.full_name) == key), None)
@@ -47,12 +50,23 @@ def find_gpu(name: str) -> Gpu:
                 f"One GPU is expected here, got {name}. Ask for {one}; `lowmem-ft estimate` and `lowmem-ft plan` take "
                 f"several, such as --gpu {count}x{one}."
             )
-        hints = (did_you_mean(asked, [known for known in gpus if asked in known]) for asked in (key, one))
-        near = next(filter(None, hints), did_you_mean(key, gpus))
         raise UserError(
-            f"There is no GPU {name!r} in the catalogue.{near} `lowmem-ft gpus` lists all {len(gpus)}."
+            f"There is no GPU {name!r} in the catalogue.{_nearest(key, one, gpus)} `lowmem-ft gpus` lists all "
+            f"{len(gpus)}."
         )
     return found
+
+
+def _nearest(key: str, one: str, gpus: Mapping[str, Gpu]) -> str:
+    """Return what a name that the catalogue does not have may mean, or what else it is and the way out."""
+    if (other := what_it_is(one)) is not None:
+        return f" {other} For memory alone, give its size in place of a name, such as budget=96GiB."
+    for asked in (key, one):
+        if near := did_you_mean(
+            asked, [known for known in gpus if asked in known and may_be_misspelt(one, known)]
+        ):
+            return near
+    return did_you_mean(key, [known for known in gpus if may_be_misspelt(one, known)])
 
 
 def split_count(name: str) -> tuple[int | None, str]:

@@ -56,6 +56,7 @@ class Gpu:
         rates: shares of these rates that programs reach.
         prices: prices on demand; empty if no known provider rents it out.
         sources: the source of each number, by field.
+        note: what is only guessed of a GPU of this machine that the catalogue does not know; empty: it knows it.
     """
 
     name: str
@@ -77,6 +78,7 @@ class Gpu:
     rates: ClockRates = field(default_factory=clock_rates)
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
+    note: str = ""
 
     @property
     def available_bytes(self) -> int:

@@ -44,7 +44,7 @@ def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple
         return None, "device: this machine's processor (training.use_cpu=true)"
     if torch.cuda.is_available():
         own = this_machines_gpu()
-        return own, f"device: this machine's {own.full_name}"
+        return own, f"device: this machine's {own.full_name}{own.note and '; '}{own.note}"
     if budget.device is not None:
         bought = _cheapest_with(parse_bytes(budget.device), budget.device)
         return (

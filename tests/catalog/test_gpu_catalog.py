@@ -12,6 +12,7 @@ import pytest
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.catalog.other_gpus import what_it_is
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
@@ -145,3 +146,27 @@ def test_reading_the_catalogue_imports_no_heavy_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.stdout.strip() == "set()", done.stderr
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [
+        ("h20", "another product"),
+        ("8xB300", "another product"),
+        ("mi300x", "AMD's"),
+        ("m3-max", "Apple's"),
+        ("NVIDIA GB10", "shares the host's memory"),
+        ("jetson-orin", "shares the host's memory"),
+        ("l6", ""),
+    ],
+)
+def test_another_product_is_not_taken_for_a_misspelt_one(name, what):
+    with pytest.raises(UserError, match="no GPU") as error:
+        find_gpu(name)
+    assert what in str(error.value)
+    assert "Did you mean" not in str(error.value)
+    assert ("such as budget=96GiB" in str(error.value)) == bool(what)
+
+
+def test_no_gpu_of_the_catalogue_is_said_to_be_none():
+    assert [name for name, gpu in load_gpus().items() if what_it_is(name)] == []
