@@ -25,6 +25,7 @@ from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import other_parts_of
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.another_model import fitted_in
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
 from lowmem_ft.system.garbage_collector import collector_paused
@@ -48,10 +49,10 @@ DIFFERENT_ROUTING = 0.01
 
 
 def estimate_memory(
-    recipe: Recipe,
+    recipe: RecipeLike,
     gpu: str | Gpu | None = None,
     *,
-    budget: Budget | None = None,
+    budget: Budget | str | None = None,
     kept: KeptTraces | None = None,
 ) -> MemoryEstimate:
     """Estimate what a recipe needs on one device, from its configs alone: no GPU, no weights, no data.
@@ -63,10 +64,10 @@ def estimate_memory(
     memory of one or several, whichever needs more.
 
     Args:
-        recipe: the recipe to train.
+        recipe: the recipe to train, or its name or path.
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several (``8xrtx-4090``), or ``cpu``; None: this
             machine's GPU, else one of the size of the budget, else this machine's processor.
-        budget: the memory that may be used; None: the recipe's own budget.
+        budget: the memory that may be used, or the device's part such as ``24GiB``; None: the recipe's own budget.
         kept: traces made before, and where to keep this one, see ``estimator/traces/trace_cache.py``; None: trace
             again.
 
@@ -77,11 +78,13 @@ def estimate_memory(
         UserError: if the catalogue has no such GPU, or the GPU cannot run the recipe.
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
+    recipe = as_recipe(recipe)
     recipe, gpu = on_gpus(recipe, gpu) if isinstance(gpu, str) else (on_gpus(recipe, None)[0], gpu)
-    estimate = _estimated(recipe, gpu, budget or recipe.budget, kept)
+    budget = as_budget(budget) or recipe.budget
+    estimate = _estimated(recipe, gpu, budget, kept)
     if (of_several := _with_several_documents(recipe)) is None:
         return estimate
-    return _in_seconds_of(estimate, _estimated(of_several, gpu, budget or recipe.budget, kept))
+    return _in_seconds_of(estimate, _estimated(of_several, gpu, budget, kept))
 
 
 def _estimated(

@@ -27,6 +27,8 @@ def check_script(script: str | os.PathLike[str]) -> Path:
             UserError: if there is no such file, it is not Python, it needs packages that are not installed, or this
                 process is one of several.
     """
+    if not isinstance(script, str | os.PathLike):
+        raise UserError(f"A script is the path of a Python file that trains, got {script!r}. Name the file.")
     path = expand_user(script)
     if problem := _file_problem(path, os.fspath(script)):
         raise UserError(problem)

@@ -27,7 +27,7 @@ def parse_bytes(text: str) -> int:
     Raises:
         UserError: if the text is not a positive number followed by a known unit; a bare number could mean anything.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text)
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]+)\s*", text) if isinstance(text, str) else None
     unit = _UNITS.get(match[2].lower()) if match else None
     size = round(float(match[1]) * unit) if match and unit else 0
     if size <= 0:

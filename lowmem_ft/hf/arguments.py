@@ -16,6 +16,7 @@ from lowmem_ft.hf.trainers.shared_settings import (
     settings_for_our_loop,
 )
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ ALIASES = {"gradient_checkpointing": "activation_checkpointing"}
 _LAUNCHERS_PRECISION = "ACCELERATE_MIXED_PRECISION"
 
 
-def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
+def training_arguments(recipe: RecipeLike, **overrides: Any) -> TrainingArguments:
     """Return a recipe's ``transformers.TrainingArguments``: all of it that they can express.
 
     ``hf.attach`` carries techniques and optimizer, ``hf.prepare_model`` the model, and the script its own data;
@@ -36,7 +37,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
     recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:
-        recipe: the recipe to train.
+        recipe: the recipe to train, or its name or path.
         **overrides: further fields, by their names upstream. They win over the recipe, here and in ``attach``, except
             for techniques, which ``attach`` always applies as the recipe has them.
 
@@ -53,7 +54,7 @@ def training_arguments(recipe: Recipe, **overrides: Any) -> TrainingArguments:
     return _made(TrainingArguments, recipe, overrides)
 
 
-def sft_config(recipe: Recipe, **overrides: Any) -> SFTConfig:
+def sft_config(recipe: RecipeLike, **overrides: Any) -> SFTConfig:
     """Return the same as ``trl.SFTConfig``, with the recipe's length of rows, packing, columns and tokens to learn.
 
     ``data.loss_on=auto`` leaves the choice to TRL, which learns all turns of a chat where our loop learns the
@@ -73,7 +74,7 @@ def sft_config(recipe: Recipe, **overrides: Any) -> SFTConfig:
     return _made(_of_trl("SFTConfig"), recipe, overrides)
 
 
-def dpo_config(recipe: Recipe, **overrides: Any) -> DPOConfig:
+def dpo_config(recipe: RecipeLike, **overrides: Any) -> DPOConfig:
     """Return the same as ``trl.DPOConfig``, with the recipe's length of rows.
 
     Args:
@@ -90,7 +91,7 @@ def dpo_config(recipe: Recipe, **overrides: Any) -> DPOConfig:
     return _made(_of_trl("DPOConfig"), recipe, overrides)
 
 
-def grpo_config(recipe: Recipe, **overrides: Any) -> GRPOConfig:
+def grpo_config(recipe: RecipeLike, **overrides: Any) -> GRPOConfig:
     """Return the same as ``trl.GRPOConfig``; the overrides set the lengths of prompts and completions.
 
     Args:
@@ -114,7 +115,8 @@ def _of_trl(name: str) -> Any:
     return getattr(trl, name)
 
 
-def _made(arguments_class: Any, recipe: Recipe, overrides: Mapping[str, Any]) -> Any:
+def _made(arguments_class: Any, recipe: RecipeLike, overrides: Mapping[str, Any]) -> Any:
+    recipe = as_recipe(recipe)
     check_recipe(recipe)
     known = {field.name for field in dataclasses.fields(arguments_class) if field.init}
     problems = [

@@ -18,6 +18,7 @@ from lowmem_ft.memory.comparison import Row
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.preflight import check_estimate
@@ -57,14 +58,14 @@ class MemoryCallback(TrainerCallback):
 
     def __init__(
         self,
-        recipe: Recipe | None = None,
+        recipe: RecipeLike | None = None,
         *,
         budget: Budget | str | None = None,
         estimate: MemoryEstimate | None = None,
     ) -> None:
         self.estimate = estimate
-        self._recipe = recipe
-        self._budget = Budget(device=budget) if isinstance(budget, str) else budget
+        self._recipe = None if recipe is None else as_recipe(recipe)
+        self._budget = as_budget(budget)
         self._memory: RunMemory | None = None
         self._phase = ""
         self._running = contextlib.ExitStack()

@@ -41,6 +41,7 @@ from lowmem_ft.planner.search.search import Search
 from lowmem_ft.planner.search.search_findings import Findings
 from lowmem_ft.planner.smallest_gpu import smallest_fitting_gpu
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.space.search_space import Dimension, Settings, Space, space_over
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
@@ -56,8 +57,8 @@ _LEAST_GAIN = 0.001
 
 @only_looking()
 def plan_checkpointing(
-    recipe: Recipe,
-    budget: Budget | None = None,
+    recipe: RecipeLike,
+    budget: Budget | str | None = None,
     gpu: str | Gpu | None = None,
     *,
     on_progress: OnProgress = lambda progress: None,
@@ -68,8 +69,8 @@ def plan_checkpointing(
     plan recomputes the fewest layers.
 
     Args:
-        recipe: its ``checkpointing`` is ignored; normally it is ``mode=auto``.
-        budget: what may be used; None: the recipe's own.
+        recipe: a recipe, or its name or path; its ``checkpointing`` is ignored; normally it is ``mode=auto``.
+        budget: what may be used, or the device's part such as ``24GiB``; None: the recipe's own.
         gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
         on_progress: called before each estimate.
 
@@ -83,10 +84,11 @@ def plan_checkpointing(
         KeyboardInterrupt: if the user ends it.
     """
     start = time.perf_counter()
+    recipe = as_recipe(recipe)
     asked = dataclasses.replace(
         recipe,
         checkpointing=CheckpointingConfig(mode="auto"),
-        budget=recipe.budget if budget is None else budget,
+        budget=as_budget(budget) or recipe.budget,
     )
     check_recipe(asked)
     _refuse_without_limit(asked, gpu)

@@ -25,6 +25,7 @@ from lowmem_ft.planner.search.prefetch import num_processes_ahead
 from lowmem_ft.planner.search.search_findings import Findings
 from lowmem_ft.planner.smallest_gpu import smallest_fitting_gpu
 from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.plan_config import Consent
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.space.search_space import Space, consent_keys, space_of, words_of
@@ -46,8 +47,8 @@ def only_looking() -> Iterator[None]:
 
 @only_looking()
 def plan(
-    recipe: Recipe,
-    budget: Budget | None = None,
+    recipe: RecipeLike,
+    budget: Budget | str | None = None,
     gpu: str | Gpu | None = None,
     *,
     allow: Sequence[Consent] = (),
@@ -66,8 +67,8 @@ def plan(
     it reports as left (see ``planner/search/search.py``).
 
     Args:
-        recipe: the starting point; its values that do not concern memory do not change.
-        budget: what may be used; None: the recipe's own.
+        recipe: the starting point, or its name or path; its values that do not concern memory do not change.
+        budget: what may be used, or the device's part such as ``24GiB``; None: the recipe's own.
         gpu: the device, as for :func:`lowmem_ft.estimate_memory`.
         allow: what may be given up, the least missed first, in addition to the recipe's ``plan.allow``.
         keep: keys or groups that do not change, in addition to the recipe's ``plan.keep``.
@@ -86,7 +87,7 @@ def plan(
         KeyboardInterrupt: if the user ends it before anything was found.
     """
     start = time.perf_counter()
-    recipe = _asked(recipe, budget, allow, keep)
+    recipe = _asked(as_recipe(recipe), as_budget(budget), allow, keep)
     check_recipe(recipe)
     places = _places(recipe, gpu, numbers_up_to(max_gpus, recipe))
     tiers: list[MemoryPlan] = []
@@ -118,6 +119,9 @@ def plan(
 
 
 def _asked(recipe: Recipe, budget: Budget | None, allow: Sequence[Consent], keep: Sequence[str]) -> Recipe:
+    for name, words in (("allow", allow), ("keep", keep)):
+        if isinstance(words, str):
+            raise UserError(f"{name} is a list, got {words!r}. Write {name}=[{words!r}].")
     config = recipe.plan
     merged = dataclasses.replace(
         config,

@@ -18,6 +18,7 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.device_target import CPU
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.recipe.named_recipe import as_recipe
 from lowmem_ft.virtual_gpu.active import has_virtual_device
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def _away_from_cuda(function: Callable[..., Any], progress: str | None) -> Calla
         named = inspect.signature(function).bind(*arguments, **keywords).arguments
         tell = named.pop(progress, None) if progress else None
         if named.get("gpu") is None:  # the other process sees none
-            named["gpu"] = CPU if named["recipe"].training.use_cpu else this_machines_gpu()
+            named["gpu"] = CPU if as_recipe(named["recipe"]).training.use_cpu else this_machines_gpu()
         try:
             with EstimatingProcess() as process:
                 process.ask(_call, function, named, progress, tells_progress=True)

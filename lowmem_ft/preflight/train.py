@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from lowmem_ft.foundation.allocator_setting import use_growing_segments
 from lowmem_ft.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.preflight.plan_first import with_plan
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.training.callbacks.callbacks import check_callbacks
 from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.export.train_result import TrainResult
@@ -17,7 +17,7 @@ from lowmem_ft.training.run_runtime import RunRuntime
 
 
 def train(
-    recipe: Recipe,
+    recipe: RecipeLike,
     folder: RunFolder | None = None,
     runtime: RunRuntime | None = None,
     *,
@@ -28,7 +28,7 @@ def train(
     If ``plan.mode`` or ``checkpointing.mode`` is auto, the settings that it leaves open are chosen first.
 
     Args:
-        recipe: see :func:`lowmem_ft.load_recipe`; ``budget.preflight=false`` skips the estimate.
+        recipe: see :func:`lowmem_ft.load_recipe`, or its name or path; ``budget.preflight=false`` skips the estimate.
         folder: the result of :meth:`RunFolder.open` for the recipe; None: opened here.
         runtime: the device and the processes; None: those of ``accelerate launch``, or one process on this machine.
         callbacks: objects with any of the methods ``on_step(StepEvent)``, ``on_evaluate(EvaluationEvent)`` and
@@ -47,6 +47,7 @@ def train(
             saved.
         KeyboardInterrupt: after SIGINT before the first step, or after a second one while the current step finishes.
     """
+    recipe = as_recipe(recipe)
     check_callbacks(callbacks)
     use_growing_segments()
     estimate = None

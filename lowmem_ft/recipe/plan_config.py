@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
+from lowmem_ft.foundation.errors import did_you_mean
 from lowmem_ft.foundation.knob import knob
 
 Consent = Literal["shorter_rows", "lora", "qlora", "plain_bf16", "stochastic_rounding", "bf16_sums"]
@@ -35,6 +36,13 @@ class PlanConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves."""
+        known = get_args(Consent)
+        for word in self.allow:
+            if word not in known:
+                yield (
+                    f"plan.allow takes {', '.join(known)}, got {word}.{did_you_mean(word, known)} Name what may "
+                    "be given up by one of these."
+                )
         for name, words in (("allow", self.allow), ("keep", self.keep)):
             if twice := sorted({word for word in words if words.count(word) > 1}):
                 yield f"plan.{name} must not repeat a name, got {', '.join(twice)} twice. Leave one out."

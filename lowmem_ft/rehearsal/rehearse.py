@@ -26,6 +26,7 @@ from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.recipe.rules.conflicts import LARGEST_WHOLE_NUMBER
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.rehearsal.findings import Findings
@@ -42,7 +43,7 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
 def rehearse(
-    recipe: Recipe,
+    recipe: RecipeLike,
     gpu: str | Gpu | None = None,
     *,
     steps: int | None = None,
@@ -56,7 +57,7 @@ def rehearse(
     shape are counted. Races between streams are detected. Output goes to a temporary folder that is deleted.
 
     Args:
-        recipe: the run to rehearse.
+        recipe: the run to rehearse, or the name or path of its recipe.
         gpu: a GPU or its name in the catalogue; None: this machine's, else one of the size of the budget.
         steps: number to rehearse, from the first of the run; None: all.
         kept: cached traces for the estimate of the worst batch, as for :func:`lowmem_ft.estimate_memory`.
@@ -70,6 +71,7 @@ def rehearse(
         ModelError: if the model or its tokenizer cannot be found, or its forward cannot be traced.
     """
     began = time.perf_counter()
+    recipe = as_recipe(recipe)
     check_recipe(recipe)
     refuse_unplanned(recipe)
     asked = recipe

@@ -65,7 +65,7 @@ class VirtualGPU(TracingMachine):
         check_streams: bool = False,
         routing: Routing = "uneven",
     ) -> None:
-        self.spec = find_gpu(gpu) if isinstance(gpu, str) else gpu
+        self.spec = gpu if isinstance(gpu, Gpu) else find_gpu(gpu)
         self.cap_bytes: int | None = None
         register_virtual_device()
         super().__init__(

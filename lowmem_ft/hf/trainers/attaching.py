@@ -29,6 +29,7 @@ from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
@@ -65,7 +66,7 @@ class Attached(Handle):
 
 def attach(
     trainer: Any,
-    recipe: Recipe | None = None,
+    recipe: RecipeLike | None = None,
     *,
     plan: Literal["auto"] | None = None,
     budget: Budget | str | None = None,
@@ -86,8 +87,8 @@ def attach(
 
     Args:
         trainer: a trainer that has not trained yet.
-        recipe: the recipe to switch on. It sets what was written as it was loaded, and what is not at its default;
-            what it does not set follows the trainer.
+        recipe: the recipe to switch on, or its name or path. It sets what was written as it was loaded, and what is not
+            at its default; what it does not set follows the trainer.
             Of settings that both have, the recipe's clipping and hyperparameters of the optimizer are used, unless they
             were overridden by name as the arguments were made (:func:`lowmem_ft.hf.training_arguments`), and of all
             others the trainer's.
@@ -108,6 +109,7 @@ def attach(
             "hf.attach() takes a recipe, or plan='auto' and a budget, but not both. Write hf.attach(trainer, recipe) "
             "or hf.attach(trainer, plan='auto', budget='24GiB'); a recipe has its own budget.device."
         )
+    recipe = None if recipe is None else as_recipe(recipe)
     kind = kind_of(trainer)
     if is_attached(trainer):
         raise UserError(
@@ -118,7 +120,7 @@ def attach(
     if recipe is None:
         if problems := [*problems_with_model(trainer.model), *already_attached(trainer)]:
             raise UserError(*problems)
-        recipe = plan_for(trainer, budget or Budget()).recipe
+        recipe = plan_for(trainer, as_budget(budget) or Budget()).recipe
         flags.undo_first(*flags_off(trainer.args))
     try:
         agreement = settled_with(trainer, recipe, kind)

@@ -19,6 +19,7 @@ from lowmem_ft.models.master_weights import MasterWeights, load_master_weights
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.command_lines import command_line, quoted
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
@@ -28,7 +29,7 @@ from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
 _SOURCE = "lowmem_ft_source"
 
 
-def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
+def prepare_model(model: str | PreTrainedModel, recipe: RecipeLike) -> Any:
     """Return a model for a trainer's constructor: quantised, with adapters and on the host, as a recipe asks.
 
     A trainer's constructor moves the model to the device. A model whose weights are to be streamed waits on the host
@@ -47,6 +48,7 @@ def prepare_model(model: str | PreTrainedModel, recipe: Recipe) -> Any:
             trained themselves.
         ModelError: if there is no such model, or its weights are damaged.
     """
+    recipe = as_recipe(recipe)
     check_adapter(recipe.adapter)
     raise_problems(problems_of_whole_runs(recipe))
     is_on_host = key_with(recipe, "weights on host") is not None
