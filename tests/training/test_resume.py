@@ -214,6 +214,27 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(tiny, metrics, r
     assert metrics(run) == losses
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer-00000.safetensors", "random-state-0.json"])
+def test_a_bit_that_a_disk_has_changed_ends_a_resumed_run_before_its_first_step(tiny, run, name):
+    file = run / "checkpoint-8" / name
+    written = bytearray(file.read_bytes())
+    written[-2] ^= 1
+    file.write_bytes(written)
+    with pytest.raises(
+        CheckpointError, match=rf"checkpoint-8 is damaged: {name} has other bytes than were written"
+    ):
+        train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=run))
+
+
+def test_a_checkpoint_from_before_there_were_checksums_resumes(tiny, metrics, run):
+    losses, manifest = metrics(run), run / "checkpoint-8" / "checkpoint.json"
+    written = json.loads(manifest.read_text())
+    del written["checksums"]
+    manifest.write_text(json.dumps(written))
+    train(tiny(*SHORT, "training.resume_from_checkpoint=auto", output_dir=run))
+    assert metrics(run) == losses
+
+
 def test_checkpoints_and_resumed_models_keep_the_cache_of_generation(tiny, tmp_path):
     """Training goes without a key-value cache; a saved config that says so would make generation slow for good."""
     run = tmp_path / "run"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import zlib
 
 import pytest
 import torch
@@ -222,3 +223,12 @@ def test_a_model_that_could_not_be_saved_is_refused_before_it_is_trained(forks, 
     said = "".join(process.stderr for process in processes)
     assert "have some that combine several of them: gate_up" in said
     assert "step 1" not in said
+
+
+def test_each_part_has_its_checksum(of_two):
+    checkpoint = of_two / "checkpoint-4"
+    manifest = json.loads((checkpoint / "checkpoint.json").read_text())
+    assert manifest["checksums"].keys() == manifest["files"].keys()
+    assert manifest["checksums"] == {
+        name: zlib.crc32((checkpoint / name).read_bytes()) for name in manifest["files"]
+    }

@@ -5,8 +5,8 @@ same bits only with deterministic kernels: on CUDA, ``training.full_determinism`
 
 ``checkpoint-N/`` is an ordinary model folder (weights as safetensors, config, tokenizer; for adapters PEFT's files and
 the tokenizer) that also holds the rest of the run: ``optimizer-*.safetensors``, ``random-state-RANK.json`` and, written
-last, ``checkpoint.json``: the progress, every number that is not a tensor, and the size of every file. There is no
-pickle.
+last, ``checkpoint.json``: the progress, every number that is not a tensor, and the size and the CRC-32 of every file.
+There is no pickle.
 
 The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Ranks that share
 a model (``distributed.strategy=fsdp2``) write there together: each writes its own rows of the model's weights and the
@@ -23,7 +23,9 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Iterator
+import zlib
+from collections import ChainMap
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.foundation.units import MIB, format_bytes
 from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
 from lowmem_ft.training.checkpoints.atomic_io import (
     abandon_folder,
@@ -77,12 +79,16 @@ def save_checkpoint(
         optimizer_scalars: dict[str, Any] = {}
         with one_step_of_all(folder, runtime):
             optimizer_scalars = runtime.save_session(session, tokenizer, partial, identity)
+        shards: dict[str, int] = {}
+        with one_step_of_all(folder, runtime):
+            shards = _checksums(partial.glob(f"shard-{runtime.process_index:05d}-of-*"))
+        checksums = dict(ChainMap(*runtime.gather([shards])))
         with one_step_of_all(folder, runtime):
             if runtime.is_main:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / random_state_file(process_index), state)
                 kernels = session.techniques.kernels()
-                _write_manifest(partial, runtime, progress, optimizer_scalars, identity, kernels)
+                _write_manifest(partial, runtime, progress, optimizer_scalars, identity, kernels, checksums)
     return folder
 
 
@@ -153,9 +159,11 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
     run or change its learning rate.
 
     Raises:
-        CheckpointError: if the adapters or the optimizer's state are not those of this run.
+        CheckpointError: if a file is not as it was written, or the adapters or the optimizer's state are not those of
+            this run.
     """
     manifest = read_manifest(folder)
+    _refuse_changed(folder, manifest.get("checksums", {}), runtime)
     runtime.load_session(session, folder, manifest["optimizer"])
     progress = manifest["progress"]
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
@@ -186,6 +194,7 @@ def _write_manifest(
     optimizer_scalars: dict[str, Any],
     identity: str,
     kernels: dict[str, str],
+    checksums: dict[str, int],
 ) -> None:
     is_cut = bool(shard_files(partial, OPTIMIZER))
     manifest = {
@@ -197,8 +206,35 @@ def _write_manifest(
         "loss_scaler": runtime.loss_scale_state(),
         "optimizer": optimizer_scalars,
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
+        "checksums": checksums | _checksums(file for file in partial.iterdir() if file.name not in checksums),
     }
     _write_json(partial / MANIFEST, manifest)
+
+
+def _checksums(files: Iterable[Path]) -> dict[str, int]:
+    """Return the CRC-32 of each file by its name: about a second for 4 GB that the system still has in memory."""
+    return {file.name: _checksum(file) for file in files}
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb", buffering=0) as raw:
+        while block := raw.read(16 * MIB):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _refuse_changed(folder: Path, checksums: dict[str, int], runtime: RunRuntime) -> None:
+    """Refuse a checkpoint with a file that a disk or a copy has changed; each process reads its part of the files.
+
+    Checkpoints of earlier versions have no checksums.
+    """
+    names = sorted(checksums)[runtime.process_index :: runtime.num_processes]
+    if changed := [name for name in names if _checksum(folder / name) != checksums[name]]:
+        raise CheckpointError(
+            f"{folder} is damaged: {', '.join(changed)} has other bytes than were written, by the CRC-32 in "
+            f"{MANIFEST}. Copy it again, or resume from another checkpoint."
+        )
 
 
 def _go_on_with_schedule(scheduler: LRScheduler, applied_steps: int) -> None:
