@@ -23,7 +23,7 @@ from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, DAMAGED_GGUF, sou
 from lowmem_ft.models.files.stored_quantization import FORMATS, refuse_other_types
 from lowmem_ft.models.hf_config import compute_dtype, named_dtype, weights_dtype
 from lowmem_ft.models.load_report import report_held
-from lowmem_ft.models.loading_errors import explained, refuse_missing_weights
+from lowmem_ft.models.loading_errors import explained, refuse_layers_beyond, refuse_missing_weights
 from lowmem_ft.models.new_tokens import resize_embeddings, set_new_rows
 from lowmem_ft.models.other_parts import language_weights, set_other_parts
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
@@ -118,6 +118,7 @@ def _loaded(
         except (OSError, ValueError, ImportError, RuntimeError, SafetensorError, *DAMAGED_GGUF) as error:
             raise explained(config, error, held.unconverted) from error
         refuse_missing_weights(config, hf_config, report)
+        refuse_layers_beyond(config, hf_config, report)
     held.log()
     if bits is not None:
         keep_one_layout(model)

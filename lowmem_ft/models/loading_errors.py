@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,6 +43,28 @@ def refuse_missing_weights(config: ModelConfig, hf_config: PretrainedConfig, rep
         raise ModelError(
             f"The weights in {config.name_or_path} do not match its config.json ({'; '.join(problems)}). "
             "Download the model again, or point model.name_or_path at a complete checkpoint."
+        )
+
+
+_LAYER = re.compile(r"\.(?:layers|h|blocks)\.(\d+)\.")
+
+
+def refuse_layers_beyond(config: ModelConfig, hf_config: PretrainedConfig, report: dict[str, Any]) -> None:
+    """Reject a checkpoint with decoder layers that its config does not count: a stump would be trained.
+
+    Layers after the last that predict further tokens (``num_nextn_predict_layers``) are no part of a causal LM.
+    """
+    text_config = hf_config.get_text_config()
+    counted = getattr(text_config, "num_hidden_layers", None)
+    if not isinstance(counted, int):
+        return
+    counted += getattr(text_config, "num_nextn_predict_layers", None) or 0
+    numbers = [found for key in report.get("unexpected_keys") or () if (found := _LAYER.search(f".{key}"))]
+    if (last := max((int(found[1]) for found in numbers), default=-1)) >= counted:
+        raise ModelError(
+            f"The weights in {config.name_or_path} have at least {last + 1} layers, and num_hidden_layers of its "
+            f"config.json is {text_config.num_hidden_layers}: the others would be left out. Correct config.json, or "
+            "save a model that has so many."
         )
 
 

@@ -71,6 +71,10 @@ def _gradients_that_wait(held: Held, in_backward: bool, step: StepFacts) -> Held
     return held if not in_backward or step.clips else NOTHING
 
 
+_SMALLEST_FLOAT32 = 2.0**-126
+"""The smallest float32 with full precision; GPUs take less for 0."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer by name and its hyperparameters; the learning rate is ``training.learning_rate``.
@@ -256,7 +260,10 @@ def _out_of_range(config: OptimizerConfig) -> Iterator[str]:
         yield f"optimizer.betas are two numbers from 0 to below 1, got {list(config.betas)}. Try [0.9, 0.999]."
     if config.momentum is not None and not 0 <= config.momentum < 1:
         yield f"optimizer.momentum is from 0 to below 1, got {config.momentum}. Try 0.9."
-    if config.eps is not None and not (config.eps > 0 and math.isfinite(config.eps)):
-        yield f"optimizer.eps is finite and above 0, got {config.eps}. Try 1e-8."
+    if config.eps is not None and not (config.eps >= _SMALLEST_FLOAT32 and math.isfinite(config.eps)):
+        yield (
+            f"optimizer.eps is finite and at least {_SMALLEST_FLOAT32:.3g}, got {config.eps}: updates are computed in "
+            "float32, which has 0 for less. Try 1e-8."
+        )
     if not (config.weight_decay >= 0 and math.isfinite(config.weight_decay)):
         yield f"optimizer.weight_decay is finite and 0 or more, got {config.weight_decay}. Try 0.01."

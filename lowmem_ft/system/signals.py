@@ -39,12 +39,12 @@ NOTHING_TRAINED = "before the first step: nothing was trained, and nothing was w
 
 _RETRY_SECONDS = 0.02
 
-STOP_SIGNALS = tuple(
+_STOP_SIGNALS = tuple(
     signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
 )
 """Signals that ask to stop; Windows has the first two."""
 
-_ONLY_IF_UNCLAIMED = STOP_SIGNALS[2:]
+_ONLY_IF_UNCLAIMED = _STOP_SIGNALS[2:]
 """Signals that other code takes for purposes of its own, such as stacks or a new start of the job: it keeps them."""
 
 _terminated: list[tuple[int, float]] = []
@@ -63,7 +63,7 @@ def handlers(new: Callable[[int, Any], Callable[[int, FrameType | None], Any] | 
     """
     replaced: dict[int, tuple[Any, Any]] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in STOP_SIGNALS:
+        for number in _STOP_SIGNALS:
             before = signal.getsignal(number)
             if before is signal.SIG_IGN or (number in _ONLY_IF_UNCLAIMED and _is_claimed(number, before)):
                 continue
@@ -146,7 +146,7 @@ def stops_as_ctrl_c() -> Iterator[None]:
         return stop if number != signal.SIGINT and before is signal.SIG_DFL else None
 
     with handlers(new):
-        is_outermost = any(signal.getsignal(number) is stop for number in STOP_SIGNALS)
+        is_outermost = any(signal.getsignal(number) is stop for number in _STOP_SIGNALS)
         try:
             yield
         finally:
@@ -156,7 +156,7 @@ def stops_as_ctrl_c() -> Iterator[None]:
 
 def end_by_signals() -> None:
     """Let every signal but SIGINT end this process as usual, for a forked one that does the work of its parent."""
-    for number in STOP_SIGNALS[1:]:
+    for number in _STOP_SIGNALS[1:]:
         if _is_ours(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
 

@@ -313,6 +313,8 @@ def _write_models(folder: Path) -> None:
     variant("no_heads", lambda model: _set_config(model, num_attention_heads=0))
     variant("no_layers", lambda model: _set_config(model, num_hidden_layers=0))
     variant("no_vocabulary", lambda model: _set_config(model, vocab_size=-5))
+    variant("no_positions", lambda model: _set_config(model, max_position_embeddings=-5))
+    variant("too_much_dropout", lambda model: _set_config(model, attention_dropout=1.5))
     variant("endless_layers", lambda model: _set_config(model, num_hidden_layers=10**7))
     variant("endless_width", lambda model: _set_config(model, hidden_size=10**9))
     variant("odd_dtype", lambda model: _set_config(model, dtype="float7"))

@@ -152,6 +152,15 @@ def test_a_command_that_never_is_one_of_several_always_speaks(capsys, monkeypatc
     assert capsys.readouterr().err.count("'nothing'") == 1
 
 
+def test_a_working_folder_that_is_gone_is_told(trained, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert main(["train", "recipe=tiny"]) == 2
+    assert "The current folder has been deleted." in capsys.readouterr().err
+
+
 def test_what_does_not_fit_names_the_page_on_memory(trained, monkeypatch, capsys):
     def fail(recipe: object, folder: object) -> None:
         raise DoesNotFitError("too big")

@@ -85,6 +85,15 @@ def test_weights_that_are_missing_are_named_and_not_made_up(folder):
         load(ModelConfig(name_or_path=str(folder)))
 
 
+def test_layers_that_the_config_does_not_count_are_no_stump(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(
+        ModelError, match=r"have at least 2 layers, and num_hidden_layers of its config\.json is 1"
+    ):
+        load(ModelConfig(name_or_path=str(folder)))
+
+
 def test_what_the_files_lack_is_told_once(tmp_path):
     """transformers' own report of it is not, while one of weights that a model does not take is logged."""
     logged = []

@@ -251,7 +251,7 @@ def test_only_the_schedules_said_to_need_arguments_need_them():
         needs = schedules.ONE_OF.get(name, ())
         for given in ([], *([argument] for argument in needs), *([list(needs)] if len(needs) > 1 else [])):
             arguments = dict.fromkeys(given, 1)
-            problems = list(schedules.schedule_problems(name, arguments))
+            problems = list(schedules.schedule_problems(name, arguments, 1.0))
             if problems:
                 with pytest.raises((TypeError, ValueError)):
                     get_scheduler(name, optimizer, 0, 2, arguments)
@@ -260,13 +260,32 @@ def test_only_the_schedules_said_to_need_arguments_need_them():
             assert bool(problems) == (len(given) != min(len(needs), 1))
 
 
+@pytest.mark.parametrize("name", [name for name, takes in schedules.ARGUMENTS.items() if takes])
+def test_arguments_in_range_make_learning_rates_that_are_finite_and_not_negative(name):
+    import torch
+    from transformers import get_scheduler
+
+    for value in (1e-3, 0.9, 3):
+        for argument in schedules.ARGUMENTS[name]:
+            needed = {
+                needs[0]: 1 for needs in [schedules.ONE_OF.get(name, ())] if needs and argument not in needs
+            }
+            arguments = {**needed, argument: schedules.SHAPES[0] if argument.endswith("_type") else value}
+            if list(schedules.schedule_problems(name, arguments, 1.0)):
+                assert (argument, value) == ("lr_end", 3)
+                continue
+            optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+            schedule = get_scheduler(name, optimizer, 2, 9, arguments)
+            assert all(0 <= factor(step) < 10 for factor in schedule.lr_lambdas for step in range(12))
+
+
 @pytest.mark.parametrize("shape", [*schedules.SHAPES, "square"])
 def test_the_shapes_of_a_warmup_are_those_of_transformers(shape):
     import torch
     from transformers import get_scheduler
 
     arguments = {"num_decay_steps": 1, "warmup_type": shape}
-    problems = list(schedules.schedule_problems("warmup_stable_decay", arguments))
+    problems = list(schedules.schedule_problems("warmup_stable_decay", arguments, 1.0))
     refused = pytest.raises(ValueError, match="warmup type") if problems else contextlib.nullcontext()
     with refused:
         get_scheduler("warmup_stable_decay", torch.optim.SGD([torch.zeros(1)], lr=1.0), 1, 4, arguments)

@@ -83,6 +83,10 @@ def _explained(command: Callable[[list[str]], int], arguments: list[str]) -> int
             )
         if isinstance(error, OSError) and (problem := machine_problem(error)) is not None:
             return _tell(UserError(problem))
+        if isinstance(error, FileNotFoundError) and _is_nowhere():
+            return _tell(
+                UserError("The current folder has been deleted. Go to one that exists: cd /path/to/it.")
+            )
         if isinstance(error, UserError):
             return _tell(error)
         raise
@@ -90,6 +94,15 @@ def _explained(command: Callable[[list[str]], int], arguments: list[str]) -> int
         if is_panic(error):
             return _tell(UserError(panic_problem(error)))
         raise
+
+
+def _is_nowhere() -> bool:
+    """Return whether the working folder is gone, by which every relative path fails."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _exit_code_of(command: Callable[[list[str]], int], arguments: list[str]) -> int:

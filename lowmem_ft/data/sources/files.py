@@ -10,6 +10,7 @@ import errno
 import glob
 import gzip
 import json
+import os
 import re
 import zlib
 from collections import Counter
@@ -34,6 +35,9 @@ READER_BY_SUFFIX = {
 _GZIP_MAGIC, _PARQUET_MAGIC = b"\x1f\x8b", b"PAR1"
 _FIRST_BYTES = 4096
 _MOST_CHARACTERS = 10 * 2**20
+
+MOST_BELOW_A_FOLDER = 200_000
+"""Files and folders that are looked at below a folder of data; a home folder has more."""
 
 
 def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
@@ -72,8 +76,21 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
 
 
 def known_files(folder: Path) -> list[Path]:
-    """Return the files in a folder, and in those below it, whose suffix has a reader."""
-    return sorted(file for file in folder.rglob("*") if reader_of(file) and file.is_file())
+    """Return the files in a folder, and in those below it, whose suffix has a reader.
+
+    Raises:
+        DataError: if so many files and folders are below it that it holds more than data.
+    """
+    found, seen = [], 0
+    for parent, folders, files in os.walk(folder):
+        seen += len(folders) + len(files)
+        if seen > MOST_BELOW_A_FOLDER:
+            raise DataError(
+                f"A folder of data holds at most {MOST_BELOW_A_FOLDER:,} files and folders, got {folder}, below which "
+                "there are more. Name the folder below it that has the data alone."
+            )
+        found += [path for file in files if reader_of(path := Path(parent, file)) and path.is_file()]
+    return sorted(found)
 
 
 def reader_of(file: str | Path) -> str | None:
@@ -340,6 +357,10 @@ def _not_json(begin: bytes) -> str | None:
 
 
 def _require_known_files(folder: Path, setting: str) -> None:
+    if (whole := folder.resolve()) == Path(whole.anchor):
+        raise DataError(
+            f"{setting} names the data's own folder, got the root of the file system, {folder}. Name it."
+        )
     if not is_saved_dataset(folder) and not known_files(folder):
         raise DataError(
             f"{setting}: the folder {folder} holds no {_known_suffixes()} file. Name a folder or file that does."

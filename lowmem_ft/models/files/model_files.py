@@ -88,15 +88,23 @@ def packed_format_of(config: ModelConfig) -> str | None:
     return method if method in BYTES_OF_LEAST else None
 
 
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+_NO_LIMIT = -1
+"""XLNet's word for a model without a limit of positions."""
+
+_DROPOUTS = ("dropout", "pdrop", "dropout_prob")
+"""Ends of the names of probabilities."""
+
+
 def limit_of_positions(value_of: Callable[[str], Any]) -> int | None:
     """Return the longest sequence that an architecture was made for, in tokens; None if its config names no limit.
 
     Args:
         value_of: returns a field of the text model's config by name, None if it has none.
     """
-    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length"):
+    for name in _POSITIONS:
         limit = value_of(name)
-        if isinstance(limit, int) and limit > 0:  # XLNet says -1
+        if isinstance(limit, int) and limit > 0:
             return limit
     return None
 
@@ -129,6 +137,16 @@ def refuse_unfit(config: ModelConfig) -> None:
         f"{field} from 1 to {largest:,}, got {size!r}"
         for field, largest in _LARGEST.items()
         if isinstance(size := fields.get(field), str) or (isinstance(size, int) and not 1 <= size <= largest)
+    ]
+    wrong += [
+        f"{field} of at least 1, got {limit}"
+        for field in _POSITIONS
+        if isinstance(limit := fields.get(field), int) and limit < 1 and limit != _NO_LIMIT
+    ]
+    wrong += [
+        f"{field} from 0 to 1, got {share}"
+        for field, share in fields.items()
+        if field.endswith(_DROPOUTS) and isinstance(share, (int, float)) and not 0 <= share <= 1
     ]
     if wrong:
         raise ModelError(

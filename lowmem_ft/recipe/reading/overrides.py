@@ -10,6 +10,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lowmem_ft.recipe.reading.ambiguous_numbers import ambiguity, ambiguous_numbers
 from lowmem_ft.recipe.reading.foreign_keys import FOREIGN_KEYS
 from lowmem_ft.recipe.reading.keys import (
     SHORT_FORMS,
@@ -52,6 +53,7 @@ def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]
             continue
         try:
             _set(settings, path.split("."), _parse(path, text))
+            problems += [f"{path}={text}: {ambiguity(word)}" for word in _ambiguous_in(path, text)]
         except (yaml.YAMLError, OmegaConfBaseException, RecursionError):
             problems.append(_unreadable(path, text))
         if texts.setdefault(path, text) != text:
@@ -106,6 +108,12 @@ def _parse(path: str, text: str) -> Any:
     parsed = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]), resolve=False)
     assert isinstance(parsed, dict)
     return parsed["value"]
+
+
+def _ambiguous_in(path: str, text: str) -> list[str]:
+    key = recipe_keys().get(path)
+    is_text = key is not None and without_none(key.type_hint) is str
+    return [] if is_text else [word for _, word in ambiguous_numbers(text)]
 
 
 def _set(settings: dict[str, Any], parts: list[str], value: Any) -> None:

@@ -17,6 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 from lowmem_ft.catalog.architectures import find_architecture
 from lowmem_ft.foundation.errors import RecipeError, did_you_mean
 from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighbours, recipes_folder
+from lowmem_ft.recipe.reading.ambiguous_numbers import ambiguity, ambiguous_numbers
 from lowmem_ft.recipe.reading.references import TooLongError, resolve_references
 
 MOST_NAMED = 5
@@ -150,7 +151,10 @@ def _read(path: Path) -> RecipeFile:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Return what the file says, word for word."""
-    config = OmegaConf.load(io.StringIO(path.read_text(encoding="utf-8")))
+    text = path.read_text(encoding="utf-8")
+    config = OmegaConf.load(io.StringIO(text))
+    if problems := [f"{path}, line {line}: {ambiguity(word)}" for line, word in ambiguous_numbers(text)]:
+        raise RecipeError(*problems)
     if not OmegaConf.is_dict(config):
         raise RecipeError(f"{path} must hold `group: {{key: value}}` mappings, got a list.")
     settings = OmegaConf.to_container(config, resolve=False)

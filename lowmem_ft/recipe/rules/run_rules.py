@@ -253,8 +253,10 @@ def columns_differ(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs")
+@reads("training.lr_scheduler_type", "training.lr_scheduler_kwargs", "training.learning_rate")
 def schedule_takes_its_arguments(recipe: Recipe) -> Iterator[str]:
-    """A misspelt argument would cause an error in transformers once the model is loaded."""
+    """A misspelt argument, or one out of range, would cause an error in transformers once the model is loaded."""
     training = recipe.training
-    return schedule_problems(training.lr_scheduler_type, training.lr_scheduler_kwargs or {})
+    return schedule_problems(
+        training.lr_scheduler_type, training.lr_scheduler_kwargs or {}, training.learning_rate
+    )

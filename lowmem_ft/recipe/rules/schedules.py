@@ -5,6 +5,7 @@ A test compares the table with the functions themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -44,12 +45,21 @@ SHAPES = ("linear", "cosine", "1-sqrt")
 """Values of the arguments that end in ``_type``; the others are numbers."""
 
 
-def schedule_problems(name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
+_ABOVE_ZERO = ("num_cycles", "power", "timescale")
+_FROM_ZERO = ("lr_end", *_MIN_LR, "warmup_lr_rate", "num_decay_steps", "num_stable_steps", "min_lr_ratio")
+"""Arguments by their range: beyond it the schedule divides by zero, or has a learning rate that is negative or none."""
+
+_LR_END = 1e-7
+"""transformers' own ``lr_end``."""
+
+
+def schedule_problems(name: str, arguments: Mapping[str, Any], learning_rate: float) -> Iterator[str]:
     """Yield what is wrong with a schedule's further arguments.
 
     Args:
         name: ``training.lr_scheduler_type``.
         arguments: ``training.lr_scheduler_kwargs``.
+        learning_rate: ``training.learning_rate``.
 
     Yields:
         A sentence for each problem.
@@ -71,6 +81,22 @@ def schedule_problems(name: str, arguments: Mapping[str, Any]) -> Iterator[str]:
         if value is not None and not _is_fit(argument, value):
             kind = f"one of {', '.join(SHAPES)}" if argument.endswith("_type") else "a number"
             yield f"{where}: `{argument}` must be {kind}, got {value!r}."
+        elif argument in _ABOVE_ZERO and value is not None and not 0 < value < math.inf:
+            yield f"{where}: `{argument}` must be above 0, got {value!r}. Set for instance {argument}: 1."
+        elif argument in _FROM_ZERO and value is not None and not 0 <= value < math.inf:
+            yield (
+                f"{where}: `{argument}` must be at least 0, as no learning rate is negative, got {value!r}. Set for "
+                f"instance {argument}: 0."
+            )
+    if (
+        name == "polynomial"
+        and _is_fit("lr_end", end := arguments.get("lr_end", _LR_END))
+        and end >= learning_rate
+    ):
+        yield (
+            f"{where}: `lr_end` must be below training.learning_rate={learning_rate}, from which it falls, got {end}. "
+            "Set for instance lr_end: 0."
+        )
 
 
 def _is_fit(argument: str, value: object) -> bool:

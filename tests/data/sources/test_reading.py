@@ -2,12 +2,14 @@
 
 import gzip
 import json
+import os
 import time
 
 import datasets
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
+from lowmem_ft.data.sources import files
 from lowmem_ft.data.sources.reading import Source, malformed_json, open_rows
 from lowmem_ft.foundation.errors import DataError
 
@@ -47,6 +49,20 @@ def test_a_folder_gives_the_split_its_file_names_say(tmp_path, write_jsonl):
     write_jsonl([{"text": "check"}], "test.jsonl")
     assert read(tmp_path) == [{"text": "learn"}]
     assert read(tmp_path, split="test") == [{"text": "check"}]
+
+
+def test_a_folder_that_holds_far_more_than_data_is_not_walked_to_its_end(tmp_path, monkeypatch):
+    """Such as a home folder, by a path that was cut short."""
+    looked_at = []
+    walk = os.walk
+    monkeypatch.setattr(os, "walk", lambda top: (looked_at.append(seen) or seen for seen in walk(top)))
+    monkeypatch.setattr(files, "MOST_BELOW_A_FOLDER", 9)
+    for number in range(5):
+        (tmp_path / f"{number}" / "inner").mkdir(parents=True)
+        (tmp_path / f"{number}" / "rows.jsonl").write_text('{"text": "a"}')
+    with pytest.raises(DataError, match="at most 9 files and folders"):
+        files.local_files(str(tmp_path))
+    assert len(looked_at) < 11  # all of them
 
 
 def test_a_saved_dataset_is_read(tmp_path):
