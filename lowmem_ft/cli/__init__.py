@@ -50,6 +50,8 @@ def main(arguments: list[str]) -> int:
     if not arguments:
         parser.print_help()
         return 0
+    if arguments[0] == "help":  # as other programs take it
+        arguments = [*arguments[1:2], "--help"]
     if not arguments[0].startswith("-") and arguments[0] not in COMMANDS:
         raise UserError(_no_command(arguments))
     command = parser.parse_args(arguments[:1]).command
@@ -82,6 +84,6 @@ def _parser() -> Parser:
         + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
         "COMMAND --help` explains a command. Pages by question are in the folder docs/ of the repository.",
     )
-    parser.add_argument("--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
+    parser.add_argument("-V", "--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")
     return parser

@@ -152,6 +152,19 @@ def test_a_command_that_never_is_one_of_several_always_speaks(capsys, monkeypatc
     assert capsys.readouterr().err.count("'nothing'") == 1
 
 
+def test_help_is_a_word_too(capsys):
+    for asked, same in (
+        (["help"], ["--help"]),
+        (["help", "gpus"], ["gpus", "--help"]),
+        (["-V"], ["--version"]),
+    ):
+        assert main(asked) == main(same) == 0
+        told = capsys.readouterr().out
+        assert told[: len(told) // 2] == told[len(told) // 2 :] != ""
+    assert main(["help", "gpuz"]) == 2
+    assert "Did you mean `gpus`" in capsys.readouterr().err
+
+
 def test_a_working_folder_that_is_gone_is_told(trained, tmp_path, monkeypatch, capsys):
     folder = tmp_path / "folder"
     folder.mkdir()
