@@ -1,4 +1,4 @@
-"""The error of a disk without room for the cache of ``datasets``, in which read and tokenized rows are kept."""
+"""The error of a cache of ``datasets`` that has no room, or is to be read alone; it keeps rows and their tokens."""
 
 from __future__ import annotations
 
@@ -13,18 +13,26 @@ from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.units import format_bytes
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_REFUSED = (errno.EROFS, errno.EACCES)
 
 
 def full_cache(error: BaseException, written: str | None = None) -> DataError | None:
-    """Return the error to show instead of one that a full disk caused; None: it has another cause.
+    """Return the error to show instead of one that a full disk or a cache to read alone caused; None: another cause.
 
     Args:
         error: the error.
         written: the folder that was written to; None: that of the cache, unless the error names a file.
     """
-    if not isinstance(error, OSError) or error.errno not in _FULL:
+    if not isinstance(error, OSError) or error.errno not in (*_FULL, *_REFUSED):
         return None
     cache = datasets.config.HF_DATASETS_CACHE
+    if error.errno in _REFUSED:
+        if not Path(error.filename or cache).is_relative_to(cache):
+            return None
+        return DataError(
+            f"The cache of datasets, HF_DATASETS_CACHE={cache}, cannot be written: {error.strerror}. It keeps a copy "
+            "of the rows and their tokens. Set HF_DATASETS_CACHE to a folder that can be."
+        )
     named = os.path.dirname(error.filename) if isinstance(error.filename, str) else ""
     folder = Path(written or named or cache)
     try:

@@ -226,6 +226,11 @@ def reading_error(error: Exception, source: Source) -> DataError:
         return no_example(source)
     if isinstance(error, ValueError) and _SPLIT_ERROR.search(reason):
         seen = reason.removeprefix("ValueError: ")
+        if "instruction format" in seen:
+            return DataError(
+                f"{source.split_setting} is a split's name, with or without a range such as train[:100] or "
+                f"train[10%:20%], got {source.split}. Correct it."
+            )
         return DataError(f"{source.split_setting}={source.split} is not in {path}: {seen} Name one of these.")
     local = expand_user(path)
     files = local_files(path, setting=setting) or (

@@ -1,5 +1,6 @@
 """Bad sources explain themselves; good ones of every kind are read."""
 
+import errno
 import gzip
 import json
 import os
@@ -10,6 +11,7 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 
 from lowmem_ft.data.sources import files
+from lowmem_ft.data.sources.full_cache import full_cache
 from lowmem_ft.data.sources.reading import Source, malformed_json, open_rows
 from lowmem_ft.foundation.errors import DataError
 
@@ -243,3 +245,11 @@ def test_without_a_hub_a_name_fails_at_once_and_leaves_no_setting_behind(tmp_pat
         read("gsm.jsnl")
     assert not waits
     assert datasets.config.HF_HUB_OFFLINE is False
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_cache_that_cannot_be_written_is_not_the_files_fault(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    in_cache = OSError(number, os.strerror(number), str(tmp_path / "cache" / "json" / "a.lock"))
+    assert f"HF_DATASETS_CACHE={tmp_path / 'cache'}, cannot be written" in str(full_cache(in_cache))
+    assert full_cache(OSError(number, os.strerror(number), str(tmp_path / "rows.jsonl"))) is None
