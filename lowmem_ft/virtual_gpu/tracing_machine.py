@@ -34,6 +34,7 @@ from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, MICRO_BATCH_BEGI
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
 from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
+from lowmem_ft.virtual_gpu.upstream.data_loading import workers_in_this_process
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
 from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
@@ -118,6 +119,7 @@ class TracingMachine:
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
         fake_tensors_in_disguise(stack, self._read_values, self._list_values)
+        workers_in_this_process(stack)
         checkpoints_without_values(stack, self.say)
         experts_as_if_real(stack)
         beam_search_to_its_length(stack)

@@ -102,6 +102,7 @@ OBJECTS = {
     "transformers.modeling_layers.GradientCheckpointingLayer()": make_checkpointed_layer,
     "accelerate.Accelerator().prepare()": make_prepared_model,
     "datasets.Dataset()": make_dataset,
+    "torch.utils.data.DataLoader().__iter__()": lambda: iter(torch.utils.data.DataLoader([1])),
     "deepspeed.utils.mixed_precision_linkage.link_hp_params()": make_linked_parameter,
 }
 """How to come by an object whose attributes are relied on."""

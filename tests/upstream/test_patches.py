@@ -130,7 +130,7 @@ def test_a_module_that_has_gone_is_not_taken_for_one_that_nobody_imported():
 
 PATCHED = [
     (import_utils, "is_fake_tensor"),
-    (torch.utils.data._utils.worker, "_worker_loop"),
+    (torch.utils.data.DataLoader, "_get_iterator"),
     (moe, "_can_use_grouped_mm"),
     (modeling_flash_attention_utils, "_lazy_imports"),
     (PreTrainedModel, "_flash_attn_can_dispatch"),

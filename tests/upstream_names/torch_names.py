@@ -276,13 +276,19 @@ TORCH = (
         "list",
         since=(2, 15),
     ),
-    replaced(
-        "torch.utils.data._utils.worker",
-        "_worker_loop",
-        None,  # torch 2.14 renames one of them
-        "processes of a data loader make real tensors",
+    replaced("torch.utils.data.DataLoader", "_get_iterator", "self", "workers of a data loader work here"),
+    *data(
+        "torch.utils.data.DataLoader().__iter__()",
+        "_dataset_fetcher",
+        "what fetches a batch",
+        "_MapDatasetFetcher",
     ),
-    *each("module", "torch.utils.data._utils", "worker", "see the row above"),
+    called("torch.utils.data.DataLoader().__iter__()", "_reset", "loader", "begins an epoch; ours is called"),
+    *each("module", "torch.utils.data._utils", "worker", "a worker's information"),
+    *data("torch.utils.data._utils.worker", "_worker_info", "what the worker's rows see of it", "NoneType"),
+    *each(
+        "called", _DISPATCH, "_push_mode _pop_mode", "tensors without values are traced in a worker's rows"
+    ),
     replaced(
         "torch.nn.attention.flex_attention", "_validate_device", "query key value", "refuses FlexAttention"
     ),

@@ -72,8 +72,6 @@ class ShortTraining:
         if arguments.load_best_model_at_end:
             arguments.load_best_model_at_end = False
             arguments.metric_for_best_model = arguments.metric_for_best_model or "loss"
-        arguments.dataloader_num_workers, arguments.dataloader_prefetch_factor = 0, None
-        arguments.dataloader_persistent_workers = False
         check(arguments)
         rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         self._cut.rows_per_step = max(self._cut.rows_per_step, rows)

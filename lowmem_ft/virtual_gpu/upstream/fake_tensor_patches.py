@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils.data._utils import worker as data_loading_worker
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
@@ -118,7 +117,6 @@ def fake_tensors_in_disguise(
     replace(undo, FakeTensor, "__deepcopy__", _deepcopy)
     wrap(undo, Tensor, "__format__", _format)
     wrap(undo, Tensor, "pin_memory", _pin_memory)
-    wrap(undo, data_loading_worker, "_worker_loop", _computed_for_real)
     for name in (
         "torch.utils._foreach_utils",
         "torch.optim.optimizer",
@@ -255,9 +253,3 @@ def _pin_memory(pin_memory: Callable[..., Tensor], tensor: Tensor, *args: Any) -
 def was_pinned_elsewhere(tensor: Tensor) -> bool:
     """Return whether another thread has pinned a tensor that a program uses."""
     return _PINNED in vars(tensor)
-
-
-def _computed_for_real(worker_loop: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Let a data loader's processes make real tensors: as forks, they would make fake ones, which cannot be sent."""
-    with _disable_current_modes():
-        worker_loop(*args, **kwargs)
