@@ -197,6 +197,7 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
         undo.callback(os.chdir, folder)
         undo.callback(_set_environment, environment)
         undo.callback(logging.disable, disabled)
+        _restore_precision(undo)
         undo.enter_context(warnings.catch_warnings())
         undo.enter_context(torch.random.fork_rng(devices=[]))
         replace(undo, sys, "argv", [str(path), *arguments])
@@ -221,6 +222,15 @@ def _silence_rich(undo: contextlib.ExitStack) -> None:
 def _set_environment(environment: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(environment)
+
+
+def _restore_precision(undo: contextlib.ExitStack) -> None:
+    """Restore in the end what float32 products are computed in, by torch's older and newer settings."""
+    backends = torch.backends
+    for owner in (backends, backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
+        undo.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
+    with contextlib.suppress(RuntimeError):  # where this program has used the newer ones itself
+        undo.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
 
 
 def _forget_modules_of(folder: Path, before: set[str]) -> None:

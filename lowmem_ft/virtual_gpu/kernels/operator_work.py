@@ -83,7 +83,7 @@ def work_of(
         position=0,
         name=name,
         flops=flops,
-        dtype=_product_dtype([*inputs[func in ADD_TO_WIDER :], *results]) if flops else "",
+        dtype=_product_dtype(func, [*inputs[func in ADD_TO_WIDER :], *results]) if flops else "",
         num_bytes=num_bytes,
         launches=launches_of(func, args, kwargs, result) if cost is None else cost.launches(*args, **kwargs),
     )
@@ -100,6 +100,12 @@ def _bytes_moved(func: Any, inputs: list[Tensor], results: list[Tensor]) -> int:
     return written + sum(tensor.nbytes for tensor in inputs)
 
 
-def _product_dtype(tensors: list[Tensor]) -> str:
+def _product_dtype(func: Any, tensors: list[Tensor]) -> str:
+    """Return the type that products are computed in: TF32 for float32 where the program lets cuBLAS or cuDNN use it."""
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
-    return str(next(floating, tensors[0]).dtype).removeprefix("torch.")
+    dtype = next(floating, tensors[0]).dtype
+    backends = torch.backends
+    library: Any = backends.cudnn.conv if "convolution" in func._opname else backends.cuda.matmul
+    if dtype == torch.float32 and tensors[0].device.type != "cpu" and library.fp32_precision == "tf32":
+        return "tf32"
+    return str(dtype).removeprefix("torch.")

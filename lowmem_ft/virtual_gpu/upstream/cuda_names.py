@@ -43,6 +43,9 @@ _MAKE_OF_VALUES = (
 )
 """Functions that copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for ``cuda``'s index."""
 
+CUDA_VERSION = "12.6"
+"""What ``torch.version.cuda`` says: the newest for which torch is built for every GPU since Volta."""
+
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
 """Attributes that CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
 
@@ -64,6 +67,7 @@ def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None
         setattr(torch.cuda, name, getattr(backend, name))
         undo.callback(delattr, torch.cuda, name)
     _lend_to_accelerator(undo, backend)
+    replace(undo, torch.version, "cuda", CUDA_VERSION)
     cuda_without_hardware(undo)
     classes_of_cuda(undo)
     inference_mode_as_no_grad(undo)

@@ -655,3 +655,38 @@ def test_a_stock_trainer_with_ligers_kernels_is_estimated_and_takes_less(script)
     fused, stock = (estimate_script(name, [way], gpu="a100-80gb").estimate for way in ("fused", "stock"))
     logits = 8 * 256 * 8000 * 4
     assert fused.allocated_peak_bytes < stock.allocated_peak_bytes - 2 * logits
+
+
+@pytest.mark.parametrize(
+    "allow",
+    [
+        "torch.backends.cuda.matmul.allow_tf32 = True",
+        "torch.set_float32_matmul_precision('high')",
+        "torch.backends.cuda.matmul.fp32_precision = 'tf32'",
+        "from transformers import TrainingArguments; TrainingArguments('out', tf32=True)",
+    ],
+    ids=["allow_tf32", "precision", "fp32_precision", "TrainingArguments"],
+)
+def test_products_that_a_script_allows_tf32_take_its_rate_and_the_setting_is_taken_back(script, allow):
+    products = """
+    weight = torch.ones(4096, 4096, device="cuda", requires_grad=True)
+    optimizer = torch.optim.SGD([weight])
+    for _ in range(4):
+        (weight @ weight @ weight).sum().backward()
+        optimizer.step()
+    """
+    before = torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision()
+    seconds = {
+        first: estimate_script(
+            script(f"\n    import torch\n    {first}\n{products}"), gpu="a100-80gb"
+        ).estimate.step.seconds
+        for first in ("pass", allow)
+    }
+    assert seconds["pass"] > 4 * seconds[allow]
+    assert (torch.backends.cuda.matmul.fp32_precision, torch.get_float32_matmul_precision()) == before
+
+
+def test_a_gpu_without_tf32_refuses_it_as_the_real_one_does(script):
+    name = script("from transformers import TrainingArguments; TrainingArguments('out', tf32=True)")
+    with pytest.raises(ScriptError, match="--tf32 requires Ampere or a newer GPU arch"):
+        estimate_script(name, gpu="t4")
