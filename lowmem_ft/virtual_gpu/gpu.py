@@ -18,6 +18,7 @@ from lowmem_ft.memory.race import Race, race_error
 from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew
+from lowmem_ft.virtual_gpu.distributed.one_process import process_groups_of_one
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
@@ -88,6 +89,7 @@ class VirtualGPU(TracingMachine):
         number_anew()
         stack.enter_context(activated(self))
         cuda_is_virtual(stack, register_virtual_device())
+        process_groups_of_one(stack, self.mark, self.say)
         flash_attention_as_on_cuda(stack)
         triton_as_on_cuda(stack)
         trl_kernels_as_on_cuda(stack)

@@ -11,7 +11,7 @@ import runpy
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,6 +41,16 @@ ENVIRONMENT = {
 }
 """Settings that turn trackers off, whatever the script asks for, and make libraries quiet."""
 
+OF_ONE_PROCESS = {
+    "RANK": "0",
+    "LOCAL_RANK": "0",
+    "WORLD_SIZE": "1",
+    "LOCAL_WORLD_SIZE": "1",
+    "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29500",
+}
+"""Variables that ``torchrun --nproc_per_node=1`` sets."""
+
 _MOST_FRAMES = 5
 
 _PACKAGE = f"{Path(lowmem_ft.__file__).parent}{os.sep}"
@@ -55,11 +65,13 @@ class ScriptError(UserError):
 
     Attributes:
         own_traceback: Python's traceback, with the frames of the script's own code.
+        needs_launcher: whether the script misses a variable that a launcher sets.
     """
 
-    def __init__(self, problem: str, own_traceback: str) -> None:
+    def __init__(self, problem: str, own_traceback: str, *, needs_launcher: bool = False) -> None:
         super().__init__(problem)
         self.own_traceback = own_traceback
+        self.needs_launcher = needs_launcher
 
 
 class ScriptRun:
@@ -73,6 +85,7 @@ class ScriptRun:
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer that is about to train.
         on_reading: called as the script reads data.
+        environment: variables to start it with, as a launcher does.
     """
 
     def __init__(
@@ -84,7 +97,9 @@ class ScriptRun:
         on_step: Callable[[int], None],
         on_trainer: Callable[[Any], None],
         on_reading: Callable[[], None],
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        self._environment = environment or {}
         self.path = path
         self.arguments = arguments
         self.machine = machine
@@ -102,7 +117,15 @@ class ScriptRun:
             ScriptError: if it ends in an error.
             UserError: if it does what an estimate cannot follow, or ends without a step.
         """
-        with _as_program(self.path, self.arguments), self.machine, contextlib.ExitStack() as undo:
+        with (
+            _as_program(self.path, self.arguments, self._environment),
+            self.machine,
+            contextlib.ExitStack() as undo,
+        ):
+            if self._environment:
+                self.machine.say(
+                    "launcher: as torchrun --nproc_per_node=1 starts it, whose variables it reads"
+                )
             self._files.redirect(undo)
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
@@ -156,6 +179,8 @@ class ScriptRun:
         return ScriptError(
             f"{self.path} ended in an error {when}{where}: {first_line}",
             f"The frames of {whose}:\n{lines}",
+            needs_launcher=isinstance(error, KeyError)
+            and error.args[0] in OF_ONE_PROCESS.keys() - os.environ.keys(),
         )
 
 
@@ -185,7 +210,7 @@ def _last_words(stream: Any) -> str:
 
 
 @contextlib.contextmanager
-def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
+def _as_program(path: Path, arguments: Sequence[str], more: Mapping[str, str]) -> Iterator[None]:
     """Give the script what a process of its own would have, and restore in the end what it may change.
 
     Its output is discarded: losses are those of a model without values.
@@ -204,7 +229,7 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
         replace(undo, sys, "path", [str(path.parent.absolute()), *sys.path])
         warnings.simplefilter("ignore")
         logging.disable(logging.CRITICAL)
-        os.environ.update(ENVIRONMENT)
+        os.environ.update({**ENVIRONMENT, **more})
         _silence_rich(undo)
         undo.enter_context(contextlib.redirect_stdout(io.StringIO()))
         undo.enter_context(contextlib.redirect_stderr(io.StringIO()))

@@ -15,7 +15,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu, limits, processor_name
 from lowmem_ft.estimator.estimate import CannotRun
 from lowmem_ft.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes_on_cpu
-from lowmem_ft.estimator.script.running import ScriptRun
+from lowmem_ft.estimator.script.running import OF_ONE_PROCESS, ScriptError, ScriptRun
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.script_file import check_script
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
@@ -187,10 +187,18 @@ def _run(
     on_trainer: Callable[[Any], None] = lambda trainer: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> _Seen:
-    machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
-    run = ScriptRun(path, arguments, machine, steps, on_step, on_trainer, on_reading)
-    run.run()
-    return _Seen(run)
+    def run(**more: Any) -> ScriptRun:
+        machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
+        one = ScriptRun(path, arguments, machine, steps, on_step, on_trainer, on_reading, **more)
+        one.run()
+        return one
+
+    try:
+        return _Seen(run())
+    except ScriptError as error:
+        if not error.needs_launcher:
+            raise
+    return _Seen(run(environment=OF_ONE_PROCESS))
 
 
 class _Seen:

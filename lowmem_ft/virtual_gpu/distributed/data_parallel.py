@@ -2,7 +2,9 @@
 
 # No postponed annotations here: DDP compares those of its hook with classes.
 import contextlib
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,17 +30,89 @@ class _With:
         return getattr(self._inner, name)
 
 
-def _assign_buckets(assign: Callable[..., Any], tensors: Any, size_limits: Any, expect_sparse: Any) -> Any:
-    """Assign as every later backward does: the first one would put all gradients into one bucket."""
-    limits = [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES]
-    return assign(tensors, limits, expect_sparse)
+def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: Any) -> None:
+    """Initialise a ``DistributedDataParallel`` so that it works without values.
+
+    It leaves out the initial broadcast of the first rank's weights, and the first backward's single bucket: buckets are
+    those of every later backward.
+    """
+    cap_mb = kwargs.get("bucket_cap_mb")
+    cap_bytes = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
+
+    def assign(assign: Callable[..., Any], tensors: Any, size_limits: Any, expect_sparse: Any) -> Any:
+        limits = (
+            [torch.distributed._DEFAULT_FIRST_BUCKET_BYTES, BUCKET_BYTES] if cap_mb is None else [cap_bytes]
+        )
+        return assign(tensors, limits, expect_sparse)
+
+    kwargs["init_sync"] = False
+    may_leave_out = kwargs.pop("find_unused_parameters", False) | kwargs.pop("static_graph", False)
+    with contextlib.ExitStack() as undo:
+        wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", assign)
+        init(ddp, *args, **kwargs)
+    # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
+    ddp.reducer = _With(ddp.reducer, "_rebuild_buckets", lambda: False)
+    if may_leave_out:  # torch's own way to know which weights were used compares addresses of memory
+        ddp.reducer = _With(ddp.reducer, "prepare_for_backward", partial(_prepare_anew, ddp.reducer))
+    # torch has timers for CPUs and CUDA alone, and logs that once a process.
+    ddp.logger = _With(ddp.logger, "set_runtime_stats_and_log", lambda: None)
+
+
+def _prepare_anew(reducer: Any, outputs: list[torch.Tensor]) -> None:
+    """Prepare for a backward pass, whether or not the one before has reached every weight."""
+    reducer._reset_state()
+    reducer.prepare_for_backward(outputs)
+
+
+def data_parallel_of_one(
+    undo: contextlib.ExitStack, mark: Callable[[torch.Tensor, Category], None], say: Callable[[str], None]
+) -> None:
+    """Let a program wrap models in ``DistributedDataParallel`` in a process that is alone, until a stack is undone.
+
+    Gradients are copied into buckets and back as ever; the sum over one process is the gradient.
+
+    Args:
+        undo: undoes it.
+        mark: sets the category of a tensor.
+        say: called when a hook of the program's own for sums is left out.
+    """
+    adapted: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
+
+    def sum_of_one(state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        mark(bucket.buffer(), "communication")
+        return _done(bucket.buffer())
+
+    def init(init: Callable[..., None], ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
+        group = kwargs.get("process_group")
+        if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) > 1:
+            init(ddp, *args, **kwargs)
+            return
+        _wrap_for_trace(init, ddp, *args, **kwargs)
+        DistributedDataParallel.register_comm_hook(ddp, None, sum_of_one)
+        adapted.add(ddp)
+
+    def register(
+        register: Callable[..., None], ddp: DistributedDataParallel, *args: Any, **kwargs: Any
+    ) -> None:
+        if ddp not in adapted:
+            register(ddp, *args, **kwargs)
+            return
+        say("DistributedDataParallel: the script's communication hook is left out, as there is one process")
+
+    wrap(undo, DistributedDataParallel, "register_comm_hook", register)
+    wrap(undo, DistributedDataParallel, "__init__", init)
+
+
+def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    done.set_result(buffer)
+    return done
 
 
 class TracedDataParallel(DistributedDataParallel):
     """A model whose gradients are summed over ranks that do not exist, as in a run.
 
-    It leaves out the initial broadcast of the first rank's weights, and the first backward's single bucket: buckets are
-    those of every later backward. Sums run on a stream of their own, as NCCL's do.
+    Sums run on a stream of their own, as NCCL's do.
 
     Args:
         model: a module, wrapped as Accelerate wraps it: with torch's own settings.
@@ -49,16 +123,10 @@ class TracedDataParallel(DistributedDataParallel):
     def __init__(
         self, model: nn.Module, device: torch.device, mark: Callable[[torch.Tensor, Category], None]
     ) -> None:
-        with contextlib.ExitStack() as undo:
-            wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", _assign_buckets)
-            super().__init__(model, init_sync=False)
+        _wrap_for_trace(DistributedDataParallel.__init__, self, model)
         self._mark = mark
         self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
         self._side: Any = None if self._streams is None else self._streams.Stream()
-        # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
-        self.reducer = _With(self.reducer, "_rebuild_buckets", lambda: False)  # type: ignore[assignment]
-        # torch has timers for CPUs and CUDA alone, and logs that once a process.
-        self.logger = _With(self.logger, "set_runtime_stats_and_log", lambda: None)  # type: ignore[assignment]
         # The fake group's work has no result, which torch's own hook reads.
         self.register_comm_hook(None, self._sum)
 
@@ -76,6 +144,4 @@ class TracedDataParallel(DistributedDataParallel):
             self._side.wait_stream(self._streams.current_stream())
             with self._streams.stream(self._side):
                 torch.distributed.all_reduce(buffer)
-        done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-        done.set_result(buffer)
-        return done
+        return _done(buffer)

@@ -46,6 +46,9 @@ _MAKE_OF_VALUES = (
 CUDA_VERSION = "12.6"
 """What ``torch.version.cuda`` says: the newest for which torch is built for every GPU since Volta."""
 
+NCCL_VERSION = (2, 27, 3)
+"""What ``torch.cuda.nccl.version()`` says: that of torch 2.9 and later."""
+
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
 """Attributes that CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
 
@@ -68,6 +71,7 @@ def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None
         undo.callback(delattr, torch.cuda, name)
     _lend_to_accelerator(undo, backend)
     replace(undo, torch.version, "cuda", CUDA_VERSION)
+    replace(undo, torch.cuda.nccl, "version", lambda: NCCL_VERSION)
     cuda_without_hardware(undo)
     classes_of_cuda(undo)
     inference_mode_as_no_grad(undo)

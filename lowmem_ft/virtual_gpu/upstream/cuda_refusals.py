@@ -48,7 +48,7 @@ _REFUSED = {
     },
     "torch.cuda.graphs": {_GRAPHS: "CUDAGraph graph graph_pool_handle make_graphed_callables"},
     "torch.cuda.nccl": {
-        _PROCESSES: "version unique_id init_rank all_reduce reduce broadcast all_gather reduce_scatter"
+        _PROCESSES: "unique_id init_rank all_reduce reduce broadcast all_gather reduce_scatter"
     },
     "torch.cuda.comm": {
         _PROCESSES: "broadcast broadcast_coalesced reduce_add reduce_add_coalesced scatter gather"

@@ -690,3 +690,24 @@ def test_a_gpu_without_tf32_refuses_it_as_the_real_one_does(script):
     name = script("from transformers import TrainingArguments; TrainingArguments('out', tf32=True)")
     with pytest.raises(ScriptError, match="--tf32 requires Ampere or a newer GPU arch"):
         estimate_script(name, gpu="t4")
+
+
+def test_a_script_for_a_launcher_runs_as_its_only_process(script):
+    name = script(
+        """
+        import os
+        import torch
+
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        torch.distributed.init_process_group("nccl")
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(8, 8).cuda())
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            model(torch.randn(2, 8, device="cuda")).sum().backward()
+            optimizer.step()
+        """
+    )
+    found = estimate_script(name, gpu="t4")
+    assert found.steps == 3
+    assert any("torchrun" in choice for choice in found.estimate.choices)
+    assert "LOCAL_RANK" not in os.environ
