@@ -30,6 +30,7 @@ from lowmem_ft.virtual_gpu.recording.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
@@ -107,6 +108,9 @@ class TracingMachine:
         self.trace_seconds = time.perf_counter() - self._entered_at
         self._running.__exit__(*exception)
         warn_if_untested()  # for libraries that the program has imported meanwhile
+        untraceable = what_cannot_be_traced(exception[1])
+        if untraceable is not None:
+            raise untraceable from exception[1]
 
     def _enter(self, stack: contextlib.ExitStack) -> None:
         stack.enter_context(collector_paused())

@@ -229,6 +229,7 @@ TORCH = (
         None,  # ours passes on what it does not look at
         "a process group of one needs no NCCL",
     ),
+    replaced("torch._VF", "_pad_packed_sequence", None, "pads packed rows without reading their memory"),
     called(
         "torch.distributed.distributed_c10d", "_get_default_store", "", "one process of many prints an error"
     ),

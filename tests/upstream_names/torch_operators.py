@@ -19,6 +19,12 @@ OPERATORS = (
         "what DTensor exchanges: bytes on the clock, results in the timeline",
         "_OpNamespace",
     ),
+    *each(
+        "called",
+        _ATEN,
+        "_thnn_fused_gru_cell_backward _ctc_loss _ctc_loss_backward _pack_padded_sequence",
+        "operators with a rule of ours, as torch has none",
+    ),
     called(
         _ATEN,
         "_fused_adamw_",

@@ -28,6 +28,7 @@ from lowmem_ft.estimator.script.weights import weights_from_configs
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
+from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
 
@@ -159,6 +160,9 @@ class ScriptRun:
         except (KeyboardInterrupt, Interrupted):
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
+            untraceable = what_cannot_be_traced(error)
+            if untraceable is not None:
+                raise untraceable from error
             raise self._explained(error) from error
 
     def _explained(self, error: BaseException) -> ScriptError:

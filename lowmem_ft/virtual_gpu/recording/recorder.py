@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
@@ -40,6 +39,7 @@ from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, 
 from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.recording.untraceable import lacks_kernel, no_rule
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
 from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
@@ -188,7 +188,10 @@ class Recorder(TorchDispatchMode):
 
     def index_of(self, tensor: Tensor) -> int | None:
         """Return the number of the allocation that holds a tensor; None if it is unknown."""
-        return self._index_of.get(tensor.untyped_storage()._cdata)
+        try:
+            return self._index_of.get(tensor.untyped_storage()._cdata)
+        except NotImplementedError:  # one that torch.func has wrapped, whose operators come here unwrapped
+            return None
 
     def booked_bytes(self, tensor: Tensor) -> int | None:
         """Return the bytes of the allocation that holds a tensor; None if it is unknown."""
@@ -356,12 +359,10 @@ class Recorder(TorchDispatchMode):
             answer = answer_from_values(func, args, kwargs, error)
             return self.ask(torch.bool) if answer is None else answer, None
         except UnsupportedOperatorException as error:
-            raise ModelError(
-                f"A trace needs to know the shape of what {func} returns, and torch has no rule for it, at "
-                f"{asking_line()}. Give it one with torch.library.register_fake, or write that part with other "
-                "operators."
-            ) from error
+            raise no_rule(func, asking_line()) from error
         except RuntimeError as error:
+            if lacks_kernel(error):
+                raise no_rule(func, asking_line()) from error
             found = _TWO_DEVICES.search(str(error))
             if found is None and func is torch.ops.aten.split_with_sizes.default:
                 raise depends_on_values(str(func)) from error  # by counts of tokens, which are unknown

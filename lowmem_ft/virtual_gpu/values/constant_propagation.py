@@ -293,7 +293,30 @@ def _unique(
     return torch.empty_like(tensor).flatten(), inverse, counts
 
 
+def _ctc_loss(
+    log_probs: Tensor, targets: Tensor, input_lengths: list[int], target_lengths: list[int], *args: Any
+) -> Any:
+    """Return the losses and the probabilities of all prefixes; see aten/src/ATen/native/cuda/LossCTC.cu."""
+    batch = log_probs.shape[1]
+    return log_probs.new_empty((batch,)), log_probs.new_empty(
+        (batch, log_probs.shape[0], 2 * max(target_lengths) + 1)
+    )
+
+
+def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Pack rows of known lengths, or of the longest; torch's C++ reads the batch sizes, so they are a real tensor."""
+    rows, most = padded.shape[:2] if batch_first else (padded.shape[1], padded.shape[0])
+    known = known_values(lengths)
+    with unset_fake_temporarily():
+        each = torch.full((rows,), most) if known is None else known
+        sizes = (each[:, None] > torch.arange(int(each.max()))).sum(0)
+        total = int(sizes.sum())
+    return padded.new_empty((total, *padded.shape[2:])), sizes
+
+
 _LARGEST: dict[Any, Any] = {
+    aten._ctc_loss.default: _ctc_loss,
+    aten._pack_padded_sequence.default: _pack,
     aten._unique2.default: _unique,
     aten.nonzero.default: _nonzero,
     aten.masked_select.default: _masked_select,
