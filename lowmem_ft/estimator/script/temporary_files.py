@@ -143,7 +143,12 @@ class FilesKeptAway:
             return look(place, *args, **kwargs)
 
     def _save_config(self, save: object, model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a model's config alone, which is all that ``from_pretrained`` needs here to make it again."""
+        """Save a model's config alone, which is all that ``from_pretrained`` needs here to make it again.
+
+        The class and the type are written into it, as ``save_pretrained`` does.
+        """
+        model.config.architectures = [type(model).__name__]
+        model.config.dtype = model.dtype
         model.config.save_pretrained(self.place_of(folder, is_written=True))
 
     def _save_tokenizer(

@@ -711,3 +711,26 @@ def test_a_script_for_a_launcher_runs_as_its_only_process(script):
     assert found.steps == 3
     assert any("torchrun" in choice for choice in found.estimate.choices)
     assert "LOCAL_RANK" not in os.environ
+
+
+def test_a_folder_that_a_script_has_saved_is_loaded_as_the_model_that_it_was(script, tmp_path):
+    name = script(
+        """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+        sizes = dict(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=2, vocab_size=64)
+        LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained("saved")
+        config = AutoConfig.from_pretrained("saved")
+        assert config.architectures == ["LlamaForCausalLM"], config
+        model = AutoModelForCausalLM.from_pretrained("saved", dtype="auto").cuda()
+        assert model.dtype == torch.bfloat16
+        optimizer = torch.optim.SGD(model.parameters())
+        while True:
+            ids = torch.randint(64, (2, 8), device="cuda")
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+        """
+    )
+    assert estimate_script(name, gpu="rtx-4090").steps == 3
+    assert not (tmp_path / "saved").exists()
