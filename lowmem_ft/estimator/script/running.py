@@ -255,7 +255,7 @@ def _set_environment(environment: dict[str, str]) -> None:
 
 def _restore_precision(undo: contextlib.ExitStack) -> None:
     """Restore in the end what float32 products are computed in, by torch's older and newer settings."""
-    backends = torch.backends
+    backends: Any = torch.backends
     for owner in (backends, backends.cudnn.conv, backends.cudnn.rnn, backends.cuda.matmul):
         undo.callback(setattr, owner, "fp32_precision", owner.fp32_precision)
     with contextlib.suppress(RuntimeError):  # where this program has used the newer ones itself

@@ -112,7 +112,7 @@ def _surroundings() -> dict[str, Any]:
             backends.cudnn_sdp_enabled(),
             backends.math_sdp_enabled(),
             backends.matmul.fp32_precision,
-            torch.backends.cudnn.conv.fp32_precision,
+            getattr(torch.backends.cudnn, "conv").fp32_precision,  # noqa: B009 - no attribute to type checkers
             str(torch.backends.cuda.preferred_blas_library()),
         ],
     }

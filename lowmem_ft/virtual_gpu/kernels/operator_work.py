@@ -104,8 +104,8 @@ def _product_dtype(func: Any, tensors: list[Tensor]) -> str:
     """Return the type that products are computed in: TF32 for float32 where the program lets cuBLAS or cuDNN use it."""
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     dtype = next(floating, tensors[0]).dtype
-    backends = torch.backends
-    library: Any = backends.cudnn.conv if "convolution" in func._opname else backends.cuda.matmul
+    backends: Any = torch.backends
+    library = backends.cudnn.conv if "convolution" in func._opname else backends.cuda.matmul
     if dtype == torch.float32 and tensors[0].device.type != "cpu" and library.fp32_precision == "tf32":
         return "tf32"
     return str(dtype).removeprefix("torch.")

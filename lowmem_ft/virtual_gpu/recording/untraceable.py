@@ -1,4 +1,4 @@
-"""What a trace cannot follow, in one line in place of torch's own text about dispatchers and storages."""
+"""Errors about what a trace cannot follow, in one line in place of torch's own text about dispatchers and storages."""
 
 from __future__ import annotations
 

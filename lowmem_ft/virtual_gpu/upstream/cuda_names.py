@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+import torch.cuda.nccl
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import _random as dtensor_random
@@ -44,10 +45,10 @@ _MAKE_OF_VALUES = (
 """Functions that copy an array to the device by ``Tensor.to`` in C++, which asks CUDA itself for ``cuda``'s index."""
 
 CUDA_VERSION = "12.6"
-"""What ``torch.version.cuda`` says: the newest for which torch is built for every GPU since Volta."""
+"""Version of CUDA that ``torch.version.cuda`` names: the newest for which torch is built for every GPU since Volta."""
 
 NCCL_VERSION = (2, 27, 3)
-"""What ``torch.cuda.nccl.version()`` says: that of torch 2.9 and later."""
+"""Version that ``torch.cuda.nccl.version()`` returns: that of torch 2.9 and later."""
 
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
 """Attributes that CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""

@@ -84,7 +84,7 @@ class _OneWorker:
 def _computed_for_real() -> Iterator[None]:
     """Compute in a block as without a trace, except with tensors that have no values: those are traced as ever."""
     with contextlib.ExitStack() as undo:
-        modes = undo.enter_context(_disable_current_modes())
+        modes: Any = undo.enter_context(_disable_current_modes())
         wrap(undo, FakeTensor, "__torch_dispatch__", _Traced(modes))
         yield
 
