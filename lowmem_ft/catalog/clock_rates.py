@@ -2,6 +2,11 @@
 
 Each entry has the numbers that differ from those before it, with the source of each; the first is the default, others
 hold for a compute capability or for the GPUs that they name, and the last that applies wins.
+
+Numbers of the host are those of the machine that an entry's runs were timed on. They say nothing of the GPU, and
+nothing of the machine in which a reader will rent one: by them, a B200's publisher had a host that issues operators
+three times as fast as an L40S's. Estimates therefore assume one host for all GPUs (:func:`reference_host`); only where
+timed runs are predicted does each have its own.
 """
 
 from __future__ import annotations
@@ -9,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -45,13 +51,16 @@ class ClockRates:
 
 NUMBERS = tuple(field.name for field in dataclasses.fields(ClockRates))
 
+HOST_NUMBERS = ("operator_seconds", "launch_seconds", "triton_launch")
+"""The numbers that belong to the host."""
+
 
 def clock_rates(
     gpu: str = "",
     compute_capability: tuple[int, int] | None = None,
     entries: Sequence[Mapping[str, Any]] | None = None,
 ) -> ClockRates:
-    """Return the rates of a GPU.
+    """Return the rates of a GPU in the machine that its numbers are from.
 
     Args:
         gpu: its name in the catalogue.
@@ -68,6 +77,33 @@ def clock_rates(
         ):
             numbers.update({name: entry[name] for name in NUMBERS if name in entry})
     return ClockRates(**numbers)
+
+
+def rates_of_estimates(gpu: str = "", compute_capability: tuple[int, int] | None = None) -> ClockRates:
+    """Return the rates of a GPU in a machine with the reference host; arguments as for :func:`clock_rates`."""
+    return dataclasses.replace(clock_rates(gpu, compute_capability), **reference_host())
+
+
+def reference_host(entries: Sequence[Mapping[str, Any]] | None = None) -> dict[str, float]:
+    """Return the numbers of the host that estimates assume: of the known hosts, the one in the middle.
+
+    Known are the hosts of the microbenchmarks, which are the default, and of each entry that is fitted to timed runs
+    and has an ``operator_seconds`` of its own: where kernels outlast their launches, runs tell nothing of their host.
+    Each counts once, however many rows its publisher timed, since those are of one machine. The middle one, and no
+    mean, is taken whole: how long an operator and a launch take were fitted to the same runs.
+
+    Args:
+        entries: as for :func:`clock_rates`.
+    """
+    default, *others = rate_entries() if entries is None else entries
+    hosts = [default, *({**default, **entry} for entry in others if _is_fitted_host(entry))]
+    middle = statistics.median_low(host["operator_seconds"] for host in hosts)
+    host = next(host for host in hosts if host["operator_seconds"] == middle)
+    return {name: host[name] for name in HOST_NUMBERS}
+
+
+def _is_fitted_host(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("fitted")) and "operator_seconds" in entry
 
 
 @functools.cache

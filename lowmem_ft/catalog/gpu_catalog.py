@@ -15,7 +15,7 @@ from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
-from lowmem_ft.catalog.clock_rates import clock_rates
+from lowmem_ft.catalog.clock_rates import rates_of_estimates
 from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.catalog.other_gpus import may_be_misspelt, what_it_is
 from lowmem_ft.foundation.errors import UserError, did_you_mean
@@ -120,7 +120,7 @@ def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -
         context_bytes=row["context_mib"] * MIB,
         context_is_estimate=row.get("context_is_estimate", True),
         nvlink=row.get("nvlink_gb_per_s", 0) * 1e9,
-        rates=clock_rates(name, (major, minor)),
+        rates=rates_of_estimates(name, (major, minor)),
         prices=tuple(
             Price(
                 provider=price_list["provider"],

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates
+from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rates_of_estimates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class Gpu:
             that Triton needs.
         segments_grow: whether a run there lets the segments of torch's allocator grow if the environment has no
             setting, as under Linux.
-        rates: shares of these rates that programs reach.
+        rates: shares of these rates that programs reach, and the seconds of its machine's host.
         prices: prices on demand; empty if no known provider rents it out.
         sources: the source of each number, by field.
         note: what is only guessed of a GPU of this machine that the catalogue does not know; empty: it knows it.
@@ -75,7 +75,7 @@ class Gpu:
     held_by_others_bytes: int | None = None
     has_triton: bool = True
     segments_grow: bool = True
-    rates: ClockRates = field(default_factory=clock_rates)
+    rates: ClockRates = field(default_factory=rates_of_estimates)
     prices: tuple[Price, ...] = ()
     sources: Mapping[str, str]
     note: str = ""
@@ -94,6 +94,11 @@ class Gpu:
     def has_bfloat16(self) -> bool:
         """True if it computes with bfloat16 in hardware: since compute capability 8.0; before, torch emulates it."""
         return self.compute_capability >= (8, 0)
+
+    @property
+    def in_its_rows_machine(self) -> Gpu:
+        """The GPU with the host of the machine that runs of it were timed on, to predict those runs."""
+        return replace(self, rates=clock_rates(self.name, self.compute_capability))
 
     @property
     def cheapest_price(self) -> Price | None:

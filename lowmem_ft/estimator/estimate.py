@@ -190,6 +190,8 @@ class SharedTraces:
         budget: as for :func:`estimate_on_gpus`.
         kind: likewise.
         kept: likewise.
+        traced_on: the GPU whose kernels all of them share, so that traces of several recipes share what they can; None:
+            the first of each kind.
     """
 
     def __init__(
@@ -199,11 +201,13 @@ class SharedTraces:
         budget: Budget | None = None,
         kind: Callable[[Gpu], object] | None = None,
         kept: KeptTraces | None = None,
+        traced_on: Gpu | None = None,
     ) -> None:
         self._recipe = recipe
         self._budget = budget or recipe.budget
         self._kind = kind or functools.partial(_kind, recipe)
         self._kept = kept
+        self._traced_on = traced_on
         self._traces: dict[object, TracedRecipe | UserError] = {}
         self._replays: dict[object, Replays] = {}
         self._is_cut_unevenly = is_cut_unevenly(recipe)
@@ -251,7 +255,7 @@ class SharedTraces:
         kind = self._kind(gpu), process_index
         if kind not in self._traces:
             try:
-                traced = _trace(self._recipe, gpu, self._kept, process_index)
+                traced = _trace(self._recipe, self._traced_on or gpu, self._kept, process_index)
             except UserError as error:
                 traced = error
             # Kernels that the GPUs could have chosen otherwise may be the same after all, and so are their replays.

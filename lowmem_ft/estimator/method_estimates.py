@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedModel
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.estimator.gpu_counts import room_bytes
+from lowmem_ft.estimator.methods.settings_ladder import (
+    CANNOT_RUN,
+    QUARTERS,
+    Answer,
+    Setting,
+    SettingsLadder,
+    rank_of,
+)
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.estimator.traces.repeated_layers import layer_counts
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
@@ -20,8 +28,10 @@ from lowmem_ft.models.hf_config import load_model_config, max_positions
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.reading.another_model import layers_for
-from lowmem_ft.recipe.reading.keys import key_with
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
+    FUSED_KERNELS,
+    ROWS,
     Method,
     for_as_many_rows,
     methods_with,
@@ -30,10 +40,11 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     untyped,
     values_of,
 )
+from lowmem_ft.techniques.kernels.fused_operators import has_fused_operators
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 _NO_HELD_OUT_DATA = {"data.eval_split": "null", "training.eval_steps": "null"}
-_ONE_MICRO_BATCH = {"training.gradient_accumulation_steps": "1"}
+_CHECKPOINTING = "checkpointing."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,10 +89,13 @@ def estimate_methods(
 ) -> list[MethodEstimate]:
     """Estimate what a model needs on each GPU by each method: one optimizer step of rows of up to 2048 tokens.
 
-    For each GPU, the method's fastest recipe that fits there is chosen. GPUs with bfloat16 share one trace of a recipe,
-    and so do those without, each with its own workspaces. Their attention kernels differ: these took the same memory
-    when compared, and the same time within 1%. A recipe is tried where its weights have room, from the GPU with the
-    most room down. Each GPU gets the same answer as when it is estimated alone.
+    For each GPU, the method's fastest settings that fit there are chosen, of a few: shipped recipes, rows of a
+    micro-batch, layers that keep their activations, and fused kernels where the package is installed and knows the
+    model. A step has as many rows with all of them, and what is timed is the command's own step. GPUs with bfloat16
+    share a trace of the same settings, and so do those without, each with its own workspaces. Their attention kernels
+    differ: these took the same memory when compared, and the same time within 1%. Settings are tried where their
+    weights have room, from the GPU with the most room down. Each GPU gets the same answer as when it is estimated
+    alone.
 
     Args:
         model: as in ``model=``.
@@ -102,8 +116,14 @@ def estimate_methods(
     own = (f"model={model}", *settings)
     config = load_recipe(None, of_model_alone(own)).model
     hf_config = load_model_config(config, architecture_only=True)
-    size = _Size.of(model_on_meta(config, hf_config), max_positions(hf_config))
-    asked = _Asked(own=own, size=size, kept=kept or KeptTraces(), on_start=on_start)
+    on_meta = model_on_meta(config, hf_config)
+    asked = _Asked(
+        own=own,
+        size=_Size.of(on_meta, max_positions(hf_config)),
+        has_fused_kernels=has_fused_operators(on_meta),
+        kept=kept or KeptTraces(),
+        on_start=on_start,
+    )
     results: list[MethodEstimate] = []
     for method in methods_with(own):
         found: dict[str, MethodEstimate] = {}
@@ -158,24 +178,36 @@ class _Size:
 
 @dataclass(frozen=True)
 class _Route:
-    """A recipe and settings of it, for GPUs with or without bfloat16."""
+    """A recipe and settings of it, for GPUs with or without bfloat16.
+
+    Args:
+        settings: the recipe and its settings.
+        rows: rows of a micro-batch to choose from for each GPU, the fewest first; empty: the recipe's own.
+        kept: quarters of the layers to choose from that keep their activations, the most first; likewise.
+        float32: where its weights in float32 are.
+    """
 
     settings: tuple[str, ...]
+    rows: tuple[int, ...] = ()
+    kept: tuple[int, ...] = ()
     float32: Literal["", "on the device", "on the host"] = ""
 
 
-def _routes(method: Method, *, has_bfloat16: bool) -> list[_Route]:
-    """Return the routes in the order in which they are tried."""
+def _routes(method: Method, *, has_bfloat16: bool) -> list[tuple[_Route, ...]]:
+    """Return the routes in the order in which they are tried; of those together the fastest that fits is taken."""
     first, *others = (f"recipe={rung}" for rung in method.rungs)
     if has_bfloat16:
-        return [_Route((first,)), _Route((first, *method.leaner)), *(_Route((other,)) for other in others)]
+        roomy = _Route((first, *method.roomy), rows=method.rows, kept=method.kept)
+        if not method.leaner:
+            return [(roomy,)]
+        as_shipped, leaner = _Route((first,)), _Route((first, *method.leaner), rows=method.leaner_rows)
+        return [(as_shipped, roomy), (leaner,), *((_Route((other,)),) for other in others)]
     if method.resident_without_bfloat16 is None:
-        in_float16 = (first, *method.without_bfloat16)
-        return [_Route(in_float16), _Route((*in_float16, *method.leaner))]
+        return [(_Route((first, *method.without_bfloat16), rows=method.rows, kept=method.kept),)]
     last = (others[-1], *method.without_bfloat16)
     return [
-        _Route((f"recipe={method.resident_without_bfloat16}",), float32="on the device"),
-        _Route(last, float32="on the host"),
+        (_Route((f"recipe={method.resident_without_bfloat16}",), float32="on the device"),),
+        (_Route(last, float32="on the host"),),
     ]
 
 
@@ -191,89 +223,185 @@ class _Asked:
 
     own: tuple[str, ...]
     size: _Size
+    has_fused_kernels: bool
     kept: KeptTraces
     on_start: Callable[[str], None]
 
     def fastest_that_fit(
-        self, method: Method, routes: Sequence[_Route], gpus: Sequence[Gpu], *, is_thorough: bool
+        self,
+        method: Method,
+        routes: Sequence[tuple[_Route, ...]],
+        gpus: Sequence[Gpu],
+        *,
+        is_thorough: bool,
     ) -> dict[str, MethodEstimate]:
         """Return for each GPU, by its name, the first route that fits with room to spare; else the best of all."""
         found: dict[str, MethodEstimate] = {}
-        for route, is_last in zip(routes, [*[False] * (len(routes) - 1), True], strict=True):
+        for together in routes:
             waiting = [gpu for gpu in gpus if _rank(found.get(gpu.name)) > 0]
-            if not waiting:
-                break
-            if route.float32 == "on the host" and not is_thorough:
-                refused = (NOT_TRIED_IN_FLOAT32,)
-                tried: Iterator[MethodEstimate] = (
-                    MethodEstimate(method=method, gpu=gpu, command=route.settings, problems=refused)
-                    for gpu in waiting
-                )
-            else:
-                tried = self._tried(method, route, waiting, tries_all=is_last)
-            for result in tried:
-                if _is_better(result, found.get(result.gpu.name)):
-                    found[result.gpu.name] = result
+            for route in together if waiting else ():
+                if route.float32 == "on the host" and not is_thorough:
+                    refused = (NOT_TRIED_IN_FLOAT32,)
+                    tried: Iterator[MethodEstimate] = (
+                        MethodEstimate(method=method, gpu=gpu, command=route.settings, problems=refused)
+                        for gpu in waiting
+                    )
+                else:
+                    tried = self._tried(method, route, waiting, tries_all=together == routes[-1])
+                for result in tried:
+                    if _is_better(result, found.get(result.gpu.name)):
+                        found[result.gpu.name] = result
         return found
 
     def _tried(
         self, method: Method, route: _Route, gpus: Sequence[Gpu], *, tries_all: bool
     ) -> Iterator[MethodEstimate]:
         """Yield one route's estimates on the GPUs with room for its weights, most room first; the last route on all."""
+        largest = max(gpus, key=lambda gpu: gpu.memory_bytes)
+        places = _Places(self, method, route, largest)
         try:
-            command = self._command(route)
-            recipe, _ = on_gpus(recipe_of(self._traced(method, command)), None)
+            recipe = places.recipe(places.first)
         except UserError as error:
-            yield from (self._refused(method, route.settings, gpu, error.problems) for gpu in gpus)
+            yield from (
+                MethodEstimate(method=method, gpu=gpu, command=route.settings, problems=error.problems)
+                for gpu in gpus
+            )
             return
-        shared = SharedTraces(recipe, kind=lambda gpu: gpu.has_bfloat16, kept=self.kept)
-        row_tokens, said = recipe.data.max_length or self.size.max_positions, False
         rooms = {gpu.name: room_bytes(gpu, recipe, recipe.budget) for gpu in gpus}
+        ladder = SettingsLadder(
+            rows=places.rows,
+            kept=places.kept,
+            estimate=places.estimate,
+            room_bytes=lambda gpu: rooms[gpu.name],
+        )
+        row_tokens = recipe.data.max_length or self.size.max_positions
         for gpu in sorted(gpus, key=lambda gpu: rooms[gpu.name], reverse=True):
             if not tries_all and rooms[gpu.name] < self.size.least_bytes(recipe):
                 return
-            if not said:
-                kind = "with" if gpu.has_bfloat16 else "without"
-                self.on_start(
-                    f"{method.title} by {command[0].removeprefix('recipe=')} on GPUs {kind} bfloat16"
-                )
-                said = True
-            answer = shared.estimate(gpu)
+            found = ladder.fastest(gpu)
+            command, answer = places.command(found.setting), found.answer
             if isinstance(answer, CannotRun):  # a technique does not support the model; others may
-                yield self._refused(method, command, gpu, answer.problems)
+                yield MethodEstimate(method=method, gpu=gpu, command=command, problems=answer.problems)
                 continue
             yield MethodEstimate(
                 method=method, gpu=gpu, command=command, row_tokens=row_tokens, estimate=answer
             )
 
-    def _refused(
-        self, method: Method, command: tuple[str, ...], gpu: Gpu, problems: tuple[str, ...]
-    ) -> MethodEstimate:
-        return MethodEstimate(method=method, gpu=gpu, command=command, problems=problems)
+    def command(self, settings: Sequence[str], chosen: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return settings for the model: rows that it takes, as many a step, and the recipe's share of last layers.
 
-    def _command(self, route: _Route) -> tuple[str, ...]:
-        """Return settings for the model: rows that it takes, as many a step, and the recipe's share of last layers."""
-        name, *settings = route.settings
+        Args:
+            settings: a recipe and settings of it.
+            chosen: further settings by key, which are for the model and not for the recipe's own.
+        """
+        name, *further = settings
         typed, limit = values_of(self.own), self.size.max_positions
-        shipped = recipe_of(route.settings)
+        shipped = recipe_of(settings)
+        counts, keys = dict(layer_counts(shipped, "last")), recipe_keys()
+        of_choice = [
+            f"{path}={value}"
+            for path, value in chosen.items()
+            if path in counts or keys[path].value_in(shipped) != value
+        ]
         of_step = [f"{key}={value}" for key, value in for_as_many_rows(shipped, self.own).items()]
-        of_route = [*untyped(untyped(settings, self.own), of_step), *of_step]
+        of_route = [*untyped(untyped([*further, *of_choice], self.own), of_step), *of_step]
         length = shipped.data.max_length
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")
-        for path, value in layer_counts(shipped, "last"):
+        for path, value in counts.items():
             own = layers_for(value, of_layers=_num_layers(shipped), num_layers=self.size.num_layers)
-            if own != value and path not in typed:
+            if own != value and path not in typed and path not in chosen:
                 of_route.append(f"{path}={own}")
         return (name, *self.own, *of_route)
 
-    def _traced(self, method: Method, command: tuple[str, ...]) -> tuple[str, ...]:
+    def traced(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Return the command without what changes no peak but lengthens a trace, unless the user typed it."""
         typed = values_of(self.own)
-        less = {**_NO_HELD_OUT_DATA, **(_ONE_MICRO_BATCH if method.is_traced_in_pieces else {})}
         if any(key.startswith("data.eval") or key == "training.eval_steps" for key in typed):
-            less = {key: value for key, value in less.items() if key not in _NO_HELD_OUT_DATA}
-        return (*command, *(f"{key}={value}" for key, value in less.items() if key not in typed))
+            return command
+        return (*command, *(f"{key}={value}" for key, value in _NO_HELD_OUT_DATA.items() if key not in typed))
+
+
+class _Places:
+    """The places on the ladder of a route, as commands and estimates; a route that is not roomy has one.
+
+    Args:
+        asked: the model.
+        method: the method.
+        route: the route.
+        traced_on: the GPU whose kernels all GPUs share.
+    """
+
+    def __init__(self, asked: _Asked, method: Method, route: _Route, traced_on: Gpu) -> None:
+        self._asked, self._method, self._route, self._traced_on = asked, method, route, traced_on
+        typed = values_of(asked.own)
+        training = recipe_of(route.settings).training
+        self._step_rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        are_rows_typed = any(key in typed for key in ROWS)
+        are_layers_typed = any(key.startswith(_CHECKPOINTING) for key in typed)
+        self.rows: tuple[int | None, ...] = (None,)
+        self.kept: tuple[int | None, ...] = (None,)
+        if route.rows and not are_rows_typed:
+            self.rows = tuple(rows for rows in route.rows if self._step_rows % rows == 0)
+        if route.kept and not are_layers_typed:
+            self.kept = tuple(kept for kept in route.kept if kept in (0, QUARTERS) or self._num_kept(kept))
+        self._fused = FUSED_KERNELS if asked.has_fused_kernels and traced_on.has_bfloat16 else {}
+        self._shared: dict[Setting, SharedTraces] = {}
+
+    @property
+    def first(self) -> Setting:
+        """The place with the fewest rows and the most kept activations."""
+        return Setting(self.rows[0], self.kept[0])
+
+    def command(self, setting: Setting) -> tuple[str, ...]:
+        """Return the command of a place."""
+        chosen: dict[str, Any] = {**self._fused}
+        if setting.rows is not None:
+            chosen |= {ROWS[0]: setting.rows, ROWS[1]: self._step_rows // setting.rows}
+        if setting.kept is not None:
+            keeps_all = setting.kept == QUARTERS
+            chosen[f"{_CHECKPOINTING}mode"] = "none" if keeps_all else "full"
+            chosen[f"{_CHECKPOINTING}skip_last_layers"] = 0 if keeps_all else self._num_kept(setting.kept)
+        return self._asked.command(self._route.settings, chosen)
+
+    def recipe(self, setting: Setting) -> Recipe:
+        """Return what is traced of a place.
+
+        Raises:
+            UserError: if the user's settings break a rule in it.
+        """
+        return on_gpus(recipe_of(self._asked.traced(self.command(setting))), None)[0]
+
+    def estimate(self, setting: Setting, gpu: Gpu) -> Answer:
+        """Return what a place takes on a GPU."""
+        if setting not in self._shared:
+            rung = self._route.settings[0].removeprefix("recipe=")
+            kind = "with" if gpu.has_bfloat16 else "without"
+            self._asked.on_start(
+                f"{self._method.title} by {rung}{_in_words(setting)} on GPUs {kind} bfloat16"
+            )
+            try:
+                recipe = self.recipe(setting)
+            except UserError as error:
+                return CannotRun(gpu=gpu, problems=error.problems)
+            self._shared[setting] = SharedTraces(
+                recipe,
+                kind=lambda gpu: gpu.has_bfloat16,
+                kept=self._asked.kept,
+                traced_on=self._traced_on,
+            )
+        return self._shared[setting].estimate(gpu)
+
+    def _num_kept(self, quarters: int) -> int:
+        return self._asked.size.num_layers * quarters // QUARTERS
+
+
+def _in_words(setting: Setting) -> str:
+    rows = "" if setting.rows is None else f", {setting.rows} row{'s' * (setting.rows > 1)}"
+    if setting.kept is None:
+        return rows
+    kept = {0: "no activations kept", QUARTERS: "all activations kept"}
+    return f"{rows}, {kept.get(setting.kept, f'{setting.kept}/{QUARTERS} of activations kept')}"
 
 
 def _num_layers(recipe: Recipe) -> int:
@@ -282,14 +410,16 @@ def _num_layers(recipe: Recipe) -> int:
 
 def _rank(result: MethodEstimate | None) -> int:
     """Rank an answer for a GPU, best first: it fits, fits tightly, may fit, does not fit, cannot be done."""
-    if result is None or result.estimate is None:
-        return 4
-    if result.fits:
-        return int(result.estimate.tight)
-    return 2 if result.estimate.verdict == "may not fit" else 3
+    return CANNOT_RUN if result is None or result.estimate is None else rank_of(result.estimate)
 
 
 def _is_better(result: MethodEstimate, before: MethodEstimate | None) -> bool:
-    """Prefer, of two that do not fit, the later one, which takes less."""
+    """Prefer, of two that fit, the faster one, and of two that do not, the later one, which takes less."""
     rank = _rank(result)
-    return before is None or rank < _rank(before) or (rank == _rank(before) and not result.fits)
+    if before is None or rank != _rank(before):
+        return before is None or rank < _rank(before)
+    if result.estimate is None or before.estimate is None or not result.fits:
+        return True
+    steps = [estimate.step for estimate in (result.estimate, before.estimate)]
+    new, old = (0.0 if step is None else step.tokens_per_second for step in steps)
+    return new > old

@@ -19,6 +19,12 @@ SCHEMA = 1
 Verdict = Literal["fits", "may not fit", "does not fit"]
 """Verdict on an estimate: its whole range is within the limits, only a part of it, or no part."""
 
+HOST_BOUND = 0.2
+"""Share of a step in which the device waits for its host from which the host decides the seconds. Hosts that runs were
+timed on issue operators up to three times as fast as each other (``catalog/clock_rates.json``): by the reference host,
+a step that waits for a fifth of its time would take a tenth more or less on most of them.
+"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
@@ -82,6 +88,7 @@ class StepTime:
         seconds_share: relative distance of a run's seconds from these, either way (``catalog/clock_rates.py``); 0: not
             known.
         by_operator: seconds of the operators that compute, by name; copies and exchanges are not among them.
+        host_share: share of the seconds in which the device waits for the host to issue its next kernel.
     """
 
     seconds: float
@@ -90,6 +97,12 @@ class StepTime:
     sent_bytes: int = 0
     seconds_share: float = 0.0
     by_operator: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+    host_share: float = field(default=0.0, compare=False)
+
+    @property
+    def is_host_bound(self) -> bool:
+        """True if the host decides its seconds: the device waits for it for at least :data:`HOST_BOUND` of them."""
+        return self.host_share >= HOST_BOUND
 
     @property
     def low_seconds(self) -> float:
@@ -303,6 +316,8 @@ class MemoryEstimate:
             "tokens": self.step.tokens,
             "tokens_per_second": self.step.tokens_per_second,
             "bound_by": self.step.bound_by,
+            "host_share": self.step.host_share,
+            "is_host_bound": self.step.is_host_bound,
         }
         process_range = self.process_range
         processes = self.processes and {

@@ -29,6 +29,7 @@ from lowmem_ft.reports.wording import (
     caution,
     context_words,
     from_to,
+    host_bound_words,
     module_words,
     seconds_range,
     short_name,
@@ -47,7 +48,10 @@ WORTH_A_WORD = 0.005
 
 
 def estimate_table(
-    estimate: MemoryEstimate, price: Price | None = None, further: Sequence[tuple[str, str]] = ()
+    estimate: MemoryEstimate,
+    price: Price | None = None,
+    further: Sequence[tuple[str, str]] = (),
+    of_data: str = "",
 ) -> Document:
     """Return one estimate, for a rich console of any width, with colour or without.
 
@@ -55,11 +59,12 @@ def estimate_table(
         estimate: the estimate to show.
         price: price of an hour of the GPU; None leaves the cost out.
         further: labels and texts of more lines, which come below the place of the peak.
+        of_data: what a run over the user's data takes; empty: not asked for.
 
     Returns:
         A document, which ``rich.print`` prints.
     """
-    peak, *others = facts(estimate, price)
+    peak, *others = facts(estimate, price, of_data)
     return Document(headline(estimate), _memory_bars(estimate), labelled(peak, *further, *others))
 
 
@@ -243,12 +248,13 @@ def labelled(*lines: tuple[str, str]) -> Pairs:
     return Pairs(lines, style="bold", indent=0)
 
 
-def facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, str]]:
+def facts(estimate: MemoryEstimate, price: Price | None, of_data: str = "") -> Iterator[tuple[str, str]]:
     """Yield labels and texts below the bars: the place of the peak, host, time, cost, and what was chosen.
 
     Args:
         estimate: the estimate to show.
         price: price of an hour of the GPU; None leaves the cost out.
+        of_data: what a run over the user's data takes; empty: not asked for.
     """
     module = module_words(estimate.peak_module)
     yield "peak", f"in {PHASE_WORDS[estimate.peak_phase]}, {module}"
@@ -268,6 +274,8 @@ def facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, 
     step = estimate.step
     if step is not None:
         yield ("step", f"{seconds_range(step)}{_speed(estimate, step)}, bound by {step.bound_by}")
+        if step.is_host_bound and not estimate.is_of_cpu:
+            yield "", host_bound_words(step)
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
         yield (
@@ -275,6 +283,8 @@ def facts(estimate: MemoryEstimate, price: Price | None) -> Iterator[tuple[str, 
             f"{format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour "
             f"({price.provider}, {price.date})",
         )
+    if of_data:
+        yield "your data", of_data
     yield from (("" if index else "chosen", text) for index, text in enumerate(estimate.choices))
     yield from (("" if index else "not modelled", text) for index, text in enumerate(estimate.not_modelled))
     if estimate.versions:

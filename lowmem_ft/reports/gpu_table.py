@@ -10,7 +10,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.gpu_counts import SeveralGpus
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
+from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
 from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
@@ -19,12 +19,25 @@ LEGEND = (
     "names the provider and the date. $/1M: tokens."
 )
 
+HOST_BOUND_MARK = "h"
+HOST_BOUND_LEGEND = (
+    f"{HOST_BOUND_MARK}: the GPU waits for its host for a fifth of the time or more. One usual host is assumed for all "
+    "GPUs; a faster or a slower one changes these numbers most."
+)
+
+DATA_COLUMNS = ("hours", "$")
+"""Columns for a run over the user's data."""
+
 VERDICT = ("verdict", len("12.3 GiB tight"))
 """The column that may wrap onto a second line, for instance if device and host lack memory, and its least width."""
 
 
 def gpu_table(
-    estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu], cannot_run: Mapping[str, str]
+    estimates: Sequence[MemoryEstimate],
+    gpus: Mapping[str, Gpu],
+    cannot_run: Mapping[str, str],
+    own_data: OwnData | None = None,
+    row_tokens: int | None = None,
 ) -> Document:
     """Return a line for each GPU, the cheapest tokens first; then those it does not fit on, and those without a price.
 
@@ -32,8 +45,10 @@ def gpu_table(
         estimates: at least one estimate, all of the same recipe.
         gpus: the catalogue, by name.
         cannot_run: the error, by the name of each GPU whose hardware cannot run the recipe; the table shows its rule.
+        own_data: the user's data; None: columns for it are left out.
+        row_tokens: the most tokens of a row of it.
     """
-    table = _table(by_cost(estimates, gpus), gpus)
+    table = _table(by_cost(estimates, gpus), gpus, own_data, row_tokens)
     model = estimates[0].model
     num_fitting = sum(estimate.fits for estimate in estimates)
     num_tight = sum(estimate.tight for estimate in estimates)
@@ -50,15 +65,24 @@ def gpu_table(
         table,
         *_refusals(cannot_run),
         LEGEND,
+        HOST_BOUND_LEGEND if any(map(_is_marked, estimates)) else None,
+        None if own_data is None else legend_of_data(own_data, [] if row_tokens is None else [row_tokens]),
     )
 
 
-def several_table(several: SeveralGpus, gpus: Mapping[str, Gpu]) -> Document:
+def several_table(
+    several: SeveralGpus,
+    gpus: Mapping[str, Gpu],
+    own_data: OwnData | None = None,
+    row_tokens: int | None = None,
+) -> Document:
     """Return a line for each GPU type that holds its share of a recipe as one of several: the fewest, cheapest first.
 
     Args:
         several: the numbers tried.
         gpus: the catalogue, by name.
+        own_data: as for :func:`gpu_table`.
+        row_tokens: likewise.
     """
     if several.problems:
         return Document(f"Several GPUs cannot share it: {several.problems[0]}")
@@ -68,7 +92,7 @@ def several_table(several: SeveralGpus, gpus: Mapping[str, Gpu]) -> Document:
         return Document(f"The others do not hold it, even {numbers} of one type that share it by fsdp2.")
     return Document(
         f"The fewest of {numbers} GPUs of each other type that hold it, sharded by fsdp2:",
-        _table(by_cost(several.estimates, gpus), gpus),
+        _table(by_cost(several.estimates, gpus), gpus, own_data, row_tokens),
         "GiB of each GPU; $/hour and tok/s of all. N GPUs take N times the rows a step: divide "
         "training.gradient_accumulation_steps by N to keep the same step. `--gpu 8xNAME` shows such an estimate "
         "in full.",
@@ -94,18 +118,27 @@ def format_gib(num_bytes: int) -> str:
     return f"{gib:.2f}" if gib < 9.995 else f"{gib:.1f}" if gib < 99.95 else f"{gib:.0f}"
 
 
-def _table(estimates: Sequence[MemoryEstimate], gpus: Mapping[str, Gpu]) -> Table:
+def _table(
+    estimates: Sequence[MemoryEstimate],
+    gpus: Mapping[str, Gpu],
+    own_data: OwnData | None,
+    row_tokens: int | None,
+) -> Table:
     of_gpus = [gpus[estimate.gpu.name] for estimate in estimates]
     costs = cost_cells(list(map(usd_per_million_tokens, estimates, of_gpus)))
     rows = [
-        [*_row(estimate, gpu), cost] for estimate, gpu, cost in zip(estimates, of_gpus, costs, strict=True)
+        [*_row(estimate, gpu), cost, *of_data]
+        for estimate, gpu, cost, of_data in zip(
+            estimates, of_gpus, costs, data_cells(own_data, estimates, of_gpus, row_tokens), strict=True
+        )
     ]
+    further = () if own_data is None else DATA_COLUMNS
     return Table(
-        ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M"),
+        ("GPU", "verdict", "needs", "of", "host", "tok/s", "$/hour", "$/1M", *further),
         rows,
         left=("GPU", "verdict"),
         wraps=VERDICT,
-        spare=("$/1M", "tok/s", "of", "host"),
+        spare=("$/1M", "tok/s", "of", "host") if own_data is None else ("of", "host", "tok/s", "$/hour"),
     )
 
 
@@ -130,7 +163,41 @@ def speed_cell(estimate: MemoryEstimate, number: int = 1) -> str:
     step = estimate.step
     if step is None or not step.tokens or not estimate.fits:
         return "-"
-    return f"{number * step.tokens_per_second:,.0f}"
+    return f"{number * step.tokens_per_second:,.0f}{HOST_BOUND_MARK * step.is_host_bound}"
+
+
+def _is_marked(estimate: MemoryEstimate) -> bool:
+    return speed_cell(estimate).endswith(HOST_BOUND_MARK)
+
+
+def data_cells(
+    own_data: OwnData | None,
+    estimates: Sequence[MemoryEstimate | None],
+    gpus: Sequence[Gpu],
+    row_tokens: int | None,
+) -> list[list[str]]:
+    """Return the cells of :data:`DATA_COLUMNS` for each line; empty lists without data.
+
+    Args:
+        own_data: the user's data.
+        estimates: the estimate of each line; None: it has none.
+        gpus: the GPU of each line.
+        row_tokens: the most tokens of a row.
+    """
+    if own_data is None:
+        return [[] for _ in estimates]
+    runs = [
+        None if estimate is None else own_data.run_on(estimate, gpu, row_tokens)
+        for estimate, gpu in zip(estimates, gpus, strict=True)
+    ]
+    hours = cost_cells([None if run is None else run.hours for run in runs])
+    dollars = cost_cells([None if run is None else run.usd for run in runs])
+    return [list(pair) for pair in zip(hours, dollars, strict=True)]
+
+
+def legend_of_data(own_data: OwnData, row_tokens: Sequence[int]) -> str:
+    """Return what the columns of :data:`DATA_COLUMNS` are of."""
+    return f"{' and '.join(DATA_COLUMNS)}: of {own_data.in_words(row_tokens)}."
 
 
 def verdict_cell(estimate: MemoryEstimate) -> Text:

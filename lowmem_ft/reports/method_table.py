@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -11,23 +12,35 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe.command_lines import command_line
-from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS, Method
-from lowmem_ft.reports.costs import cost_cells, cost_order, usd_per_million_tokens
+from lowmem_ft.recipe.shipped.fine_tuning_methods import FUSED_KERNELS, METHODS, Method
+from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
-from lowmem_ft.reports.gpu_table import VERDICT, format_gib, speed_cell, verdict_cell
+from lowmem_ft.reports.gpu_table import (
+    DATA_COLUMNS,
+    HOST_BOUND_LEGEND,
+    VERDICT,
+    data_cells,
+    format_gib,
+    legend_of_data,
+    speed_cell,
+    verdict_cell,
+)
 from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
-from lowmem_ft.reports.wording import short_name, size_words, verdict_colour
+from lowmem_ft.reports.wording import duration, short_name, size_words, verdict_colour
 
 _HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
 _TITLES = {"full": "full fine-tuning"}
 
 
-def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Document:
+def methods_on_gpus(
+    results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu], own_data: OwnData | None = None
+) -> Document:
     """Return the cheapest GPU for each method, then a line per GPU: each method's needs, speed and price.
 
     Args:
         results: results, of which at least one is an estimate.
         gpus: the catalogue, by name.
+        own_data: the user's data; None: columns for it are left out.
     """
     by_method = _by_method(results)
     names = sorted(
@@ -35,43 +48,46 @@ def methods_on_gpus(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) 
         key=lambda name: _order([of_gpu[name] for of_gpu in by_method.values()], gpus[name]),
     )
     marks = _marks(results)
-    columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M")]
+    further = () if own_data is None else DATA_COLUMNS
+    columns = [heading for method in by_method for heading in (method.title, "tok/s", "$/1M", *further)]
     table = Table(
         ("GPU", "GiB", "$/hour", *columns),
-        _rows([gpus[name] for name in names], list(by_method.values()), marks),
+        _rows([gpus[name] for name in names], list(by_method.values()), marks, own_data),
         left=("GPU",),
-        spare=("$/hour", "GiB", "tok/s"),
+        spare=("$/hour", "GiB", "tok/s", *(() if own_data is None else (DATA_COLUMNS[0], "$/1M"))),
     )
     cheapest = [
-        (method.title, _cheapest([of_gpu[name] for name in names], gpus))
+        (method.title, _cheapest([of_gpu[name] for name in names], gpus, own_data))
         for method, of_gpu in by_method.items()
     ]
-    rungs = ", ".join(f"{mark} {rung}" for rung, mark in marks.items())
     return Document(
         _title(results),
         Document("Where a token is cheapest:", Pairs(cheapest, style="bold", indent=0), gap=0),
         table,
         "Under each method, GiB of GPU memory that the process needs, tokens a second, and the price of a million of "
-        f"them. {f'Recipes: {rungs}. ' if rungs else ''}no: does not fit; may: may not fit; ~: fits tightly; -: not "
-        f"there. {_HOURLY}",
-        _commands(results),
+        f"them. {'A letter after GiB: by which of the commands below. ' if marks else ''}no: does not fit; may: may "
+        f"not fit; ~: fits tightly; -: not there. {_HOURLY}",
+        *_legends(results, own_data),
+        _commands(results, marks),
         *_notes(results),
     )
 
 
-def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> Document:
+def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu, own_data: OwnData | None = None) -> Document:
     """Return a line for each method on one GPU.
 
     Args:
         results: results on that GPU, of which at least one is an estimate.
         gpu: the GPU, with its price.
+        own_data: the user's data; None: columns for it are left out.
     """
     costs = _costs(results)
+    further = () if own_data is None else DATA_COLUMNS
     table = Table(
-        ("", "verdict", "needs", "of", "host", "tok/s", "$/1M"),
+        ("", "verdict", "needs", "of", "host", "tok/s", "$/1M", *further),
         [
-            [Text(result.method.title, "bold"), *_line(result), cost]
-            for result, cost in zip(results, costs, strict=True)
+            [Text(result.method.title, "bold"), *_line(result), cost, *of_data]
+            for result, cost, of_data in zip(results, costs, _data_cells(results, own_data), strict=True)
         ],
         left=("", "verdict"),
         wraps=VERDICT,
@@ -86,7 +102,8 @@ def methods_on_gpu(results: Sequence[MethodEstimate], gpu: Gpu) -> Document:
         _title(results, f" on {gpu.name}"),
         table,
         f"GiB of GPU and host memory that the process needs. $/1M: tokens.{hourly}",
-        _commands(results),
+        *_legends(results, own_data),
+        _commands(results, {}),
         *_notes(results),
     )
 
@@ -112,20 +129,55 @@ def _order(results: Sequence[MethodEstimate], gpu: Gpu) -> tuple[int, float, int
     return min((cost_order(estimate, gpu) for estimate in estimates), default=(3, 0.0, gpu.memory_bytes))
 
 
-def _marks(results: Sequence[MethodEstimate]) -> dict[str, str]:
-    """Return a letter for each shown recipe of a method that has several."""
-    rungs = dict.fromkeys(
-        rung for method in _by_method(results) if len(method.rungs) > 1 for rung in _rungs(method, results)
+Marks = Mapping[tuple[Method, tuple[str, ...]], str]
+"""A letter for each command by which a method fits some GPU, where there are several; each method begins with a."""
+
+
+def _marks(results: Sequence[MethodEstimate]) -> Marks:
+    marks: dict[tuple[Method, tuple[str, ...]], str] = {}
+    for method, of_gpu in _by_method(results).items():
+        fitting = sorted((result for result in of_gpu.values() if result.fits), key=_place)
+        commands = dict.fromkeys(result.command for result in fitting)
+        if len(commands) > 1:
+            marks |= dict(zip(((method, each) for each in commands), _letters(), strict=False))
+    return marks
+
+
+def _letters() -> Iterator[str]:
+    """Yield a, b, ..., z, aa, ab, ..."""
+    for number in itertools.count(1):
+        for letters in itertools.product(string.ascii_lowercase, repeat=number):
+            yield "".join(letters)
+
+
+def _legends(results: Sequence[MethodEstimate], own_data: OwnData | None) -> Iterator[str]:
+    steps = [result.estimate.step for result in results if result.estimate is not None and result.fits]
+    if any(step is not None and step.is_host_bound for step in steps):
+        yield HOST_BOUND_LEGEND
+    if own_data is not None:
+        yield legend_of_data(own_data, [each.row_tokens for each in results if each.row_tokens is not None])
+    if any(each.fits and _is_fused(each) for each in results):
+        yield (
+            f"{' '.join(f'{key}={value}' for key, value in FUSED_KERNELS.items())} needs the package liger-kernel "
+            "where the run is: pip install 'lowmem-ft[liger]'."
+        )
+
+
+def _is_fused(result: MethodEstimate) -> bool:
+    return any(f"{key}={value}" in result.command for key, value in FUSED_KERNELS.items())
+
+
+def _data_cells(results: Sequence[MethodEstimate], own_data: OwnData | None) -> list[list[str]]:
+    lengths = {each.row_tokens for each in results if each.row_tokens is not None}
+    return data_cells(
+        own_data,
+        [result.estimate for result in results],
+        [result.gpu for result in results],
+        max(lengths, default=None),
     )
-    return dict(zip(rungs, string.ascii_lowercase, strict=False))
 
 
-def _rungs(method: Method, results: Sequence[MethodEstimate]) -> list[str]:
-    shown = {result.rung for result in results if result.method == method and result.estimate is not None}
-    return [*(rung for rung in method.rungs if rung in shown), *sorted(shown - {*method.rungs})]
-
-
-def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Text:
+def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu], own_data: OwnData | None) -> Text:
     """Return the GPU with the lowest price of a token, of those that fit; without a price, the smallest."""
     fitting = [(result, result.estimate) for result in results if result.estimate is not None and result.fits]
     if not fitting:
@@ -139,6 +191,10 @@ def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Tex
         words.append(f"{format_dollars(cost)} per 1M tokens at {format_dollars(price.usd_per_hour)} an hour")
     if step is not None:
         words.append(f"{step.tokens_per_second:,.0f} tokens/s")
+    run = None if own_data is None else own_data.run_on(estimate, gpu, result.row_tokens)
+    if run is not None:
+        of_run = "" if run.usd is None else f" and {format_dollars(run.usd)}"
+        words.append(f"{duration(3600 * run.hours)}{of_run} for your data")
     words.append(f"{format_bytes(estimate.host_peak_bytes)} of host memory")
     if len(result.method.rungs) > 1:
         words.append(f"by {result.rung}")
@@ -147,7 +203,10 @@ def _cheapest(results: Sequence[MethodEstimate], gpus: Mapping[str, Gpu]) -> Tex
 
 
 def _rows(
-    gpus: Sequence[Gpu], by_method: Sequence[Mapping[str, MethodEstimate]], marks: Mapping[str, str]
+    gpus: Sequence[Gpu],
+    by_method: Sequence[Mapping[str, MethodEstimate]],
+    marks: Marks,
+    own_data: OwnData | None,
 ) -> list[list[str | Text]]:
     rows: list[list[str | Text]] = [
         [gpu.name, format_gib(gpu.memory_bytes), f"{price.usd_per_hour:.2f}" if price else "-"]
@@ -156,17 +215,18 @@ def _rows(
     ]
     for of_gpu in by_method:
         results = [of_gpu[gpu.name] for gpu in gpus]
-        for row, result, cost in zip(rows, results, _costs(results), strict=True):
-            row += [*_cells(result, marks), cost]
+        of_data = _data_cells(results, own_data)
+        for row, result, cost, further in zip(rows, results, _costs(results), of_data, strict=True):
+            row += [*_cells(result, marks), cost, *further]
     return rows
 
 
-def _cells(result: MethodEstimate, marks: Mapping[str, str]) -> tuple[str | Text, str]:
+def _cells(result: MethodEstimate, marks: Marks) -> tuple[str | Text, str]:
     estimate = result.estimate
     if estimate is None:
         return "-", "-"
     needs, colour = format_gib(estimate.process_peak_bytes), verdict_colour(estimate)
-    needs += marks.get(result.rung, "")
+    needs += marks.get((result.method, result.command), "")
     if not estimate.fits:
         return Text(needs, colour), "may" if estimate.verdict == "may not fit" else "no"
     return Text(f"~{needs}" if estimate.tight else needs, colour), speed_cell(estimate)
@@ -195,7 +255,7 @@ def _costs(results: Sequence[MethodEstimate]) -> list[str]:
     )
 
 
-def _commands(results: Sequence[MethodEstimate]) -> Document:
+def _commands(results: Sequence[MethodEstimate], marks: Marks) -> Document:
     """Return the commands that train each method that fits; for GPUs without bfloat16 with settings for them."""
     has_bfloat16: dict[tuple[Method, tuple[str, ...]], bool] = {}
     # Sorting is stable: methods stay as they are, their recipes come in their order.
@@ -203,19 +263,21 @@ def _commands(results: Sequence[MethodEstimate]) -> Document:
         if result.fits:
             each = (result.method, result.command)
             has_bfloat16[each] = has_bfloat16.get(each, False) or result.gpu.has_bfloat16
-    by_title: dict[str, list[Command]] = {}
+    titled = []
     for (method, command), is_usual in has_bfloat16.items():
         is_other = not is_usual and any(has_bfloat16.values())
-        title = f"{method.title}{', on GPUs without bfloat16' if is_other else ''}"
-        by_title.setdefault(title, []).append(Command(*command_line("train", *command)))
-    titled = [Document(*commands, title=title, gap=0) for title, commands in by_title.items()]
+        mark = marks.get((method, command), "")
+        title = f"{method.title}{mark and f' {mark}'}{', on GPUs without bfloat16' if is_other else ''}"
+        titled.append(Document(Command(*command_line("train", *command)), title=title, gap=0))
     intro = "To train (`estimate` in place of `train` shows it in detail):" if titled else None
     return Document(intro, *titled, gap=0)
 
 
-def _place(result: MethodEstimate) -> tuple[int, int]:
+def _place(result: MethodEstimate) -> tuple[int, int, bool]:
+    """Return the sort key of a command: method, recipe, and what is for GPUs without bfloat16 last."""
     rungs = result.method.rungs
-    return METHODS.index(result.method), rungs.index(result.rung) if result.rung in rungs else len(rungs)
+    rung = rungs.index(result.rung) if result.rung in rungs else len(rungs)
+    return METHODS.index(result.method), rung, not result.gpu.has_bfloat16
 
 
 def _notes(results: Sequence[MethodEstimate]) -> Iterator[str]:

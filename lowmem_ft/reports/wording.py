@@ -172,6 +172,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:,.3g} h"
 
 
+def host_bound_words(step: StepTime) -> str:
+    """Return that the host decides a step's seconds, as a sentence."""
+    return (
+        f"the GPU waits for its host {step.host_share:.0%} of the time, of which the estimate assumes a usual one: "
+        "another is up to twice as fast, or slower"
+    )
+
+
 def _beside_others(estimate: MemoryEstimate) -> str:
     others = estimate.gpu.held_by_others_bytes
     return f" in addition to {format_bytes(others)} that others hold" if others else ""

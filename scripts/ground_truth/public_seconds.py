@@ -164,7 +164,7 @@ class TracedRow:
             partial.rename(file)
         works = pickle.loads(file.read_bytes())
         self._clocks = [(Clock(work), _last_step(work)) for work in works]
-        self._gpu = find_gpu(row.gpu)
+        self._gpu = find_gpu(row.gpu).in_its_rows_machine
 
     @property
     def gpu(self) -> Gpu:
@@ -175,7 +175,7 @@ class TracedRow:
         """Return the seconds of a step.
 
         Args:
-            gpu: the GPU, perhaps with other rates; None: as in the catalogue.
+            gpu: the GPU, perhaps with other rates; None: in the machine that its rows were timed on.
         """
         few, more = (
             clock.times_on(gpu or self._gpu).between(*bounds).seconds for clock, bounds in self._clocks
@@ -191,7 +191,7 @@ class TracedRecipe:
     """
 
     def __init__(self, row: SecondsRow) -> None:
-        self.row, self.gpu = row, find_gpu(row.gpu)
+        self.row, self.gpu = row, find_gpu(row.gpu).in_its_rows_machine
         name, *settings = row.settings["overrides"]
         recipe = load_recipe(name.removeprefix("recipe="), settings)
         with updated_in_chunks_until(row.date):

@@ -1,8 +1,10 @@
 """The shares of published rates by architecture: which entry holds for which GPU, and that each number has a source."""
 
+import dataclasses
+
 import pytest
 
-from lowmem_ft.catalog.clock_rates import NUMBERS, clock_rates, rate_entries
+from lowmem_ft.catalog.clock_rates import HOST_NUMBERS, NUMBERS, clock_rates, rate_entries, reference_host
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 
 GPUS = load_gpus()
@@ -50,3 +52,47 @@ def test_no_product_is_faster_than_a_boosted_clock_allows(name):
     assert 0.2 <= rates.attention <= 1
     assert 0.33 <= rates.bandwidth <= 0.95
     assert rates.launch_seconds < rates.operator_seconds
+
+
+def host_of(rates):
+    return {name: getattr(rates, name) for name in HOST_NUMBERS}
+
+
+def test_all_gpus_are_estimated_with_one_host():
+    """A B200's publisher had a host three times as fast as an L40S's, and the order of GPUs went by that."""
+    hosts = [host_of(gpu.rates) for gpu in GPUS.values()]
+    assert hosts == [reference_host()] * len(GPUS)
+    fields = [field.name for field in dataclasses.fields(GPUS["b200"]) if field.name != "rates"]
+    assert all(
+        getattr(GPUS["b200"].in_its_rows_machine, name) == getattr(GPUS["b200"], name) for name in fields
+    )
+
+
+def test_runs_that_were_timed_are_predicted_with_the_hosts_of_their_machines():
+    seconds = {
+        name: GPUS[name].in_its_rows_machine.rates.operator_seconds for name in ("b200", "l40s", "t4", "h200")
+    }
+    assert seconds["b200"] < seconds["h200"] < seconds["l40s"] < seconds["t4"]
+    for gpu in GPUS.values():
+        assert gpu.in_its_rows_machine.rates == clock_rates(gpu.name, gpu.compute_capability)
+
+
+def test_the_host_of_estimates_is_the_one_in_the_middle_taken_whole():
+    default = dict.fromkeys(NUMBERS, 1.0)
+    fitted = [
+        {"fitted": True, "operator_seconds": 2.0, "triton_launch": 7.0},
+        {"fitted": True, "operator_seconds": 9.0},
+        {"fitted": True, "products": 0.5},  # whose runs tell nothing of their host
+        {"gpus": ["other"], "operator_seconds": 5.0},  # nobody timed runs there
+    ]
+    assert reference_host([default, *fitted]) == {
+        "operator_seconds": 2.0,
+        "triton_launch": 7.0,
+        "launch_seconds": 1.0,
+    }
+    known = sorted(
+        entry["operator_seconds"]
+        for number, entry in enumerate(rate_entries())
+        if "operator_seconds" in entry and (number == 0 or entry.get("fitted"))
+    )
+    assert reference_host()["operator_seconds"] == known[(len(known) - 1) // 2]

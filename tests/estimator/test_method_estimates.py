@@ -179,24 +179,25 @@ def test_rows_are_no_longer_than_the_model_takes(results):
             assert as_recipe(each.command).data.max_length == 64
 
 
-def test_two_kinds_of_gpu_are_traced_once_a_method(said, results):
-    assert len(said) == 6
+def test_two_kinds_of_gpu_are_traced_once_for_settings(said, results):
+    assert len(said) == len(set(said))
     assert said[0] == "full by 8b-bf16 on GPUs with bfloat16"
+    assert "LoRA by 7b-lora, 1 row, all activations kept on GPUs without bfloat16" in said
 
 
-def test_gpus_that_share_a_trace_take_what_their_own_says(results):
-    """cuBLAS's workspaces are 32 MiB from Hopper on, 8 before; attention is another kernel that takes as much."""
-    shared = of(results, "lora", "h100-80gb")
-    as_traced = [
-        "data.eval_split=null",
-        "training.eval_steps=null",
-        "training.gradient_accumulation_steps=1",
-    ]
-    own = estimate_memory(as_recipe((*shared.command, *as_traced)), "h100-80gb")
-    assert own.process_peak_bytes == shared.estimate.process_peak_bytes
+@pytest.mark.parametrize("gpu", ["h100-80gb", "t4"])
+def test_the_printed_command_has_the_numbers_of_the_table(results, gpu):
+    """The table timed a step of one micro-batch, its command one of 16. On a Hopper, cuBLAS takes 32 MiB, else 8."""
+    shared = of(results, "lora", gpu)
+    own = estimate_memory(as_recipe(shared.command), gpu)
+    assert own.step.tokens == shared.estimate.step.tokens
+    assert own.step.seconds == pytest.approx(shared.estimate.step.seconds, rel=0.01)
+    assert own.process_peak_bytes == pytest.approx(shared.estimate.process_peak_bytes, rel=0.01)
     assert own.by_category_at_peak == shared.estimate.by_category_at_peak
-    speed = shared.estimate.step.tokens_per_second / own.step.tokens_per_second
-    assert 0.9 < speed < 1.1
+
+
+def test_all_methods_of_a_gpu_step_over_as_many_tokens(results):
+    assert len({each.estimate.step.tokens for each in results if each.estimate}) == 1
 
 
 def as_recipe(command):

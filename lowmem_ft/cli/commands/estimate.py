@@ -25,6 +25,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     FOR_THE_PROCESSOR,
     NO_SNAPSHOT_OF_CPU,
     names_script,
+    own_data_of,
     parse,
 )
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
@@ -117,7 +118,7 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator.device_target import choose_gpu
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
-    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
@@ -139,7 +140,14 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     estimate = dataclasses.replace(estimate, choices=(*chosen, *estimate.choices))
     gpu = load_gpus().get(estimate.gpu.name)
     output = Output(options.json)
-    output.add(estimate_table(estimate, gpu.cheapest_price if gpu else None))
+    own_data, row_tokens = own_data_of(options), row_tokens_of(recipe, estimate)
+    output.add(
+        estimate_table(
+            estimate,
+            gpu.cheapest_price if gpu else None,
+            of_data="" if own_data is None else own_data.run_in_words(estimate, gpu, row_tokens),
+        )
+    )
     output.add(OF_DEFAULTS if options.is_of_defaults else None)
     if options.gpu is None and estimate.is_of_cpu:
         needs = needs_of_shipped_recipes().get(recipe.name)
@@ -148,7 +156,9 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
         )
         output.add(FOR_THE_PROCESSOR + hint)
     write_pictures(estimate, options, allocator_config_of_runs(target))
-    return _conclude([estimate], with_cost(estimate, gpu), options.gpu, recipe, options, output)
+    return _conclude(
+        [estimate], with_cost(estimate, gpu, own_data, row_tokens), options.gpu, recipe, options, output
+    )
 
 
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
@@ -170,7 +180,7 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
     from lowmem_ft.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.memory.memory_estimate import SCHEMA, MemoryEstimate
-    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
 
     gpus, kept = load_gpus(), KeptTraces.of_user()
@@ -180,7 +190,8 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     refusals = [result for result in results if not isinstance(result, MemoryEstimate)]
     cannot_run = {refusal.gpu.name: " ".join(refusal.problems) for refusal in refusals}
     output = Output(options.json)
-    output.add(gpu_table(estimates, gpus, cannot_run))
+    own_data, row_tokens = own_data_of(options), row_tokens_of(recipe, *estimates)
+    output.add(gpu_table(estimates, gpus, cannot_run, own_data, row_tokens))
     with progress_line(f"{_name(recipe)}: trying several GPUs") as say:
         several = estimate_on_several(
             recipe,
@@ -189,15 +200,17 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
             on_number=lambda number: say(f"{_name(recipe)}: trying {number} GPUs of one type"),
         )
     if several.tried or several.problems:
-        output.add(several_table(several, gpus))
+        output.add(several_table(several, gpus, own_data, row_tokens))
+
+    def in_json(estimate: MemoryEstimate) -> dict[str, Any]:
+        return with_cost(estimate, gpus[estimate.gpu.name], own_data, row_tokens)
+
     values = {
         "schema": SCHEMA,
-        "estimates": [with_cost(estimate, gpus[estimate.gpu.name]) for estimate in estimates],
+        "estimates": [in_json(estimate) for estimate in estimates],
         "several_cards": {
             "tried": several.tried,
-            "estimates": [
-                with_cost(estimate, gpus[estimate.gpu.name]) for estimate in by_cost(several.estimates, gpus)
-            ],
+            "estimates": [in_json(estimate) for estimate in by_cost(several.estimates, gpus)],
             "problems": several.problems,
         },
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],

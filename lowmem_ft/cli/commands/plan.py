@@ -13,7 +13,15 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, file_problems, gpu_problems, split_recipe
+from lowmem_ft.cli.estimating.estimate_options import (
+    ALL_GPUS,
+    add_own_data,
+    file_problems,
+    gpu_problems,
+    own_data_of,
+    own_data_problems,
+    split_recipe,
+)
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import may_have_gpu
 
@@ -25,7 +33,8 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
-    "       [--max-gpus N] [--write FILE.yaml] [--json FILE|-] [--overwrite]"
+    "       [--max-gpus N] [--rows N [--epochs E]] [--write FILE.yaml]\n"
+    "       [--json FILE|-] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -139,7 +148,7 @@ def _report(
     from lowmem_ft.catalog.gpu_catalog import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.recipe.command_lines import launched
-    from lowmem_ft.reports.costs import with_cost
+    from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.plan_table import another_plan, plan_table, planned_for, run_words, train_command
     from lowmem_ft.reports.text.document import Command, Document
 
@@ -149,7 +158,11 @@ def _report(
         Document(f"{reason}; --gpu NAME takes another." if reason else None, plan_table(plan, recipe), gap=0)
     )
     values = plan.to_json()
-    values["chosen"]["estimate"] = with_cost(plan.estimate, load_gpus().get(plan.estimate.gpu.name))
+    gpu, own_data = load_gpus().get(plan.estimate.gpu.name), own_data_of(options)
+    row_tokens = row_tokens_of(plan.recipe, plan.estimate)
+    values["chosen"]["estimate"] = with_cost(plan.estimate, gpu, own_data, row_tokens)
+    if own_data is not None and plan.fits:
+        output.add(f"Your data: {own_data.run_in_words(plan.estimate, gpu, row_tokens)}.")
     values["run"] = None
     if plan.fits and plan.estimate.step is not None:
         with progress_line("reading the data"):
@@ -208,7 +221,7 @@ def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None
 
 
 def _check(options: argparse.Namespace) -> None:
-    problems = list(gpu_problems(options.gpu))
+    problems = [*gpu_problems(options.gpu), *own_data_problems(options)]
     if options.gpu is not None and options.gpu.strip().lower() == ALL_GPUS:
         problems.append(
             "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
@@ -240,6 +253,7 @@ def _parser() -> Parser:
             "--json FILE|-": "write the plan as JSON; - is stdout, then JSON alone",
         }
     )
+    add_own_data(parser)
     parser.add_once({"--max-cards N": argparse.SUPPRESS}, dest="max_gpus")  # the former name
     parser.add_overwrite()
     return parser

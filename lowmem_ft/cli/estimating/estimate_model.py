@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, own_data_of
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems
 from lowmem_ft.foundation.packages import may_have_gpu
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lowmem_ft.catalog.gpu_spec import Gpu
     from lowmem_ft.estimator import MethodEstimate
     from lowmem_ft.recipe import Recipe
+    from lowmem_ft.reports.costs import OwnData
 
 
 OF_DEFAULTS = (
@@ -135,13 +136,18 @@ def estimate_model(
             settings=others,
             is_thorough=not is_all,
             kept=KeptTraces.of_user(),
-            on_start=lambda doing: say(f"{short}: {doing}: running one step on a virtual GPU"),
+            on_start=lambda doing: say(f"{short}: {doing}"),
         )
     problems = {problem: None for result in results for problem in result.problems}
     if not any(result.estimate for result in results):
         raise UserError(*problems)
     output = Output(options.json)
-    output.add(methods_on_gpus(results, load_gpus()) if is_all else methods_on_gpu(results, gpus[0]))
+    own_data = own_data_of(options)
+    output.add(
+        methods_on_gpus(results, load_gpus(), own_data)
+        if is_all
+        else methods_on_gpu(results, gpus[0], own_data)
+    )
     fits = any(result.fits for result in results)
     if not fits:
         nearest = max(
@@ -152,14 +158,14 @@ def estimate_model(
         command = nearest.command
         plan = way_to_a_plan(command, recipe_of(command), nearest.estimate, nearest.gpu.name)
         output.add(Document(plan, None if is_all else "See other GPUs with --gpu all.", gap=0))
-    output.write_json(_as_json(results))
+    output.write_json(_as_json(results, own_data))
     return 0 if fits else EXIT_DOES_NOT_FIT
 
 
 _MODEL_NAME = ("model", "model.name_or_path")
 
 
-def _as_json(results: Sequence[MethodEstimate]) -> dict[str, Any]:
+def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dict[str, Any]:
     from lowmem_ft.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.costs import with_cost
 
@@ -170,7 +176,7 @@ def _as_json(results: Sequence[MethodEstimate]) -> dict[str, Any]:
                 "method": result.method.name,
                 "recipe": result.rung,
                 "settings": list(result.command),
-                **with_cost(result.estimate, result.gpu),
+                **with_cost(result.estimate, result.gpu, own_data, result.row_tokens),
             }
             for result in results
             if result.estimate is not None

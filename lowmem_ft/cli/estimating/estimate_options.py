@@ -7,34 +7,41 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
+
+if TYPE_CHECKING:
+    from lowmem_ft.reports.costs import OwnData
 
 ALL_GPUS = "all"
 CPU = "cpu"
 FOR_THE_PROCESSOR = "This is an estimate for the processor. See GPUs with --gpu NAME or --gpu all."
 STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
+MOST_ROWS, MOST_EPOCHS = 10**12, 10**6
 
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
     "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
-    "       [--gpu NAME|all] [--changes] [--json FILE|-] [--plot FILE]\n"
-    "       [--snapshot FILE.pickle] [--overwrite]"
+    "       [--gpu NAME|all] [--rows N [--epochs E]] [--changes] [--json FILE|-]\n"
+    "       [--plot FILE] [--snapshot FILE.pickle] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
   lowmem-ft estimate recipe=7b-bf16 --gpu l40s
   lowmem-ft estimate model=llama-3.1-8b --gpu all
+  lowmem-ft estimate model=llama-3.1-8b data.max_length=1500 --gpu all --rows 2000 --epochs 3
   lowmem-ft estimate model=qwen3-14b adapter.name=lora data.max_length=4096 budget=16GiB
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
   lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
 
-A model without a recipe is estimated in three ways, with the given settings: full fine-tuning by the fastest shipped
-recipe that fits, LoRA (adapter.name=lora: only this) and QLoRA (model.quantization=nf4: only this). Data is not read:
-rows are assumed to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
+A model without a recipe is estimated in three ways, with the given settings: full fine-tuning, LoRA
+(adapter.name=lora: only this) and QLoRA (model.quantization=nf4: only this), each by the fastest of a few settings
+that fit the GPU: shipped recipes, rows of a micro-batch, checkpointed layers, fused kernels. Data is not read: rows
+are assumed to be data.max_length long. The recipe's own step runs on a virtual GPU, without weights.
 `lowmem-ft gpus` and `lowmem-ft models` list the names.
 
 A script runs unchanged, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing, and
@@ -90,6 +97,11 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         )
     if options.changes:
         problems.append("--changes needs a recipe, got --script. Leave it out.")
+    if options.rows is not None:
+        problems.append(
+            "--rows needs a recipe or a model, got --script, whose rows may have any length. Leave it out: the answer "
+            "has the price of a million tokens."
+        )
     raise_problems(problems)
     _check(options)
     return options, list(arguments[len(own) + 1 :])
@@ -155,11 +167,51 @@ def _check(options: argparse.Namespace) -> None:
         if options.gpu.lower() in (ALL_GPUS, CPU):
             options.gpu = options.gpu.lower()
     files = file_problems(options, "json", "plot", "snapshot")
-    raise_problems([*gpu_problems(options.gpu), *files, *_picture_problems(options)])
+    raise_problems(
+        [*gpu_problems(options.gpu), *own_data_problems(options), *files, *_picture_problems(options)]
+    )
     if options.plot is not None:
         from lowmem_ft.reports.plots.memory_plot import check_plot_path
 
         check_plot_path(Path(options.plot))
+
+
+def add_own_data(parser: Parser) -> None:
+    """Add the options that tell how much data there is."""
+    parser.add_once(
+        {
+            "--rows N": "rows of your data, for hours and dollars next to the price of a token; each is taken as full",
+            "--epochs E": "with --rows: how often they are trained on, 1 by default",
+        }
+    )
+
+
+def own_data_problems(options: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with ``--rows`` and ``--epochs``."""
+    if options.rows is not None and not (options.rows.isdecimal() and 0 < int(options.rows) <= MOST_ROWS):
+        yield f"--rows is a number of rows, from 1 to {MOST_ROWS:.0e}, got {options.rows}. Write it like --rows 2000."
+    if options.epochs is None:
+        return
+    if options.rows is None:
+        yield f"--epochs is for --rows, got {options.epochs} without it. Add --rows N, or leave it out."
+    if not _is_positive(options.epochs):
+        yield f"--epochs is a number above 0, got {options.epochs}. Write it like --epochs 3."
+
+
+def _is_positive(word: str) -> bool:
+    try:
+        return 0 < float(word) <= MOST_EPOCHS
+    except ValueError:
+        return False
+
+
+def own_data_of(options: argparse.Namespace) -> OwnData | None:
+    """Return the user's data by ``--rows`` and ``--epochs``; None without them."""
+    if options.rows is None:
+        return None
+    from lowmem_ft.reports.costs import OwnData
+
+    return OwnData(rows=int(options.rows), epochs=float(options.epochs or 1))
 
 
 def gpu_problems(gpu: str | None) -> Sequence[str]:
@@ -251,6 +303,7 @@ def _parser() -> Parser:
             "--script FILE.py": "a training script of your own, in place of a recipe; its arguments follow --",
         }
     )
+    add_own_data(parser)
     parser.add_once(
         {"--steps N": f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default"}, type=int
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS
 from lowmem_ft.recipe.reading.loading import load_recipe
+from lowmem_ft.recipe.space.search_space import ROWS
 from lowmem_ft.recipe.tree import Recipe
 
 
@@ -20,38 +21,48 @@ class Method:
         title: the name for people.
         rungs: shipped recipes for it, the fastest first. Each takes less of a GPU than the one before.
         shared: a shipped recipe by which several GPUs share it with FSDP2.
-        leaner: settings with which the first of them takes less, and computes the same more slowly: it fills the GPU
-            that it names, and other GPUs are smaller and other models larger.
+        roomy: settings of the first of them with which the rows of a micro-batch and the layers that keep their
+            activations are chosen for each GPU.
+        rows: the rows to choose from, the fewest first.
+        kept: the quarters of the layers to choose from, the most first.
+        leaner: settings with which the first of the rungs takes less, and computes the same more slowly: it fills the
+            GPU that it names, and other GPUs are smaller and other models larger. Empty: ``roomy`` reaches as far.
+        leaner_rows: rows of a micro-batch to choose from with them, the fewest first.
         without_bfloat16: settings for the last of them on a GPU that does not compute with bfloat16.
         resident_without_bfloat16: a shipped recipe that such a GPU tries first: with float32 weights on the GPU it is
             much faster than with streamed ones, and a small model fits.
-        is_traced_in_pieces: whether further micro-batches add nothing to its peak, so that only one is traced.
     """
 
     name: str
     title: str
     rungs: tuple[str, ...]
     shared: str
-    leaner: tuple[str, ...]
+    roomy: tuple[str, ...] = ()
+    rows: tuple[int, ...] = (1, 2, 4, 8)
+    kept: tuple[int, ...] = (4, 3, 2, 1, 0)
+    leaner: tuple[str, ...] = ()
+    leaner_rows: tuple[int, ...] = ()
     without_bfloat16: tuple[str, ...]
     resident_without_bfloat16: str | None = None
-    is_traced_in_pieces: bool = False
 
+
+FUSED_KERNELS = {"model.kernels": "liger"}
+"""The same mathematics by fewer kernels: faster and in less memory, where the package is installed and knows the model.
+
+Its kernels round fewer times. A run without the package is refused, so that none takes more memory than estimated.
+"""
 
 _FLOAT16 = ("model.dtype=float16", "training.mixed_precision=fp16")
-_CHECKPOINTED = ("checkpointing.mode=full", "checkpointing.skip_last_layers=0")
-_ROW_BY_ROW = (
-    "training.per_device_train_batch_size=1",
-    "training.gradient_accumulation_steps=16",
-    "accumulation.order=vertical",
-)
-
 FULL = Method(
     name="full",
     title="full",
     rungs=("8b-bf16", "8b-24gb", "8b-16gb", "8b-8gb"),
     shared="8b-fsdp2",
-    leaner=_ROW_BY_ROW,
+    roomy=("optimizer.in_backward=false",),
+    rows=(2, 4),  # with one row, recomputing the layers of 16 at once is as fast, and takes less
+    kept=(4,),
+    leaner=("accumulation.order=vertical",),
+    leaner_rows=(1, 2, 4, 8),
     without_bfloat16=("model.dtype=float32", "optimizer.master=fp32", "training.mixed_precision=no"),
     resident_without_bfloat16="1b-fp16-t4",
 )
@@ -60,18 +71,14 @@ LORA = Method(
     title="LoRA",
     rungs=("7b-lora",),
     shared="7b-lora",
-    leaner=_CHECKPOINTED,
     without_bfloat16=_FLOAT16,
-    is_traced_in_pieces=True,
 )
 QLORA = Method(
     name="qlora",
     title="QLoRA",
     rungs=("7b-qlora",),
     shared="7b-qlora",
-    leaner=_CHECKPOINTED,
     without_bfloat16=_FLOAT16,
-    is_traced_in_pieces=True,
 )
 METHODS = (FULL, LORA, QLORA)
 
@@ -156,15 +163,14 @@ def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]
         shipped: a method's recipe, without what the user typed.
         settings: ``key=value`` as typed.
     """
-    halves = ("training.per_device_train_batch_size", "training.gradient_accumulation_steps")
     typed = values_of(settings)
-    given = [typed[key] for key in halves if key in typed]
+    given = [typed[key] for key in ROWS if key in typed]
     if (
         len(given) != 1 or not given[0].isdecimal() or int(given[0]) == 0
     ):  # what is wrong is told by the recipe's rules
         return {}
     rows = shipped.training.per_device_train_batch_size * shipped.training.gradient_accumulation_steps
-    return {key: max(1, round(rows / int(given[0]))) for key in halves if key not in typed}
+    return {key: max(1, round(rows / int(given[0]))) for key in ROWS if key not in typed}
 
 
 def recipe_of(command: Sequence[str]) -> Recipe:

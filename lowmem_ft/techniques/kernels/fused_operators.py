@@ -127,6 +127,15 @@ def enable_fused_operators(
     return FusedOperators(operators, *(undo for patch in taken for undo in _switched_on(patch, device)))
 
 
+def has_fused_operators(model: Any) -> bool:
+    """Return whether the package is installed and has operators for a model's architecture, whatever the device.
+
+    Args:
+        model: a causal LM from transformers, wrapped or not.
+    """
+    return _package_lacks() is None and has_operators(base_model(model).config.model_type)
+
+
 def _switched_on(patch: Patch, device: torch.device) -> Iterator[Callable[[], None]]:
     for name, value in patch.attributes.items():
         if name == "forward":
@@ -146,18 +155,23 @@ def _forward(
 
 def _obstacle(causal_lm: Any, device: torch.device) -> tuple[type[UserError], str] | None:
     """Return what all of the operators need that is not there, as a clause, and the kind of error that it is."""
-    if not is_installed(_PACKAGE):
-        return UserError, f"the package {_PACKAGE}, which is not installed"
-    version = installed_version(_PACKAGE) or ""
-    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_PACKAGE:
-        return UserError, f"{_PACKAGE} {'.'.join(map(str, _OLDEST_PACKAGE))} or newer, got {version}"
-    if (lacks := _lacks(device)) is not None:
+    if (lacks := _package_lacks() or _lacks(device)) is not None:
         return UserError, lacks
     if not has_operators(causal_lm.config.model_type):
         return ModelError, (
             f"one of the architectures {', '.join(sorted(ARCHITECTURES))}, got {causal_lm.config.model_type} "
             f"({type(causal_lm).__name__})"
         )
+    return None
+
+
+def _package_lacks() -> str | None:
+    """Return what is wrong with the package, as a clause."""
+    if not is_installed(_PACKAGE):
+        return f"the package {_PACKAGE}, which is not installed"
+    version = installed_version(_PACKAGE) or ""
+    if tuple(map(int, re.findall(r"\d+", version)[:3])) < _OLDEST_PACKAGE:
+        return f"{_PACKAGE} {'.'.join(map(str, _OLDEST_PACKAGE))} or newer, got {version}"
     return None
 
 

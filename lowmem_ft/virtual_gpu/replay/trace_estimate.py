@@ -32,6 +32,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
+from lowmem_ft.virtual_gpu.replay.timing.clock import Span
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 from lowmem_ft.virtual_gpu.replay.timing.memory_event_times import step_clock
@@ -259,24 +260,28 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
     times = replays.clock.times_on(gpu, processes and link_between(gpu, processes.num_machines))
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
-    seconds, sent = step.seconds, _sent_bytes(trace, first, last)
+    sent = _sent_bytes(trace, first, last)
     by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
     others, each_seconds = 0, 0.0
+    spans = [(1, step)]
     if traced and wanted is not None:
         others = wanted - len(traced)
         repeated = traced[0 if surroundings.sends_at_the_end else -1]
-        each_seconds = times.between(*repeated).seconds
-        seconds += others * each_seconds
+        each = times.between(*repeated)
+        each_seconds = each.seconds
+        spans.append((others, each))
         sent += others * _sent_bytes(trace, *repeated)
-        for name, each in replays.clock.seconds_by_operator(times, *repeated).items():
-            by_operator[name] = by_operator.get(name, 0.0) + others * each
+        for name, spent in replays.clock.seconds_by_operator(times, *repeated).items():
+            by_operator[name] = by_operator.get(name, 0.0) + others * spent
     clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
+    whole = Span.of_parts(spans)
     found = StepTime(
-        seconds=seconds,
+        seconds=whole.seconds,
         tokens=surroundings.tokens_per_step,
-        bound_by=step.bound_by,
+        bound_by=whole.bound_by,
+        host_share=whole.shares["kernel launches"],
         sent_bytes=sent,
         seconds_share=gpu.rates.seconds_share,
         by_operator=by_operator,

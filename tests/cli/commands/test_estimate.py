@@ -213,6 +213,23 @@ def test_a_model_alone_on_all_gpus(estimator, capsys):
     assert estimator.asked_of_models[0][3] is False  # float32 streaming is for who asks by name
 
 
+def test_rows_and_epochs_give_hours_and_dollars_of_the_users_data(estimator, capsys):
+    """A step of the recipe is 100 tokens a second; an hour on this GPU is 2 dollars."""
+    assert estimate("recipe=tiny", "--gpu", "big", "--rows", "3600", "--epochs", "2", "--json", "-") == 0
+    seen = capsys.readouterr()
+    training = load_recipe("tiny").training
+    row_tokens = 100 // (training.per_device_train_batch_size * training.gradient_accumulation_steps)
+    run = json.loads(seen.out)["own_data"]
+    assert run["tokens"] == 7200 * row_tokens
+    assert run["hours"] == pytest.approx(run["tokens"] / 100 / 3600)
+    assert run["usd"] == pytest.approx(2 * run["hours"])
+    assert f"3,600 rows of at most {row_tokens} tokens, 2 epochs" in " ".join(seen.err.split())
+    assert estimate("recipe=tiny", "--gpu", "all", "--rows", "3600") == 0
+    assert "hours and $: of 3,600 rows" in " ".join(capsys.readouterr().out.split())
+    assert estimate("recipe=tiny", "--gpu", "cpu", "--rows", "3600") == 0
+    assert "hours are unknown" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_model_alone_that_fits_nowhere_exits_with_3_and_starts_no_search(estimator, capsys):
     estimator.needs_bytes = 100 * GIB
     assert estimate("model=some/model", "--gpu", "all") == 3

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
 from lowmem_ft.cli.commands import plan as cli_plan
 from lowmem_ft.estimator.device_target import limits
@@ -290,3 +291,17 @@ def test_data_that_cannot_be_read_costs_the_hours_and_not_the_plan(tmp_path, cap
     printed = " ".join(capsys.readouterr().out.split())
     assert "The length of the run is unknown: data.path names a file that does not exist" in printed
     assert "Device: " not in printed
+
+
+def test_rows_and_epochs_give_hours_and_dollars_of_the_users_data(folder, capsys):
+    """32,768 tokens a step are 16 rows of 2,048."""
+    words = ["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]
+    assert main([*words, "--rows", "1600", "--epochs", "3", "--json", "-"]) == 0
+    seen = capsys.readouterr()
+    estimate = json.loads(seen.out)["chosen"]["estimate"]
+    run, speed = estimate["own_data"], estimate["step"]["tokens_per_second"]
+    assert run["tokens"] == 1600 * 3 * 2048
+    assert run["hours"] == pytest.approx(run["tokens"] / speed / 3600)
+    assert run["usd"] == pytest.approx(find_gpu("l4").cheapest_price.usd_per_hour * run["hours"])
+    assert "Your data: " in seen.err
+    assert "1,600 rows of at most 2,048 tokens, 3 epochs" in " ".join(seen.err.split())

@@ -58,6 +58,18 @@ class Span:
         """The bound with the largest share."""
         return max(BOUNDS, key=self.shares.__getitem__)
 
+    @classmethod
+    def of_parts(cls, parts: Sequence[tuple[int, Span]]) -> Span:
+        """Return the time of several spans one after the other, each as often as it counts."""
+        seconds = [times * span.seconds for times, span in parts]
+        total = sum(seconds) or 1.0
+        weights = [each / total for each in seconds]
+        shares: dict[Bound, float] = {
+            bound: sum(weight * span.shares[bound] for weight, (_, span) in zip(weights, parts, strict=True))
+            for bound in BOUNDS
+        }
+        return cls(seconds=sum(seconds), shares=shares)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Times:

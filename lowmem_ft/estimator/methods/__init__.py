@@ -1,0 +1,1 @@
+"""The choice of a method's fastest settings on a GPU."""
