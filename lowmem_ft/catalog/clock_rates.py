@@ -95,11 +95,26 @@ def reference_host(entries: Sequence[Mapping[str, Any]] | None = None) -> dict[s
     Args:
         entries: as for :func:`clock_rates`.
     """
-    default, *others = rate_entries() if entries is None else entries
-    hosts = [default, *({**default, **entry} for entry in others if _is_fitted_host(entry))]
+    hosts = _known_hosts(entries)
     middle = statistics.median_low(host["operator_seconds"] for host in hosts)
     host = next(host for host in hosts if host["operator_seconds"] == middle)
     return {name: host[name] for name in HOST_NUMBERS}
+
+
+def host_range(entries: Sequence[Mapping[str, Any]] | None = None) -> tuple[float, float]:
+    """Return the seconds of the fastest and the slowest known host, as shares of the reference host's.
+
+    Args:
+        entries: as for :func:`clock_rates`.
+    """
+    seconds = [host["operator_seconds"] for host in _known_hosts(entries)]
+    assumed = reference_host(entries)["operator_seconds"]
+    return min(seconds) / assumed, max(seconds) / assumed
+
+
+def _known_hosts(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    default, *others = rate_entries() if entries is None else entries
+    return [dict(default), *({**default, **entry} for entry in others if _is_fitted_host(entry))]
 
 
 def _is_fitted_host(entry: Mapping[str, Any]) -> bool:

@@ -89,6 +89,7 @@ class StepTime:
             known.
         by_operator: seconds of the operators that compute, by name; copies and exchanges are not among them.
         host_share: share of the seconds in which the device waits for the host to issue its next kernel.
+        host_range: what the fastest and the slowest known host take of these waits, as shares of the assumed host's.
     """
 
     seconds: float
@@ -98,6 +99,7 @@ class StepTime:
     seconds_share: float = 0.0
     by_operator: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     host_share: float = field(default=0.0, compare=False)
+    host_range: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
 
     @property
     def is_host_bound(self) -> bool:
@@ -106,13 +108,16 @@ class StepTime:
 
     @property
     def low_seconds(self) -> float:
-        """The lower end of the range of seconds."""
-        return self.seconds / (1 + self.seconds_share)
+        """The lower end of the range of seconds: on the fastest known host, by a clock that is off by its share."""
+        return self._on_host(self.host_range[0]) / (1 + self.seconds_share)
 
     @property
     def high_seconds(self) -> float:
-        """The upper end of the range of seconds."""
-        return self.seconds * (1 + self.seconds_share)
+        """The upper end of the range of seconds, on the slowest known host."""
+        return self._on_host(self.host_range[1]) * (1 + self.seconds_share)
+
+    def _on_host(self, slower: float) -> float:
+        return self.seconds * (1 + self.host_share * (slower - 1))
 
     @property
     def tokens_per_second(self) -> float:

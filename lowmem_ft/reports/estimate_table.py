@@ -273,7 +273,9 @@ def facts(estimate: MemoryEstimate, price: Price | None, of_data: str = "") -> I
         yield "", parts
     step = estimate.step
     if step is not None:
-        yield ("step", f"{seconds_range(step)}{_speed(estimate, step)}, bound by {step.bound_by}")
+        has_waits = step.host_share >= 0.01 and not step.is_host_bound
+        waits = f", {step.host_share:.0%} of it waits for the host" if has_waits else ""
+        yield ("step", f"{seconds_range(step)}{_speed(estimate, step)}, bound by {step.bound_by}{waits}")
         if step.is_host_bound and not estimate.is_of_cpu:
             yield "", host_bound_words(step)
     cost = price_per_million_tokens(step, price)

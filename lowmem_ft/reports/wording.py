@@ -175,8 +175,8 @@ def duration(seconds: float) -> str:
 def host_bound_words(step: StepTime) -> str:
     """Return that the host decides a step's seconds, as a sentence."""
     return (
-        f"the GPU waits for its host {step.host_share:.0%} of the time, of which the estimate assumes a usual one: "
-        "another is up to twice as fast, or slower"
+        f"the GPU waits for its host {step.host_share:.0%} of the time: a usual host is assumed, and the range has "
+        "the fastest and the slowest known"
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowmem_ft.catalog.clock_rates import host_range
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
@@ -282,6 +283,7 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
         tokens=surroundings.tokens_per_step,
         bound_by=whole.bound_by,
         host_share=whole.shares["kernel launches"],
+        host_range=host_range(),
         sent_bytes=sent,
         seconds_share=gpu.rates.seconds_share,
         by_operator=by_operator,
