@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,7 @@ def begin_folder(target: Path) -> Path:
 def complete_folder(target: Path) -> None:
     """Flush everything written since :func:`begin_folder` to disk, and rename the folder."""
     partial = incomplete_name(target)
+    _give_usual_modes(partial)
     for path in (*partial.rglob("*"), partial):
         _flush_to_disk(path)
     _put_in_place(partial, target)
@@ -55,6 +57,23 @@ def whole_folder(target: Path) -> Iterator[Path]:
     except BaseException:
         abandon_folder(target)
         raise
+
+
+def _give_usual_modes(folder: Path) -> None:
+    """Let those read the files of a new folder whom the umask lets read: safetensors 0.8 writes for the user alone.
+
+    The folder, which this process has made, has the umask in its own mode; there is no other way to ask for it than to
+    change it, in all threads.
+    """
+    if os.name == "nt":
+        return  # Windows has no such modes
+    usual = folder.stat().st_mode & 0o666
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink():
+            mode = stat.S_IMODE(path.stat().st_mode)
+            if mode | usual != mode:
+                with contextlib.suppress(OSError):  # of a disk that has no modes
+                    path.chmod(mode | usual)
 
 
 def _put_in_place(partial: Path, target: Path) -> None:

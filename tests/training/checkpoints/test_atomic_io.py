@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from lowmem_ft.training.checkpoints.atomic_io import whole_folder, write_whole_file
 
@@ -43,6 +45,35 @@ def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path, name)
     with whole_folder(tmp_path / "model") as folder:
         (folder / "weights").write_text("new")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["weights"]
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
+@pytest.mark.parametrize(("umask", "usual"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+def test_files_of_a_new_folder_are_read_by_whom_the_umask_lets(tmp_path, umask, usual):
+    """Whatever a library wrote them with: safetensors 0.8 writes for the user alone."""
+    (tmp_path / "model").mkdir()
+    own = tmp_path / "model" / "notes.txt"
+    own.write_text("mine")
+    own.chmod(0o600)
+    before = os.umask(umask)
+    try:
+        with whole_folder(tmp_path / "model") as folder:
+            save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
+            (folder / "inner").mkdir()
+            for name in ("config.json", "inner/private", "run.sh"):
+                (folder / name).write_text("new")
+            (folder / "inner" / "private").chmod(0o600)
+            (folder / "run.sh").chmod(0o700)
+    finally:
+        os.umask(before)
+    modes = {
+        path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "model").rglob("*") if path.is_file()
+    }
+    assert modes == {
+        **dict.fromkeys(("model.safetensors", "config.json", "private"), usual),
+        "run.sh": 0o700 | usual,
+        "notes.txt": 0o600,
+    }
 
 
 @pytest.mark.parametrize("place", ["model", "model.incomplete", "model.old"])
