@@ -22,7 +22,7 @@ COMMANDS = {
     "report": "results of runs, with estimated and measured memory: report RUN_DIR",
     "evaluate": "loss and perplexity of a model, an adapter or a run: evaluate MODEL data=X",
     "chat": "talk to a model, an adapter or a run: chat MODEL",
-    "merge": "add a LoRA adapter to its base model: merge ADAPTER_DIR OUT_DIR",
+    "merge": "add a LoRA adapter to its base model: merge RUN|ADAPTER OUT_DIR",
     "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
     "ui": "estimates and plans on a page in the browser of this machine",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",

@@ -22,9 +22,9 @@ examples:
   lowmem-ft export runs/7b-lora/checkpoint-500 mine --gguf q8_0 --llama-cpp ../llama.cpp
 
 A run stands for its model/, or else for its newest complete checkpoint. An adapter is merged into its base first, as
-`lowmem-ft merge` does: --merged is that command, which also takes a run. The model is loaded into host memory; nothing
-runs on a GPU. 4 bits and GGUF files are read again by transformers, and a greedy answer is compared with the source's.
-An export that fails or is interrupted leaves no OUT_DIR."""
+`lowmem-ft merge` does: --merged is that command. The model is loaded into host memory; nothing runs on a GPU. 4 bits
+and GGUF files are read again by transformers, and a greedy answer is compared with the source's. An export that fails
+or is interrupted leaves no OUT_DIR."""
 
 
 @explains_user_errors

@@ -12,11 +12,11 @@ from lowmem_ft.foundation.user_paths import expand_user
 
 _EXAMPLES = """\
 examples:
-  lowmem-ft merge runs/7b-lora/model merged
+  lowmem-ft merge runs/7b-lora merged
   lowmem-ft merge runs/7b-qlora/checkpoint-500 merged --dtype bfloat16 --base models/Qwen2.5-7B
 
-The base model is loaded into host memory in its own type; nothing runs on a GPU. `lowmem-ft export` does the same with
---merged, takes a run's folder too, and also writes 4 bits or GGUF."""
+A run stands for its model/, or else for its newest complete checkpoint. The base model is loaded into host memory in
+its own type; nothing runs on a GPU. `lowmem-ft export` does the same with --merged, and also writes 4 bits or GGUF."""
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     """Merge an adapter into its base.
 
     Args:
-        arguments: the adapter's folder, the new folder and options.
+        arguments: the folder of the adapter or of its run, the new folder and options.
 
     Returns:
         The exit code, 0.
@@ -35,9 +35,10 @@ def main(arguments: list[str]) -> int:
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.rules.path_checks import check_merge
+    from lowmem_ft.training.export.model_source import trained_folder
 
     set_up_logging()
-    adapter, target = expand_user(options.adapter), expand_user(options.target)
+    adapter, target = trained_folder(expand_user(options.adapter)), expand_user(options.target)
     check_merge(adapter, target, base=options.base)  # before the imports below, which take seconds
 
     from lowmem_ft.training.export.merging import merge_into_base
@@ -63,7 +64,10 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
     )
     parser.add_argument(
-        "adapter", metavar="ADAPTER_DIR", type=Path, help="folder with adapter_config.json: a run's model/"
+        "adapter",
+        metavar="RUN|ADAPTER",
+        type=Path,
+        help="a run's folder, or an adapter's, with adapter_config.json",
     )
     parser.add_argument("target", metavar="OUT_DIR", type=Path, help="the new model folder")
     parser.add_argument(

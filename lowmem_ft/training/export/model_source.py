@@ -54,23 +54,16 @@ def find_model(name: str, *, base: str | None = None) -> ModelSource:
         base: the base model of an adapter, if it is not the one that the adapter names.
 
     Raises:
-        UserError: if a run has neither, an adapter is invalid, or its base was random.
+        UserError: if a run has neither, or its weights in parts; an adapter is invalid, or its base was random.
         ModelError: if an adapter's base is not there.
-        CheckpointError: if several processes have written the checkpoint, each its part of the weights.
     """
-    folder = expand_user(name)
+    named = expand_user(name)
+    folder = trained_folder(named)
     recipe = None
-    if holds_a_run(folder):
-        run, folder = folder, _trained_by(folder)
-        recipe = load_recipe(str(run / RECIPE_FILE))
-        logger.info("%s holds a run: its %s is used.", run, folder.name)
+    if folder != named:
+        recipe = load_recipe(str(named / RECIPE_FILE))
     elif folder.is_dir() and ((folder / CONFIG_FILE).is_file() or (folder / "config.json").is_file()):
         recipe = recipe_beside(folder)
-    if folder.is_dir() and shard_files(folder, MODEL):
-        raise UserError(
-            f"{folder} holds weights in parts, one for each process of its run. Resume that run to its end, which "
-            f"writes {MODEL_FOLDER}/, and name that."
-        )
     is_adapter = (folder / CONFIG_FILE).is_file()
     if not is_adapter:
         if base is not None:
@@ -84,17 +77,35 @@ def find_model(name: str, *, base: str | None = None) -> ModelSource:
     return ModelSource(model=model, adapter=folder, recipe=recipe)
 
 
-def _trained_by(run: Path) -> Path:
-    """Return the finished model of a run, or else its newest complete checkpoint."""
-    finished = run / MODEL_FOLDER
-    if any((finished / file).is_file() for file in ("config.json", CONFIG_FILE)):
-        return finished
-    if (checkpoint := find_checkpoint(run)) is not None:
-        return checkpoint
-    raise UserError(
-        f"{run} is the folder of a run that has neither a finished model ({MODEL_FOLDER}/) nor a complete checkpoint. "
-        "Resume it, or name another folder."
-    )
+def trained_folder(folder: Path) -> Path:
+    """Return the folder that holds what a run has trained: its finished model, or else its newest complete checkpoint.
+
+    Args:
+        folder: that of a run; any other is returned as it is.
+
+    Raises:
+        UserError: if the run has neither, or several processes have written the checkpoint, each its part of the
+            weights.
+    """
+    run = folder
+    if holds_a_run(run):
+        finished = run / MODEL_FOLDER
+        if any((finished / file).is_file() for file in ("config.json", CONFIG_FILE)):
+            folder = finished
+        elif (checkpoint := find_checkpoint(run)) is not None:
+            folder = checkpoint
+        else:
+            raise UserError(
+                f"{run} is the folder of a run that has neither a finished model ({MODEL_FOLDER}/) nor a complete "
+                "checkpoint. Resume it, or name another folder."
+            )
+        logger.info("%s holds a run: its %s is used.", run, folder.name)
+    if folder.is_dir() and shard_files(folder, MODEL):
+        raise UserError(
+            f"{folder} holds weights in parts, one for each process of its run. Resume that run to its end, which "
+            f"writes {MODEL_FOLDER}/, and name that."
+        )
+    return folder
 
 
 _OF_FORWARD = (

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_hub import ModelCard
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
 pytest.importorskip("peft")
@@ -120,6 +121,23 @@ def test_what_is_no_adapter_is_refused_with_the_folder_that_is(folders, capsys):
     assert "lacks adapter_config.json and adapter_model.safetensors" in capsys.readouterr().err
 
 
+def test_a_run_stands_for_the_model_that_it_has_trained(folders, capsys, caplog):
+    tmp_path, base, adapter, _ = folders
+    assert main(["merge", str(adapter), str(tmp_path / "by name")]) == 0
+    run = tmp_path / "run"
+    shutil.move(adapter, run / "model")
+    (run / "recipe.yaml").write_text(f"model: {{name_or_path: {base}}}\nadapter: {{name: lora}}\n")
+    (run / "metrics.jsonl").write_text("")
+    assert main(["merge", str(run), str(tmp_path / "by run")]) == 0
+    assert f"{run} holds a run: its model is used." in caplog.text
+    by_name, by_run = (load_file(tmp_path / name / "model.safetensors") for name in ("by name", "by run"))
+    assert by_name.keys() == by_run.keys()
+    assert all(torch.equal(by_name[name], by_run[name]) for name in by_name)
+    (run / "model" / "adapter_config.json").unlink()
+    assert main(["merge", str(run), str(tmp_path / "none")]) == 2
+    assert "neither a finished model (model/) nor a complete checkpoint" in capsys.readouterr().err
+
+
 def test_nothing_is_overwritten(folders, capsys):
     _, base, adapter, _ = folders
     before = sorted(base.iterdir())
@@ -162,7 +180,7 @@ def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
     tmp_path, _, adapter, _ = folders
     shutil.move(adapter, tmp_path / "run" / "model")
     (tmp_path / "run" / "recipe.yaml").write_text(
-        "model: {name_or_path: any, quantization: nf4}\nadapter: {name: lora}\n"
+        "model: {name_or_path: any, quantization: nf4}\nadapter: {{name: lora}}\n"
     )
     assert main(["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")]) == 0
     assert "trained on weights rounded by model.quantization=nf4" in caplog.text
