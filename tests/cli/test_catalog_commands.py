@@ -12,6 +12,7 @@ from processes import LIMIT_SECONDS
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import main
+from lowmem_ft.recipe import shipped_recipes
 
 
 def test_gpus_lists_each_on_a_whole_line(capsys):
@@ -53,6 +54,45 @@ def test_json_holds_every_row(capsys, command, count):
     printed = json.loads(capsys.readouterr().out)
     assert printed["schema"] == 1
     assert len(printed[command]) == count
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--json", "-"],
+        ["--json", "rtx-4090"],
+        ["rtx-4090", "--json"],
+        ["rtx-4090", "--json", "-"],
+        ["--json=-", "rtx-4090"],
+    ],
+    ids=" ".join,
+)
+def test_json_goes_to_stdout_with_a_dash_or_without(capsys, words):
+    assert main(["gpus", *words]) == 0
+    listed = [row["name"] for row in json.loads(capsys.readouterr().out)["gpus"]]
+    assert listed == (["rtx-4090"] if "rtx-4090" in words else list(load_gpus()))
+
+
+@pytest.mark.parametrize("command", ["gpus", "models", "recipes"])
+def test_json_goes_to_a_file_too_which_is_not_replaced_unasked(capsys, tmp_path, command):
+    file = tmp_path / "list.json"
+    assert main([command, "--json", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    assert json.loads(file.read_text())[command]
+    assert main([command, "--json", str(file)]) == 2
+    assert "which exists already" in capsys.readouterr().err
+    assert main([command, "--json", str(file), "--overwrite"]) == 0
+
+
+def test_recipes_as_json_are_the_list_or_the_settings_of_one(capsys):
+    assert main(["recipes", "--json"]) == 0
+    rows = {row["name"]: row for row in json.loads(capsys.readouterr().out)["recipes"]}
+    assert list(rows) == list(shipped_recipes())
+    assert rows["7b-qlora"]["needs"]["process_peak_bytes"] > 2**30
+    assert rows["7b-qlora"]["description"]
+    assert main(["recipes", "--json", "7b-qlora", "training.seed=5"]) == 0
+    settings = json.loads(capsys.readouterr().out)["settings"]
+    assert (settings["training.seed"], settings["model.quantization"]) == (5, "nf4")
 
 
 @pytest.mark.parametrize("command", ["gpus", "models"])

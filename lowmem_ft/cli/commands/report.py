@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,7 +58,7 @@ def main(arguments: list[str]) -> int:
             problems += error.problems
     raise_problems(problems)
     if options.json:
-        print(json.dumps({"schema": 1, "runs": [run.to_json() for run in runs]}, indent=2))
+        Output(options.json).write_json({"schema": 1, "runs": [run.to_json() for run in runs]})
         return 0
     if options.html is not None:
         return _write_page(runs[0], options.html)
@@ -70,8 +69,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Name the page after its run if the user gave no name, and refuse one that could not be written."""
+    """Name the page after its run if the user gave no name, and refuse files that could not be written."""
     if options.html is None:
+        raise_problems(file_problems(options, "json"))
         return
     problems = []
     if len(options.runs) > 1:
@@ -122,7 +122,7 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
     )
     parser.add_argument("runs", metavar="RUN_DIR", nargs="+", help="folders of runs, finished or not")
-    parser.add_argument("--json", action="store_true", help="print the same as JSON")
+    parser.add_json()
     parser.add_argument(
         "--html",
         metavar="FILE",

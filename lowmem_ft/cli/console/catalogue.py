@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
+from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.foundation.errors import raise_problems
 
 if TYPE_CHECKING:
     from lowmem_ft.reports.text.document import Document
@@ -61,11 +62,13 @@ def show(catalogue: Catalogue[Any], arguments: list[str]) -> int:
     """
     parser = Parser(f"lowmem-ft {catalogue.key}", description=catalogue.description, epilog=catalogue.epilog)
     parser.add_argument("name", nargs="?", metavar="NAME", help=catalogue.name_help)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_json()
+    parser.add_overwrite()
     options = parser.parse_args(arguments)
+    raise_problems(file_problems(options, "json"))
     found = [catalogue.find(options.name)] if options.name else list(catalogue.load().values())
     if options.json:
-        print(json.dumps({"schema": 1, catalogue.key: [*map(catalogue.as_json, found)]}, indent=2))
+        Output(options.json).write_json({"schema": 1, catalogue.key: [*map(catalogue.as_json, found)]})
         return 0
     from lowmem_ft.reports.text.document import Pairs, Table
 

@@ -21,6 +21,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, prog: str, **settings: Any) -> None:
         self._options: dict[str, str] = {}
         self._flags: set[str] = set()
+        self._names_follow_json = False
         super().__init__(prog=prog, formatter_class=HelpFormatter, **settings)
 
     def add_argument(self, *names: Any, **settings: Any) -> argparse.Action:  # noqa: D102
@@ -46,16 +47,32 @@ class Parser(argparse.ArgumentParser):
             "model", metavar="MODEL", help="hub id, model folder, adapter folder, or the folder of a run"
         )
 
+    def add_json(self) -> None:
+        """Add ``--json [FILE.json|-]`` to a command whose arguments are names: any other word after it is one of those.
+
+        ``--json`` alone, like ``-``, is stdout.
+        """
+        self._names_follow_json = True
+        self.add_argument(
+            "--json",
+            nargs="?",
+            const="-",
+            metavar="FILE.json|-",
+            help="write the same as JSON; - or no FILE.json: to stdout, and nothing else there",
+        )
+
     def add_overwrite(self) -> None:
         """Add the option that allows the others to replace files."""
         self.add_argument("--overwrite", action="store_true", help="replace existing files")
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Parse like argparse, which would take ``-1xl4`` after ``--gpu`` for an option."""
+        """Parse like argparse, which would take ``-1xl4`` for an option, and a name behind ``--json`` for its file."""
         words: list[str] = []
         for word in sys.argv[1:] if args is None else args:
             if words and re.match(r"-\d", word) and words[-1] in {*self._options.values()} - self._flags:
                 words[-1] += f"={word}"
+            elif self._names_follow_json and words and words[-1] == "--json" and not _is_json_file(word):
+                words[-1:] = ["--json=-", word]
             else:
                 words.append(word)
         return super().parse_known_args(words, namespace)
@@ -106,6 +123,10 @@ class Parser(argparse.ArgumentParser):
     def _option_near(self, name: str) -> str | None:
         near = difflib.get_close_matches(name, self._options, n=1, cutoff=0.75)
         return self._options[near[0]] if near else None
+
+
+def _is_json_file(word: str) -> bool:
+    return word == "-" or word.lower().endswith(".json")
 
 
 class _Once(argparse.Action):

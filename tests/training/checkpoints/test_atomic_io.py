@@ -48,7 +48,7 @@ def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path, name)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="Windows has no such modes")
-@pytest.mark.parametrize(("umask", "usual"), [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
+@pytest.mark.parametrize("umask,usual", [(0o022, 0o644), (0o027, 0o640), (0o077, 0o600)])
 def test_files_of_a_new_folder_are_read_by_whom_the_umask_lets(tmp_path, umask, usual):
     """Whatever a library wrote them with: safetensors 0.8 writes for the user alone."""
     (tmp_path / "model").mkdir()
