@@ -40,6 +40,7 @@ class Outcome(IntEnum):
     EMPTY = 1
     NO_ANSWER = 2
     ANSWER_CUT_OFF = 3
+    OTHER_FORMAT = 4
 
     def __str__(self) -> str:
         return {
@@ -47,6 +48,8 @@ class Outcome(IntEnum):
             Outcome.EMPTY: "a field is empty",
             Outcome.NO_ANSWER: "no answer to learn",
             Outcome.ANSWER_CUT_OFF: "no label left within data.max_length",
+            Outcome.OTHER_FORMAT: "columns of another format (write the rows of each format to a file of their own, "
+            "and name both, as in data.path=a.jsonl,b.jsonl)",
         }[self]
 
 

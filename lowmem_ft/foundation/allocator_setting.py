@@ -20,9 +20,15 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The variables torch reads; it reads the older name first, even if that is empty."""
 
 
+def allocator_variable() -> str | None:
+    """Return the variable of the environment that torch takes the allocator's setting from; None if neither is set."""
+    return next((name for name in _VARIABLES if name in os.environ), None)
+
+
 def allocator_setting(default: str = "") -> str:
     """Return the allocator setting of the environment, else ``default``."""
-    return next((os.environ[name] for name in _VARIABLES if name in os.environ), default)
+    variable = allocator_variable()
+    return default if variable is None else os.environ[variable]
 
 
 def segments_can_grow() -> bool:
@@ -36,6 +42,5 @@ def use_growing_segments() -> None:
     Does nothing if segments cannot grow, the environment has a setting, or a GPU is already in use.
     """
     in_use = "torch" in sys.modules and sys.modules["torch"].cuda.is_initialized()
-    is_set = any(name in os.environ for name in _VARIABLES)
-    if segments_can_grow() and not in_use and not is_set:
+    if segments_can_grow() and not in_use and allocator_variable() is None:
         os.environ["PYTORCH_ALLOC_CONF"] = SETTING_OF_RUNS

@@ -34,6 +34,8 @@ def load_tokenizer(config: ModelConfig) -> PreTrainedTokenizerBase:
     except (OSError, ValueError, *BY_WHAT_IS_WRITTEN) as error:
         lacks_files = "Couldn't instantiate the backend tokenizer" in str(error)
         reason = "it has no tokenizer.json." if lacks_files else first_line(error)
+        if isinstance(error, KeyError):  # whose text is the key alone
+            reason = f"its files lack the field {error}."
         raise not_a_tokenizer(path, reason) from error
     except BaseException as error:
         if not is_panic(error):

@@ -107,7 +107,10 @@ def launch(page: gr.Blocks, uploads: Path, port: int, on_ready: Callable[[str], 
         )
     except OSError as error:
         raise UserError(
-            f"--port must be a free port of this machine, got {port}: {error}. Name another, or 0 for any."
+            f"--port must be a free port of this machine, got {port}, which is in use or reserved. Name another, or 0 "
+            "for any."
+            if port
+            else f"The page needs a free port of this machine, and none was found: {error}"
         ) from error
     on_ready(address)
 

@@ -74,6 +74,8 @@ def _write_rows(folder: Path) -> None:
         "steps": [{"prompt": "Hi", "completions": ["a", "b"], "labels": [True, False]}],
         "no_role": [{"messages": [{"content": "Hi"}]}],
         "messages_are_text": [{"messages": "Hi"}],
+        "messages_as_python": [{"messages": "[{'role': 'user', 'content': 'Hi'}]"}],
+        "two_formats": [{"messages": json.loads(GOOD_LINE)["messages"]}, {"prompt": "a b", "completion": "c d"}] * 2,
         "messages_of_text": [{"messages": ["Hi", "Hello"]}],
         "no_messages": [{"messages": []}],
         "null_messages": [{"messages": None}],
@@ -105,6 +107,7 @@ def _write_text_files(folder: Path) -> None:
     files = {
         "empty.jsonl": "",
         "blank_lines.jsonl": "\n\n\n",
+        "dollar$HOME.jsonl": f"{GOOD_LINE}\n",
         "line_3.jsonl": f"{GOOD_LINE}\n{GOOD_LINE}\n{{'messages': 1}}\n",
         "cut_line.jsonl": f'{GOOD_LINE}\n{{"messages": [{{"role": "user", "con',
         "deep.jsonl": '{"text": ' + "[" * 9_000 + "]" * 9_000 + "}\n",
@@ -209,6 +212,10 @@ def _gzip_of_random_text() -> bytes:
 
 def _write_folders(folder: Path) -> None:
     (folder / "nowhere_link.jsonl").symlink_to("no_such_file")
+    (folder / "dollar$HOME").mkdir()
+    (folder / "dollar$HOME" / "train.jsonl").write_text(f"{GOOD_LINE}\n")
+    (folder / "going_on" / "checkpoint-60").mkdir(parents=True)
+    (folder / "going_on" / "checkpoint-100").mkdir()
     (folder / "link_to_itself").symlink_to("link_to_itself")
     (folder / "link_to_itself.yaml").symlink_to("link_to_itself.yaml")
     os.mkfifo(folder / "pipe.jsonl")
@@ -301,6 +308,8 @@ def _write_models(folder: Path) -> None:
     variant("no_tokenizer", lambda model: [file.unlink() for file in model.glob("tokenizer*")])
     variant("broken_tokenizer", lambda model: (model / "tokenizer.json").write_text("{"))
     lost_token = {"model": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]}}
+    variant("other_tokenizer", lambda model: (model / "tokenizer.json").write_text('{"version": "1.0"}'))
+    variant("hollow_tokenizer", lambda model: (model / "tokenizer.json").write_text("{}"))
     variant("lost_token", lambda model: _set_tokenizer(model, **lost_token))
     table = {"type": "Precompiled", "precompiled_charsmap": "BAAAAP////8A"}  # points beyond its end
     variant("cut_normalizer", lambda model: _set_tokenizer(model, normalizer=table))
@@ -318,6 +327,9 @@ def _write_models(folder: Path) -> None:
     variant("endless_layers", lambda model: _set_config(model, num_hidden_layers=10**7))
     variant("endless_width", lambda model: _set_config(model, hidden_size=10**9))
     variant("odd_dtype", lambda model: _set_config(model, dtype="float7"))
+    variant("odd_key_heads", lambda model: _set_config(model, num_attention_heads=4, num_key_value_heads=3))
+    variant("odd_head_size", lambda model: _set_config(model, hidden_size=204, head_dim=None))
+    variant("odd_head_dim", lambda model: _set_config(model, head_dim=15))
     variant("odd_rope", lambda model: _set_config(model, rope_scaling={"type": "nosuch", "factor": 2}))
     for name, settings in {
         "odd_end": {"eos_token_id": 99_999},
@@ -330,7 +342,7 @@ def _write_models(folder: Path) -> None:
     for name, method in {"quantized": "gptq", "quantized_4bit": "bitsandbytes"}.items():
         settings = {"quant_method": method, "bits": 4, "load_in_4bit": True}
         variant(name, lambda model, settings=settings: _set_config(model, quantization_config=settings))
-    variant("odd_heads", lambda model: _set_config(model, num_attention_heads=3))
+    variant("odd_heads", lambda model: _set_config(model, num_attention_heads=3, num_key_value_heads=3))
     variant("other_width", lambda model: _set_config(model, hidden_size=64))
     variant("odd_activation", lambda model: _set_config(model, hidden_act="no_such_function"))
     variant("layers_in_words", lambda model: _set_config(model, num_hidden_layers="two"))

@@ -13,6 +13,7 @@ import httpx
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.ui import serving
 from lowmem_ft.ui.desk import Desk
 from lowmem_ft.ui.form import Form
@@ -42,6 +43,16 @@ def test_the_server_is_for_this_machine_alone(page):
     assert page.server_name == "127.0.0.1"
     assert page.share is False
     assert page.local_url.startswith("http://127.0.0.1:")
+
+
+def test_a_port_in_use_is_told_without_words_of_the_library(page, tmp_path):
+    with pytest.raises(
+        UserError, match=rf"got {page.server_port}, which is in use or reserved\. Name another"
+    ) as raised:
+        serving.launch(
+            make_page(Desk(), KeptFiles(tmp_path)), tmp_path, page.server_port, lambda address: None
+        )
+    assert "GRADIO" not in str(raised.value)
 
 
 def test_the_page_loads_nothing_from_elsewhere(client):

@@ -20,7 +20,7 @@ from lowmem_ft.data.sources.reading import Source, reading_error
 from lowmem_ft.data.sources.splits import Part, num_held_out, parts_of
 from lowmem_ft.data.summary import DataSummary, Outcome
 from lowmem_ft.data.text.examples import naming_example
-from lowmem_ft.data.text.format_choice import choose_format
+from lowmem_ft.data.text.format_choice import choose_format, other_formats
 from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers
 from lowmem_ft.foundation.user_paths import expand_user
@@ -83,19 +83,22 @@ def _check(part: Part) -> None:
     except UnicodeDecodeError as error:  # Arrow accepts any bytes as text; only reading a row decodes them
         raise reading_error(error, source) from error
     name, _, columns = choose_format(config, list(first[0]), str(source))
+    used = tuple(columns.values())
     example_format = ExampleFormat(
-        name=name, columns=tuple(columns.values()), system_prompt=config.system_prompt
+        name=name,
+        columns=used,
+        system_prompt=config.system_prompt,
+        others=other_formats(used, list(first[0])),
     )
-    num_empty = 0
+    empty = Counter[Outcome]()
     for index, row in enumerate(first):
         with naming_example(index, str(source)):
             if example_format.read(row) is None:
-                num_empty += 1
+                empty[Outcome.OTHER_FORMAT if example_format.is_of_another(row) else Outcome.EMPTY] += 1
             else:
                 refuse_images(example_format, row)
                 refuse_judged_answers(example_format, row)
-    if num_empty == len(rows):
-        empty = Counter[Outcome]() if source.is_text() else Counter({Outcome.EMPTY: num_empty})
-        DataSummary(outcomes=empty).require_examples(str(source))
+    if empty.total() == len(rows):
+        DataSummary(outcomes=Counter() if source.is_text() else empty).require_examples(str(source))
     if part.is_train and config.eval_size is not None:
         num_held_out(config.eval_size, len(rows))

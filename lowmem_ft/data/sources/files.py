@@ -51,6 +51,7 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         raise DataError(problem)
     expanded = expand_user(path)
     if expanded.is_dir():
+        _refuse_variables(expanded, setting)
         _require_known_files(expanded, setting)
         return None
     if expanded.is_file():
@@ -70,9 +71,20 @@ def local_files(path: str, *, setting: str = "data.path") -> list[str] | None:
         return None
     _require_one_kind(files, setting)
     for file in files:
+        _refuse_variables(Path(file), setting)
         if wrong := wrong_beginning(file):
             raise DataError(f"{setting}: {file} {wrong}")
     return files
+
+
+def _refuse_variables(path: Path, setting: str) -> None:
+    """Refuse a path with a variable's name in it, such as ``$HOME``: ``datasets`` would read another one."""
+    written = str(path.absolute())
+    if (read := os.path.expandvars(written)) != written and not is_saved_dataset(path):
+        raise DataError(
+            f"{setting}: the path {path} has the name of an environment variable in it, by whose value datasets "
+            f"replaces that: {read}. Rename it."
+        )
 
 
 def known_files(folder: Path) -> list[Path]:

@@ -38,7 +38,14 @@ def recognise_format(
         columns=tuple(wanted.values()),
         system_prompt=config.system_prompt,
         has_chat_template=has_chat_template,
+        others=other_formats(tuple(wanted.values()), columns),
     )
+
+
+def other_formats(used: Sequence[str], columns: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the columns of each format that are all there and none of which is used."""
+    groups = (tuple(needed.values()) for needed in _COLUMN_BY_DEFAULT.values())
+    return tuple(group for group in groups if set(group) <= set(columns) - set(used))
 
 
 def choose_format(

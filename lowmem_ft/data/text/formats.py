@@ -50,12 +50,14 @@ class ExampleFormat:
         columns: the required columns, in the order in which the format's reader takes them.
         system_prompt: system message for chats without one, or None.
         has_chat_template: whether Alpaca examples become chats.
+        others: the columns of other formats, a group each, which rows of those formats have in place of its own.
     """
 
     name: FormatName
     columns: tuple[str, ...]
     system_prompt: str | None = None
     has_chat_template: bool = True
+    others: tuple[tuple[str, ...], ...] = ()
 
     def is_chat(self, row: Row) -> bool:
         """Return whether a chat template is to render the example in a row."""
@@ -86,6 +88,12 @@ class ExampleFormat:
             DataError: if the row has the wrong structure.
         """
         return _READERS[self.name](self, row)
+
+    def is_of_another(self, row: Row) -> bool:
+        """Return whether a row without an example has nothing in its columns, and all that another format needs."""
+        return all(row.get(column) in (None, "") for column in self.columns) and any(
+            all(row.get(column) not in (None, "", []) for column in group) for group in self.others
+        )
 
 
 def _read_messages(fmt: ExampleFormat, row: Row) -> Example | None:

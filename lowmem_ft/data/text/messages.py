@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import TYPE_CHECKING, Any, cast
 
@@ -38,15 +39,31 @@ _SAYING = ("content", "value", *_CALLS)
 """Keys that hold a message's content; Arrow gives it every key that another message of the data has."""
 
 
+def raw_messages(value: Any) -> Any:
+    """Return the value of a column of messages; of JSON text, as a table in CSV has it, what it says.
+
+    Text of anything else than a list stays as it is.
+    """
+    if not isinstance(value, str) or not value.lstrip().startswith("["):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def messages_in(value: Any, column: str) -> list[Message] | None:
     """Return the turns in a column; None if it is empty, or one of its turns is."""
-    if value is None:
+    raw = raw_messages(value)
+    if raw is None or (isinstance(raw, str) and not raw.strip()):
         return None
-    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+    if not isinstance(raw, list) or not all(isinstance(message, dict) for message in raw):
+        written = isinstance(raw, str) and raw.lstrip().startswith("[")
         raise DataError(
-            f"{column} is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, got {shortened(value)}."
+            f"{column} is a list of messages such as {{'role': 'user', 'content': 'Hi'}}, or JSON text of one, got "
+            f"{shortened(value)}." + (" That is no JSON: write it with json.dumps." if written else "")
         )
-    messages = [_message(message, column) for message in value]
+    messages = [_message(message, column) for message in raw]
     spoken = all(message["content"].strip() or message.get("tool_calls") for message in messages)
     return messages if messages and spoken else None
 

@@ -92,11 +92,11 @@ class Tokenization:
             for row, text in zip(rows, marked, strict=True)
         ]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
-        for sample_id, text, encoded, bits in zip(
-            sample_ids, marked, self._encode(marked), unused, strict=True
+        for sample_id, row, text, encoded, bits in zip(
+            sample_ids, rows, marked, self._encode(marked), unused, strict=True
         ):
             self._require_embedded(encoded, sample_id)
-            for number, piece in enumerate(self._pieces(text, encoded)):
+            for number, piece in enumerate(self._pieces(row, text, encoded)):
                 of_row = {"sample_id": sample_id, "unused_fields": 0 if number else bits}
                 for column, value in {**of_row, **piece}.items():
                     tokenized[column].append(value)
@@ -178,9 +178,11 @@ class Tokenization:
         return np.append(input_ids_T, np.int32(eos)), np.append(is_learnt_T, True)
 
     def _pieces(
-        self, text: MarkedText | None, encoded: tuple[np.ndarray, np.ndarray] | None
+        self, row: Row, text: MarkedText | None, encoded: tuple[np.ndarray, np.ndarray] | None
     ) -> list[dict[str, Any]]:
         if text is None or encoded is None:
+            if self.example_format.is_of_another(row):
+                return [_dropped(Outcome.OTHER_FORMAT)]
             return [_dropped(Outcome.EMPTY)] if self.blank_is_row else []
         if not text.learnt:
             return [_dropped(Outcome.NO_ANSWER)]

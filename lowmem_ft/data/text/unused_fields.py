@@ -16,6 +16,7 @@ from typing import Any
 
 from lowmem_ft.data.text.examples import Row
 from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat
+from lowmem_ft.data.text.messages import raw_messages
 from lowmem_ft.data.text.other_kinds import judged_answers
 from lowmem_ft.data.text.tools import is_described, read_tools
 from lowmem_ft.foundation.errors import DataError
@@ -153,7 +154,8 @@ def _is_written(name: str, value: Any, text: str) -> bool:
 def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
     """Return the columns of the format, and those whose values are checked to be counted or rejected."""
     more = [] if example_format.name == "text" else [name for name in columns if name in _KNOWN_OF_ROWS]
-    return list(dict.fromkeys((*example_format.columns, *more)))
+    others = (name for group in example_format.others for name in group)
+    return list(dict.fromkeys((*example_format.columns, *others, *more)))
 
 
 def columns_left(example_format: ExampleFormat, row: Row) -> list[str]:
@@ -227,6 +229,8 @@ def refuse_judged_answers(example_format: ExampleFormat, row: Row) -> None:
 def _messages(example_format: ExampleFormat, row: Row) -> Iterator[Row]:
     for name in example_format.columns:
         value = row.get(name)
+        if example_format.name in ("messages", "conversations"):
+            value = raw_messages(value)
         yield from value if isinstance(value, list) else ()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.foundation.allocator_setting import allocator_variable
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
 
@@ -89,6 +90,7 @@ class _Parser:
     def __init__(self) -> None:
         self._problems: list[str] = []
         self._fields: dict[str, Any] = {}
+        self._variable = allocator_variable() or "PYTORCH_CUDA_ALLOC_CONF"
         self._large_segment_mb = AllocatorConfig.large_segment_size_bytes // MIB
 
     def parse(self, text: str) -> AllocatorConfig:
@@ -114,7 +116,7 @@ class _Parser:
                 yield key, value
             else:
                 meant = did_you_mean(key, (*_EFFECTIVE_KEYS, *_KEYS_WITHOUT_EFFECT.split()))
-                self._problems.append(f"PYTORCH_CUDA_ALLOC_CONF has no key `{key}`.{meant}")
+                self._problems.append(f"{self._variable} has no key `{key}`.{meant}")
 
     def _read_large_segment_size_mb(self, value: str) -> None:
         megabytes = self._megabytes("large_segment_size_mb", value, minimum=11)
@@ -188,7 +190,7 @@ class _Parser:
         return None
 
     def _reject(self, rule: str, given: str, example: str) -> None:
-        self._problems.append(f"PYTORCH_CUDA_ALLOC_CONF: {rule}; got `{given}`. Write {example}.")
+        self._problems.append(f"{self._variable}: {rule}; got `{given}`. Write {example}.")
 
 
 def _divisions_by_interval(items: str) -> tuple[int, ...] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 from pathlib import Path
 
@@ -20,6 +21,8 @@ _LEAST_BYTES_OF_AN_ENTRY = 13
 """Minimum bytes of an entry: the length of its name, its type, and a value of one byte."""
 
 _LOOKED_AT_BYTES = 256
+
+_CHECKPOINT = re.compile(r"checkpoint-\d+")
 
 _OF_A_TOKENIZER = ("tokenizer", "vocab", "spiece", "sentencepiece", "merges")
 """Prefixes of the names of files that a tokenizer is read from."""
@@ -54,9 +57,21 @@ def check_model_path(config: ModelConfig) -> None:
                 f"config.json.{hint} Pass another folder, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
             )
     elif path.is_file() or looks_like_a_path(name):
+        _refuse_deleted_checkpoint(path)
         raise ModelError(
             f"model.name_or_path={name} is not a folder.{neighbours(path)} Pass a folder with config.json and "
             "*.safetensors, a .gguf file, or a hub id such as Qwen/Qwen2.5-7B."
+        )
+
+
+def _refuse_deleted_checkpoint(path: Path) -> None:
+    """Say that a run has deleted a checkpoint, as it does with its older ones while it trains."""
+    newer = [one.name for one in path.parent.glob("checkpoint-*") if _CHECKPOINT.fullmatch(one.name)]
+    if _CHECKPOINT.fullmatch(path.name) and newer and not path.is_symlink():
+        raise ModelError(
+            f"{path} is not there any more: a run keeps training.save_total_limit checkpoints, and deletes older ones "
+            f"while it trains. Name {path.parent / max(newer, key=lambda name: int(name[11:]))}, or the run's folder "
+            "again."
         )
 
 
@@ -100,6 +115,8 @@ def _refuse_damaged_tokenizer(folder: Path) -> None:
             end = raw.read()
         if not begin.lstrip().startswith(b"{") or not end.rstrip().endswith(b"}"):
             raise not_a_tokenizer(folder, "its tokenizer.json is truncated, or not a JSON object.")
+        if b'"' not in begin:
+            raise not_a_tokenizer(folder, "its tokenizer.json is an empty JSON object.")
     if settings.is_file():
         try:
             is_object = isinstance(json.loads(settings.read_text("utf-8")), dict)

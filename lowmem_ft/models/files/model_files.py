@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,11 +148,30 @@ def refuse_unfit(config: ModelConfig) -> None:
         for field, share in fields.items()
         if field.endswith(_DROPOUTS) and isinstance(share, (int, float)) and not 0 <= share <= 1
     ]
+    wrong += _odd_heads(fields)
     if wrong:
         raise ModelError(
             f"The config.json of {name} must have {' and '.join(wrong)}. Correct it, or take the config.json of the "
             "model's original repository."
         )
+
+
+def _odd_heads(fields: Mapping[str, Any]) -> Iterator[str]:
+    """Yield sizes of attention that do not go together: the forward of the model would fail with them."""
+    names = ("num_attention_heads", "num_key_value_heads", "hidden_size", "head_dim")
+    heads, key_heads, hidden, size = (
+        value if isinstance(value := fields.get(name), int) and value > 0 else None for name in names
+    )
+    if heads and key_heads and heads % key_heads:
+        yield f"num_key_value_heads that divides num_attention_heads={heads}, got {key_heads}"
+    turns_whole_heads = any(field.startswith("rope_") for field in fields) and not (
+        fields.keys() & {"partial_rotary_factor", "rotary_pct", "rotary_dim", "qk_rope_head_dim"}
+    )
+    if size is None and hidden and heads and hidden % heads == 0:
+        size = hidden // heads
+    if turns_whole_heads and size and size % 2:
+        source = "" if "head_dim" in fields else f" (hidden_size={hidden} / num_attention_heads={heads})"
+        yield f"an even head_dim, which rotary positions turn in pairs, got {size}{source}"
 
 
 def _refuse_unreadable(config: ModelConfig) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator
@@ -273,7 +274,10 @@ def _require_writable(folder: Path, setting: str) -> None:
     while not nearest.exists() and not nearest.is_symlink():
         nearest = nearest.parent
     if not nearest.is_dir():
-        what = "is a file" if nearest == folder.absolute() else f"is below {nearest}, which is a file"
+        kind = "a file"
+        if nearest.is_symlink() and not nearest.exists():
+            kind = f"a link to {os.readlink(nearest)}, which does not exist"
+        what = f"is {kind}" if nearest == folder.absolute() else f"is below {nearest}, which is {kind}"
         raise UserError(f"{setting}={folder} {what}. Name a folder.")
     try:
         with tempfile.TemporaryFile(dir=nearest) as probe:

@@ -179,6 +179,11 @@ class _Head:
     @classmethod
     def of(cls, causal_lm: Any) -> _Head:
         linear = causal_lm.get_output_embeddings() if hasattr(causal_lm, "get_output_embeddings") else None
+        if isinstance(getattr(linear, "base_layer", None), nn.Linear):
+            raise ModelError(
+                f"loss.chunk_tokens multiplies by the head's own weight, and the head of {type(causal_lm).__name__} "
+                "has an adapter. Leave the head (lm_head) out of adapter.target_modules, or set loss.chunk_tokens=null."
+            )
         if not isinstance(linear, nn.Linear):
             raise ModelError(
                 f"loss.chunk_tokens needs a model whose head is an nn.Linear; that of {type(causal_lm).__name__} is "

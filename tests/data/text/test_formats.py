@@ -80,6 +80,15 @@ def test_share_gpt_and_openai_messages_are_the_same_chat():
     assert fmt.read({"conversations": share_gpt}) == fmt.read({"conversations": openai}) == Chat(openai)
 
 
+@pytest.mark.parametrize("column", ["messages", "conversations"])
+def test_messages_in_a_cell_of_a_table_are_json_text(column):
+    openai = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "[Ho]"}]
+    fmt = recognise([column])
+    assert fmt.read({column: json.dumps(openai)}) == fmt.read({column: openai}) == Chat(openai)
+    assert fmt.read({column: " "}) is None
+    assert fmt.read({column: "[]"}) is None
+
+
 def test_keys_that_arrow_filled_with_null_are_left_out():
     message = {"role": "user", "content": "Hi", "tool_calls": None, "name": "Ann"}
     read = recognise(["messages"]).read({"messages": [message, {"role": "assistant", "content": "Ho"}]})
@@ -221,6 +230,11 @@ def test_an_example_with_an_empty_field_is_none(row):
     "row, problem",
     [
         ({"messages": "Hi"}, "messages is a list of messages"),
+        (
+            {"messages": "[{'role': 'user'}]"},
+            "or JSON text of one, .* That is no JSON: write it with json.dumps",
+        ),
+        ({"messages": "[1]"}, "messages is a list of messages"),
         ({"messages": ["Hi"]}, "messages is a list of messages"),
         (
             {"messages": [{"role": "user", "content": 3}]},

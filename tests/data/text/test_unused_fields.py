@@ -40,6 +40,11 @@ def chat(**of_the_answer):
 
 
 TOLD = {
+    "a weight in messages that are JSON text": (
+        {"messages": json.dumps(CHAT)},
+        {"messages": json.dumps(chat(weight=0.5))},
+        "`weight` in a message that is neither 0 nor 1",
+    ),
     "TRL: tools": (
         {"messages": CHAT},
         {"tools": [TOOL]},

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 
+from lowmem_ft.foundation.allocator_setting import allocator_setting
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
@@ -85,6 +86,14 @@ def test_what_cannot_be_honoured_is_refused(text, hint):
         AllocatorConfig.parse(text)
     assert hint in str(raised.value)
     assert "PYTORCH_CUDA_ALLOC_CONF" in str(raised.value)
+
+
+@pytest.mark.parametrize("variable", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("text", ["garbage:1", "max_split_size_mb:2"])
+def test_the_variable_that_is_set_is_named(monkeypatch, variable, text):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(UserError, match=rf"^{variable}\b"):
+        AllocatorConfig.parse(allocator_setting())
 
 
 def test_all_problems_are_told_at_once():

@@ -57,6 +57,7 @@ def test_a_config_of_another_toolkit_is_answered_key_by_key(tmp_path):
         ("adapter.trainable_token_indices=[512]", "in a recipe it is `adapter.train_new_tokens`"),
         ("--neftune_noise_alpha 5", "hf.attach"),
         ("--lora_r 8", "Write adapter.r=8."),
+        ("template=qwen3", "Leave it out: the model's own chat template is used"),
         ("use_gradient_checkpointing=unsloth", "checkpointing.mode=full offload.activations=inputs"),
     ],
 )
