@@ -7,6 +7,7 @@ from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
 from lowmem_ft.models.hf_config import vocab_size
@@ -145,6 +146,8 @@ def _first_leak(parts: Parts, other_parts: Parts, *, is_exact: bool) -> str | No
     """
     decides = None
     for (name, output), (_, other) in zip(parts, other_parts, strict=False):
+        if not has_values(output):
+            return None  # in a trace: the two passes count, there is nothing to compare
         if output.shape != other.shape or torch.equal(output, other):
             continue
         if not is_exact and decides not in (None, name):

@@ -77,6 +77,11 @@ def test_rounded_state_drifts_and_is_our_optimizers(stock, tmp_path):
     trainer, meter, handle = attached_trainer(tmp_path, "optimizer.state=8bit")
     trainer.train()
     assert "optimizer.state=8bit" in handle.applied
+    shown = repr(handle)
+    assert shown.startswith(f"<{handle.recipe.name}: ")
+    assert "optimizer.state=8bit" in shown
+    handle.remove()
+    assert repr(handle).startswith(f"<{handle.recipe.name}, removed: ")
     assert meter.losses[:2] == pytest.approx(stock.losses[:2], abs=1e-4)
     assert meter.losses != pytest.approx(stock.losses, abs=SAME_LOSSES)
 

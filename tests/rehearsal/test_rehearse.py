@@ -77,9 +77,9 @@ def assert_it_takes_what_the_estimate_of_its_longest_rows_says(found):
 def test_the_longest_window_takes_what_the_estimate_of_its_shape_says_to_the_byte(
     rehearse, settings, steps, recipe
 ):
-    assert_it_takes_what_the_estimate_of_its_longest_rows_says(
-        rehearse(recipe(*ALIKE, *settings), "rtx-4090", steps=steps)
-    )
+    found = rehearse(recipe(*ALIKE, *settings), "rtx-4090", steps=steps)
+    assert_it_takes_what_the_estimate_of_its_longest_rows_says(found)
+    assert [told for told in found.estimate.choices if "lowmem_ft/" in told] == [], "lines of our own files"
 
 
 def test_streamed_weights_and_flash_attn_take_what_the_estimate_of_the_longest_window_says(streamed):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -74,12 +75,15 @@ def main(arguments: list[str]) -> int:
     output = Output()
     if options.quantized:
         comparison = export_quantized(source, target, dtype=options.dtype, track=with_bar)
-        output.add(Pairs(comparison.rows(), indent=0))
+        losses = f"{_evaluation(options.source)}, without and with model.quantization={options.quantized}"
+        output.add(Pairs(comparison.rows(losses), indent=0))
         return 0
     assert converter is not None, "one of the three forms is required"
     file, of_file = export_gguf(source, target, gguf_type=options.gguf, converter=converter, track=with_bar)
     output.add(
-        None if of_file is None else Pairs(of_file.rows(), indent=0),
+        None
+        if of_file is None
+        else Pairs(of_file.rows(f"{_evaluation(options.source)} and {_evaluation(str(file))}"), indent=0),
         Document(
             "llama.cpp:",
             Command("llama-cli", "-m", str(file)),
@@ -94,6 +98,10 @@ def main(arguments: list[str]) -> int:
         ),
     )
     return 0
+
+
+def _evaluation(model: str) -> str:
+    return f"`{shlex.join(['lowmem-ft', 'evaluate', model, 'data=FILE'])}`"
 
 
 def _checked_converter(options: Namespace) -> Path | None:

@@ -63,6 +63,12 @@ class Attached(Handle):
         self.applied = applied
         self.differences = differences
 
+    def __repr__(self) -> str:
+        """Return the recipe's name with what is applied, and whether it still is."""
+        what = "; ".join(words.partition(" (")[0] for words in self.applied) or "nothing"
+        apart = f", {len(self.differences)} settings as the trainer has them" if self.differences else ""
+        return f"<{self.recipe.name}{'' if self.active else ', removed'}: {what}{apart}>"
+
 
 def attach(
     trainer: Any,

@@ -91,8 +91,12 @@ class Comparison:
         pairs = list(zip(self.source.ids, self.exported.ids, strict=False))
         return next((index for index, (one, other) in enumerate(pairs) if one != other), len(pairs))
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return what was compared, as labels and texts."""
+    def rows(self, to_measure: str) -> list[tuple[str, str]]:
+        """Return what was compared, and what it means, as labels and texts.
+
+        Args:
+            to_measure: the commands that measure both on data.
+        """
         same = self.source.ids == self.exported.ids
         return [
             ("prompt", repr(PROMPT)),
@@ -104,4 +108,16 @@ class Comparison:
                 f"logits differ by at most {self.largest_difference:.3g}, by {self.relative_error:.2%} of their "
                 "standard deviation on average",
             ),
+            ("verdict", self._verdict(to_measure)),
         ]
+
+    def _verdict(self, to_measure: str) -> str:
+        if self.largest_difference == 0:
+            return "the same model: logits are equal to the bit"
+        rounded = f"the same model, rounded: {self.relative_error:.2%}, where 0% is equal and 100% is refused"
+        if self.source.ids == self.exported.ids:
+            return f"{rounded}; the answer is the same"
+        return (
+            f"{rounded}. A greedy answer changes at its first close choice, which says little of its worth; losses "
+            f"tell: {to_measure}"
+        )

@@ -91,6 +91,11 @@ def test_a_quantized_adapter_is_a_folder_that_from_pretrained_loads_in_four_bits
     assert (
         f"the first {compared_answers.Comparison(source, exported).num_agreeing} of {len(source.ids)}" in said
     )
+    verdict = next(line for line in said.splitlines() if line.startswith("verdict"))
+    assert "the same model, rounded: " in verdict
+    assert (
+        f"`lowmem-ft evaluate {adapter} data=FILE`, without and with model.quantization=nf4" in verdict
+    ) == (source.ids != exported.ids)
     assert "nf4 for 81,920 of" in caplog.text
     assert "Linear layers are in 4 bits" in (tmp_path / "out" / "README.md").read_text()
     assert _left(tmp_path) == ["adapter", "base", "merged", "out"]
@@ -207,6 +212,27 @@ def test_code_that_a_model_brings_is_never_run(folders, capsys):
     options = ["--gguf", "bf16", "--llama-cpp", str(llama_cpp)]
     assert main(["export", str(base), str(tmp_path / "out"), *options]) == 2
     assert "names some (auto_map)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "ids, difference, says",
+    [
+        ([1, 2, 3], 0.0, "^the same model: logits are equal to the bit$"),
+        ([1, 2, 3], 0.1, r"rounded: 10\.\d\d%, .*; the answer is the same$"),
+        (
+            [9, 2, 3],
+            0.1,
+            r"rounded: 10\.\d\d%, where 0% is equal and 100% is refused\. .* losses tell: `measure`$",
+        ),
+    ],
+)
+def test_a_comparison_ends_with_its_verdict(ids, difference, says):
+    logits_V = torch.linspace(-1.7, 1.7, 101)  # of about 1 standard deviation
+    source = compared_answers.Answer([0], [1, 2, 3], "one", logits_V)
+    exported = compared_answers.Answer([0], ids, "other", logits_V + difference)
+    label, verdict = compared_answers.Comparison(source, exported).rows("`measure`")[-1]
+    assert label == "verdict"
+    assert re.search(says, verdict)
 
 
 def test_an_export_that_answers_like_another_model_is_refused(folders, monkeypatch, capsys):
