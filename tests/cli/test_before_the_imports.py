@@ -89,7 +89,7 @@ def test_each_is_told_without_them(tmp_path):
     for name, model_type in {"cut": "llama", "bert": "bert"}.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"model_type": model_type}))
-        (tmp_path / name / "tokenizer.json").write_text("{}")
+        (tmp_path / name / "tokenizer.json").write_text('{"model": {}}')
     (tmp_path / "cut" / "model.safetensors").write_bytes(b"\x08" + bytes(7) + b"{}")
     code = f"""
 import sys
@@ -137,7 +137,7 @@ def test_a_budget_that_no_run_can_keep_is_told_without_them(settings, told, tmp_
     monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports them
     llama = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **llama}))
-    (tmp_path / "tokenizer.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text('{"model": {}}')
     of_llama = [f"model={tmp_path}", f"training.output_dir={tmp_path / 'run'}"]
     assert main(["train", "recipe=tiny", *of_llama, *settings]) == 3
     assert told in capfd.readouterr().err
