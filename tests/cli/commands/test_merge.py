@@ -180,7 +180,7 @@ def test_a_base_that_was_rounded_while_training_is_mentioned(folders, caplog):
     tmp_path, _, adapter, _ = folders
     shutil.move(adapter, tmp_path / "run" / "model")
     (tmp_path / "run" / "recipe.yaml").write_text(
-        "model: {name_or_path: any, quantization: nf4}\nadapter: {{name: lora}}\n"
+        "model: {name_or_path: any, quantization: nf4}\nadapter: {name: lora}\n"
     )
     assert main(["merge", str(tmp_path / "run" / "model"), str(tmp_path / "out")]) == 0
     assert "trained on weights rounded by model.quantization=nf4" in caplog.text
