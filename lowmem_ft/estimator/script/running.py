@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import lowmem_ft
+from lowmem_ft.estimator.script.batch_search import BatchSearch, may_handle_running_out
 from lowmem_ft.estimator.script.script_refusals import refuse_what_cannot_be
 from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough, StepWatch
@@ -26,8 +27,10 @@ from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.estimator.script.trainers import ShortTraining
 from lowmem_ft.estimator.script.weights import weights_from_configs
 from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
+from lowmem_ft.virtual_gpu.recording.limited_memory import LimitedMemory
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
@@ -87,6 +90,10 @@ class ScriptRun:
         on_trainer: called with each trainer that is about to train.
         on_reading: called as the script reads data.
         environment: variables to start it with, as a launcher does.
+        allocator: an allocator with a limit, to give it torch's error where memory runs out; None: it never does.
+
+    Attributes:
+        handles_running_out: whether the script might go on after such an error.
     """
 
     def __init__(
@@ -99,8 +106,9 @@ class ScriptRun:
         on_trainer: Callable[[Any], None],
         on_reading: Callable[[], None],
         environment: Mapping[str, str] | None = None,
+        allocator: CachingAllocator | None = None,
     ) -> None:
-        self._environment = environment or {}
+        self.environment = environment or {}
         self.path = path
         self.arguments = arguments
         self.machine = machine
@@ -110,6 +118,11 @@ class ScriptRun:
         files = FilesKeptAway()
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer)
         self._files = files
+        self.batches = BatchSearch()
+        self.handles_running_out = False
+        self.memory = allocator and LimitedMemory(
+            machine.recorder, allocator, self._runs_out, self._starts_over
+        )
 
     def run(self) -> None:
         """Run the script.
@@ -119,11 +132,11 @@ class ScriptRun:
             UserError: if it does what an estimate cannot follow, or ends without a step.
         """
         with (
-            _as_program(self.path, self.arguments, self._environment),
+            _as_program(self.path, self.arguments, self.environment),
             self.machine,
             contextlib.ExitStack() as undo,
         ):
-            if self._environment:
+            if self.environment:
                 self.machine.say(
                     "launcher: as torchrun --nproc_per_node=1 starts it, whose variables it reads"
                 )
@@ -132,13 +145,24 @@ class ScriptRun:
             self.cut.apply(undo)
             self.training.apply(undo)
             self.watch.apply(undo)
+            self.batches.apply(undo)
             refuse_what_cannot_be(undo)
             self._run()
+            files = (str(self.path), *_modules_of(self.path.parent, set()).values())
+            self.handles_running_out = self.batches.is_one or may_handle_running_out(files)
         if not self.watch.steps:
             raise UserError(
                 f"{self.path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
                 "Pass it, after `--`, the arguments with which it trains; steps in other processes are not seen."
             )
+
+    def _runs_out(self) -> None:
+        self.batches.runs_out()
+        self.watch.forget()
+
+    def _starts_over(self) -> None:
+        self.machine.attribution.starts_over()
+        self.peak.starts_over()
 
     def _run(self) -> None:
         try:
@@ -264,8 +288,12 @@ def _restore_precision(undo: contextlib.ExitStack) -> None:
 
 def _forget_modules_of(folder: Path, before: set[str]) -> None:
     """Forget modules from the script's folder: another script may have modules of the same names."""
+    for name in _modules_of(folder, before):
+        del sys.modules[name]
+
+
+def _modules_of(folder: Path, before: set[str]) -> dict[str, str]:
+    """Return the names and files of the modules from a folder, except for those that were there before."""
     inside = f"{folder.absolute()}{os.sep}"
-    for name in set(sys.modules) - before:
-        file = getattr(sys.modules[name], "__file__", None) or ""
-        if file.startswith(inside) and not is_of_library(file):
-            del sys.modules[name]
+    files = {name: getattr(sys.modules[name], "__file__", None) or "" for name in set(sys.modules) - before}
+    return {name: file for name, file in files.items() if file.startswith(inside) and not is_of_library(file)}

@@ -98,6 +98,13 @@ class StepWatch:
     def _optimizer_steps(self) -> list[SeenStep]:
         return max(self._optimizers.values(), key=lambda seen: seen.size).steps if self._optimizers else []
 
+    def forget(self) -> None:
+        """Forget what was seen: an error has ended it, and the script may start over."""
+        self._optimizers.clear()
+        self._backwards.clear()
+        self._tokens.clear()
+        self._tokens_before = 0
+
     def host_waits(self) -> int | None:
         """Return how often the host waited for the device in the last step; None if only one was seen."""
         if len(self.steps) < 2:
@@ -115,7 +122,7 @@ class StepWatch:
                 raise Enough
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._is_enough or not self._is_main(optimizer):
+        if self._is_enough or id(optimizer) not in self._optimizers or not self._is_main(optimizer):
             return
         self._optimizer_steps.append(self._seen_now())
         self._tokens.clear()

@@ -47,8 +47,8 @@ from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.tensors.autograd_queue import EngineQueue
 from lowmem_ft.training.enabled_techniques import techniques_of_sums
-from lowmem_ft.training.out_of_memory.autograd_queue import EngineQueue
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback

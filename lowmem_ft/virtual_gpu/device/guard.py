@@ -5,6 +5,8 @@ current error, and the engine asks the guard for its device to put the stream ba
 breaks CPython's rule that a result and an error exclude each other, and the engine, which may not throw there, ends the
 process by ``std::terminate``. So the guard takes the exception, and the backward pass raises it at its end.
 
+After an error, the engine keeps the graph in its queue, where a GPU's own thread would empty it; so this does, too.
+
 Source: pytorch, torch/csrc/acc/Module.cpp (PythonDeviceGuard), torch/csrc/autograd/engine.cpp (evaluate_function).
 """
 
@@ -12,13 +14,16 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C._acc import DeviceGuard
 from torch._C._autograd import DeviceType
+from torch.utils._python_dispatch import _disable_current_modes
 
+from lowmem_ft.tensors.autograd_queue import EngineQueue
 from lowmem_ft.tensors.backward_pass import is_in_backward
 from lowmem_ft.upstream.patches import wrap
 
@@ -45,9 +50,20 @@ class VirtualDeviceGuard(DeviceGuard):
 @contextlib.contextmanager
 def errors_of_hooks_raised() -> Iterator[None]:
     """Let each backward pass of a block raise the exception that the guard has taken from it."""
+    queue = EngineQueue(torch.device("cpu"))
     with contextlib.ExitStack() as undo:
-        wrap(undo, torch.autograd, "_engine_run_backward", _run_backward)
+        wrap(undo, torch.autograd, "_engine_run_backward", functools.partial(_run_and_empty, queue))
         yield
+
+
+def _run_and_empty(queue: EngineQueue, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    try:
+        return _run_backward(run, *args, **kwargs)
+    except BaseException:
+        if not is_in_backward():  # within another pass, that one's nodes are in the queue
+            with _disable_current_modes():
+                queue.empty()
+        raise
 
 
 def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -64,4 +80,7 @@ def _run_backward(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if len(_taken) == before:
             return result
         raised = _taken.pop()
-    raise raised
+    try:
+        raise raised
+    finally:
+        del raised  # else this frame and its error would keep each other, and the tensors of all frames

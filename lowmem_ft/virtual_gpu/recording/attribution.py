@@ -64,8 +64,8 @@ class Attribution:
         self._num_steps_running = 0
         self._module_by_sequence: dict[int, str] = {}
         self._last_sequence = 0
-        self._roots: list[nn.Module] = []
-        # Not by id: a parameter that loading replaces leaves its id to the next one.
+        # Weak, as a program may drop a model. Not by id: a parameter that loading replaces leaves its id to the next.
+        self._roots: MutableMapping[nn.Module, None] = WeakIdKeyDictionary()
         self._names: MutableMapping[nn.Module, str] = WeakIdKeyDictionary()
         self._owners: MutableMapping[Tensor, str] = WeakTensorKeyDictionary()
         self._heads: set[str] = {""}
@@ -107,8 +107,7 @@ class Attribution:
 
     def name_modules(self, root: nn.Module) -> None:
         """Learn the qualified names of a model's modules, and the owner of each parameter."""
-        if not any(known is root for known in self._roots):
-            self._roots.append(root)
+        self._roots[root] = None
         for name, module in root.named_modules():
             self._names[module] = name
             for parameter in module.parameters(recurse=False):
@@ -122,6 +121,11 @@ class Attribution:
     def takes_for_outermost(self, wrapper: nn.Module) -> None:
         """Give a wrapper of a known model the model's name, so that the names within stay."""
         self._names[wrapper] = ""
+
+    def starts_over(self) -> None:
+        """Take what runs from now on for the beginning of a program: an error has ended what ran."""
+        self._num_steps_running = 0  # no hook runs after a step that fails
+        self._outside_backward = "load"
 
     @property
     def moment(self) -> ProgramState:
@@ -181,7 +185,7 @@ class Attribution:
     def owner_of(self, parameter: Tensor) -> str:
         """Return the name of the module that holds a parameter; empty if no module does."""
         if parameter not in self._owners:
-            for root in self._roots:
+            for root in list(self._roots):
                 self.name_modules(root)
         return self._owners.setdefault(parameter, "")
 

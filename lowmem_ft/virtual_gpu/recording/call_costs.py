@@ -84,5 +84,5 @@ class CallCosts:
             return
         for key, size in self._libraries(func, stream):
             if key not in self._held:
-                self._held.add(key)
                 yield size
+                self._held.add(key)  # unless there was no memory for it

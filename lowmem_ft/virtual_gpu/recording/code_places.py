@@ -52,13 +52,22 @@ class PeakPlace:
     def __init__(self, recorder: Recorder, script: str) -> None:
         self.running = Running(own=None, library=None)
         self._most = 0
+        self._of_load = 0, self.running
         self._script = script
+        self._recorder = recorder
         recorder.on_peak = self._at_peak
+
+    def starts_over(self) -> None:
+        """Forget what ran since the program was loaded."""
+        self._most, self.running = self._of_load
+        self._recorder.reset_peak()
 
     def _at_peak(self, live_bytes: int) -> None:
         if live_bytes > self._most:  # programs reset the recorder's own peak
             self._most = live_bytes
             self.running = _running(self._script)
+            if self._recorder.attribution.phase == "load":
+                self._of_load = self._most, self.running
 
 
 def _running(script: str) -> Running:

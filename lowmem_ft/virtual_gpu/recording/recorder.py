@@ -120,6 +120,9 @@ class Recorder(TorchDispatchMode):
         self.peak_bytes = 0
         self.is_closed = False
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
+        self.on_request: Callable[[Allocation], None] = lambda request: (
+            None
+        )  # before each allocation; may raise
         self._python_operators = 0.0  # since the last kernel
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
         self._questions = questions or Questions(lambda choice: None)
@@ -375,7 +378,15 @@ class Recorder(TorchDispatchMode):
         if cost.has_library:
             for size in self._costs.first_taken(func, self.stream):
                 self.hold(size, "workspace")
-        return [self.hold(size, "temporary") for size in cost.workspaces]
+        taken: list[int] = []
+        try:
+            for size in cost.workspaces:
+                taken.append(self.hold(size, "temporary"))
+        except torch.OutOfMemoryError:
+            for index in taken:
+                self.let_go(index)
+            raise
+        return taken
 
     def _record_births(self, func: Any, args: tuple[Any, ...], result: Any) -> None:
         if isinstance(result, Tensor):
@@ -512,6 +523,7 @@ class Recorder(TorchDispatchMode):
         self._free(index)
 
     def _malloc(self, allocation: Allocation) -> int:
+        self.on_request(allocation)
         index = self.timeline.malloc(allocation)
         if allocation.place == "device":
             self._add(allocation.size_bytes)
