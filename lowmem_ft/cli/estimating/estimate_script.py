@@ -37,6 +37,8 @@ _NO_TRAINER = (
     "hf.attach is for trainers of transformers and TRL; for a loop of your own, each technique has a function"
 )
 
+_OTHER_BATCHES = "the script looks for a batch that fits, and would find another one with techniques attached"
+
 
 def estimate_script(arguments: Sequence[str]) -> int:
     """Report what a script needs on one GPU, or on all.
@@ -114,7 +116,9 @@ def _on_one(
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
     if seen.failure:
         logger.debug("No hf.attach suggestion:\n%s", seen.failure)
-    if settings := seen.settings:
+    if found.batches.failed:
+        problems = (_OTHER_BATCHES,)
+    elif settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)
         try:

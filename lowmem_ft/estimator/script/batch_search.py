@@ -17,6 +17,9 @@ _CATCHES = re.compile(
     re.M,
 )
 
+MOST_FAILURES = 128
+"""The most errors out of memory: Accelerate's search from a batch of 65,536 has fewer; a script may try for ever."""
+
 
 class BatchSearch:
     """The batch sizes that a script tries.
@@ -78,5 +81,5 @@ class BatchSearch:
 
 
 def may_handle_running_out(files: Iterable[str]) -> bool:
-    """Return whether some code might go on after an error out of memory."""
+    """Return whether some code might continue after an error out of memory."""
     return any(_CATCHES.search(Path(file).read_text(encoding="utf-8", errors="replace")) for file in files)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import lowmem_ft
-from lowmem_ft.estimator.script.batch_search import BatchSearch, may_handle_running_out
+from lowmem_ft.estimator.script.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
 from lowmem_ft.estimator.script.script_refusals import refuse_what_cannot_be
 from lowmem_ft.estimator.script.short_data import DataCut
 from lowmem_ft.estimator.script.steps import Enough, StepWatch
@@ -93,7 +93,7 @@ class ScriptRun:
         allocator: an allocator with a limit, to give it torch's error where memory runs out; None: it never does.
 
     Attributes:
-        handles_running_out: whether the script might go on after such an error.
+        handles_running_out: whether the script might continue after such an error.
     """
 
     def __init__(
@@ -159,6 +159,8 @@ class ScriptRun:
     def _runs_out(self) -> None:
         self.batches.runs_out()
         self.watch.forget()
+        if len(self.batches.failed) >= MOST_FAILURES:
+            raise Enough
 
     def _starts_over(self) -> None:
         self.machine.attribution.starts_over()

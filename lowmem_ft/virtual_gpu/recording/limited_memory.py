@@ -69,7 +69,9 @@ class LimitedMemory:
             self._on_next_request()
         block = self._malloc(request)
         if isinstance(block, str):
-            gc.collect()  # of cycles: a run's collector, which is paused here, would have found some by now
+            gc.collect(
+                1
+            )  # of young cycles: a run's collector, which is paused here, would have found some by now
             block = self._malloc(request)
         if isinstance(block, str):
             self._has_just_failed = True

@@ -82,3 +82,33 @@ def test_nothing_that_was_taken_is_left_for_a_later_pass(monkeypatch, ends_with)
     with pytest.raises(TimeoutError if ends_with is None else RuntimeError):
         guard._run_backward(run)
     assert guard._taken == []
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ValueError("no")
+
+
+def _fail_in_a_branch():
+    tensor = torch.randn(1000, device="cuda", requires_grad=True)
+    (tensor.tanh().sin() * 2 + _Fails.apply(tensor.sigmoid().cos())).sum().backward()
+
+
+def _fail_in_a_hook():
+    tensor = torch.randn(1000, device="cuda", requires_grad=True)
+    product = tensor.tanh()
+    product.register_hook(lambda gradient: 1 / 0)
+    product.sum().backward()
+
+
+@pytest.mark.parametrize("fail", [_fail_in_a_branch, _fail_in_a_hook])
+def test_nothing_is_held_of_a_backward_pass_that_failed(fail):
+    with VirtualGPU("t4") as gpu:
+        with pytest.raises((ValueError, ZeroDivisionError)):
+            fail()
+        assert gpu.recorder.live_bytes == 0

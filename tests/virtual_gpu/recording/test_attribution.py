@@ -144,3 +144,14 @@ def test_a_parameter_that_is_gone_is_forgotten():
     model["body"].weight = nn.Parameter(torch.zeros(2, 2))
     assert list(attribution._owners.values()) == ["head"]
     assert attribution.owner_of(model["body"].weight) == "body"
+
+
+def test_a_model_that_a_program_drops_is_freed():
+    with VirtualGPU("t4") as gpu:
+        for _ in range(2):
+            model = torch.nn.Linear(64, 64, device="cuda")
+            model(torch.randn(2, 64, device="cuda"))
+            del model
+        timeline = gpu.recorder.timeline
+        alive = timeline.alive_at(len(timeline.events) - 1)
+        assert "parameter" not in {timeline.allocations[index].category for index in alive}
