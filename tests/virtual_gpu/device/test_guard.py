@@ -90,7 +90,7 @@ class _Fails(torch.autograd.Function):
         return tensor.clone()
 
     @staticmethod
-    def backward(ctx, gradient):
+    def backward(ctx, *gradients):
         raise ValueError("no")
 
 
