@@ -500,4 +500,5 @@ def test_a_real_plan_is_the_fastest_that_really_fits(make_recipe):
     assert result.is_proven
     assert result.estimate.step.seconds == middle.step.seconds
     assert result.estimate.process_peak_bytes == middle.process_peak_bytes
-    assert "too much for the device" in result.knobs[0].reason
+    # The cheaper value next to it is the fastest, which does not fit, or the slowest: the host decides which.
+    assert re.search("too much for the device|fits too, and is slower", result.knobs[0].reason)

@@ -200,7 +200,7 @@ def test_an_error_of_the_script_is_shown_with_its_own_frames(script):
 
 
 def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(script):
-    name = script("from lowmem_ft import hf\n\nhf.training_arguments('7b-lora')\n")
+    name = script("from lowmem_ft.recipe.gpu_count import on_gpus\n\non_gpus('7b-lora', None)\n")
     with pytest.raises(
         ScriptError, match="before the end of its first step, in code of lowmem_ft: Attr"
     ) as raised:
@@ -208,7 +208,7 @@ def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(scri
     shown = raised.value.own_traceback
     assert "of its own code and lowmem_ft" in shown
     assert "/lowmem_ft/recipe/" in shown
-    assert "hf.training_arguments('7b-lora')" in shown
+    assert "on_gpus('7b-lora', None)" in shown
 
 
 def test_a_frame_of_a_library_is_not_called_the_scripts_own(script):
