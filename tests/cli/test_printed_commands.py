@@ -113,7 +113,6 @@ def test_every_command_that_an_answer_prints_runs(asked, folder, capsys, monkeyp
     said = capsys.readouterr()
     assert exit_code in ((3,) if {TOO_SMALL, TIGHT} & {*asked.typed} else (0, 3)), said.err
     commands = printed_commands(said.out)
-    assert commands, said.out
     if exit_code == 3:
         assert any(command[0] == "plan" for command in commands), said.out
 
