@@ -258,7 +258,9 @@ def test_what_a_virtual_gpu_does_not_see_is_refused_on_it():
 PAGES = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README", "docs/benchmarks", "docs/clock", "docs/memory_ladder", "docs/proof", "docs/which_gpu"])
+@pytest.mark.parametrize(
+    "page", ["README", "docs/benchmarks", "docs/clock", "docs/memory_ladder", "docs/proof", "docs/which_gpu"]
+)
 def test_pages_with_seconds_say_what_they_were_measured_on_as_long_as_it_was_constant_tokens(page):
     says = "constant tokens**" in (PAGES / f"{page}.md").read_text("utf-8")
     assert says == bool(caveat_of_recipes())
