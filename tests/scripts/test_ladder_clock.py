@@ -16,11 +16,11 @@ def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     LlamaConfig(
         vocab_size=1000,
-        hidden_size=2048,
-        intermediate_size=4096,
+        hidden_size=4096,
+        intermediate_size=8192,
         num_hidden_layers=3,
-        num_attention_heads=16,
-        num_key_value_heads=4,
+        num_attention_heads=32,
+        num_key_value_heads=8,
         max_position_embeddings=4096,
     ).save_pretrained(folder)
     arguments = argparse.Namespace(model=str(folder), tokens=4096, accumulation=16, gpus=["a100-80gb"])
