@@ -58,9 +58,8 @@ class _Rows:
             [*(column(table, "sample_id") for table in tables), np.zeros(0, dtype=np.int64)]
         )
         parts_R = np.repeat(np.arange(len(tables)), [len(each) for each in digests])
-        order = np.lexsort(
-            (digests_R2[:, 1], digests_R2[:, 0])
-        )  # stable: copies stay in the order of the sources
+        # A stable order: copies stay in that of their sources.
+        order = np.lexsort((digests_R2[:, 1], digests_R2[:, 0]))
         order = order[digests_R2[order].any(axis=1)]
         return cls(digests_R2=digests_R2[order], sample_ids_R=ids_R[order], parts_R=parts_R[order])
 

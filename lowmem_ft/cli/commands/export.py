@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -101,7 +100,9 @@ def main(arguments: list[str]) -> int:
 
 
 def _evaluation(model: str) -> str:
-    return f"`{shlex.join(['lowmem-ft', 'evaluate', model, 'data=FILE'])}`"
+    from lowmem_ft.recipe.command_lines import command_line, quoted
+
+    return quoted(command_line("evaluate", model, "data=FILE"))
 
 
 def _checked_converter(options: Namespace) -> Path | None:

@@ -242,6 +242,7 @@ class _Runs:
             capacity_bytes=room.capacity_bytes,
             allowed_bytes=room.allowed_bytes,
         )
+        # An error that the script had with memory to spare was told by the run without a limit: here it ends of that.
         with contextlib.suppress(UserError):
             run = self._run(gpu, environment=unlimited.environment, allocator=allocator)
             if run.batches.failed and len(run.watch.steps) >= len(unlimited.watch.steps):

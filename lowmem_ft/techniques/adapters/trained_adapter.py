@@ -45,9 +45,8 @@ class Lora(Technique):
         self.model = model
         self.peft_model = peft_model
         self._whole = whole
-        self._saved_modules = tuple(
-            saved_modules
-        )  # their parameters may be replaced: sharded ones are others
+        # Not their parameters, in whose place FSDP2 puts sharded ones.
+        self._saved_modules = tuple(saved_modules)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """The adapters' parameters and the trained ones of the model itself, by their names: no others are trained."""
