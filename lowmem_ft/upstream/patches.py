@@ -69,7 +69,8 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
         undo: restores it.
         owner: a module or a class.
         name: name of its function or method, which must exist; a class method or static method remains one.
-        around: gets the original function, then the arguments of the call.
+        around: gets the original function, then the arguments of the call. Once the stack is undone it gets none: a
+            module imported before that may still have the function under a name of its own.
 
     Raises:
         UpstreamChangedError: if the owner has no such name.
@@ -82,11 +83,32 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
     if is_bound:
         original = kind.__func__
 
+    is_undone: list[bool] = []
+    undo.callback(is_undone.append, True)
+
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return around(original, *args, **kwargs)
+        return original(*args, **kwargs) if is_undone else around(original, *args, **kwargs)
 
     replace(undo, owner, name, type(kind)(call) if is_bound else call)
+
+
+def wrap_wherever_imported(
+    undo: contextlib.ExitStack, module: ModuleType, name: str, around: Callable[..., Any]
+) -> None:
+    """Call :func:`wrap` for a module's function, under each name by which another module has imported it.
+
+    Args:
+        undo: restores all of them.
+        module: the module that defines the function.
+        name: its name there.
+        around: as for :func:`wrap`.
+    """
+    original = existing(module, name)
+    for owner in list(sys.modules.values()):
+        names = [alias for alias, value in list(getattr(owner, "__dict__", {}).items()) if value is original]
+        for alias in names:
+            wrap(undo, owner, alias, around)
 
 
 def loaded_module(name: str) -> ModuleType | None:

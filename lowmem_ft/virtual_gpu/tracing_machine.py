@@ -41,7 +41,7 @@ from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_te
 from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
 from lowmem_ft.virtual_gpu.upstream.host_python import host_python_counted
 from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
-from lowmem_ft.virtual_gpu.upstream.weight_files import checkpoints_without_values
+from lowmem_ft.virtual_gpu.upstream.weight_files import nothing_saved, shapes_of_checkpoints
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
 
@@ -63,6 +63,7 @@ class TracingMachine:
         work: the log of kernels and copies.
         choices: decisions made while tracing, in the order of their first mention.
         trace_seconds: seconds for which programs have run on it.
+        keeps_files_away: whether files of a program go elsewhere, so that it may save: set before its block.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class TracingMachine:
         self._running = contextlib.ExitStack()
         self._entered_at: float | None = None
         self.trace_seconds = 0.0
+        self.keeps_files_away = False
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
@@ -124,7 +126,9 @@ class TracingMachine:
         stack.enter_context(self._fake_mode)
         fake_tensors_in_disguise(stack, self._read_values, self._list_values)
         workers_in_this_process(stack)
-        checkpoints_without_values(stack, self.say)
+        shapes_of_checkpoints(stack)
+        if not self.keeps_files_away:
+            nothing_saved(stack, self.say)
         experts_as_if_real(stack)
         beam_search_to_its_length(stack)
         bitsandbytes_on_virtual_gpu(stack)

@@ -118,6 +118,7 @@ class ScriptRun:
         files = FilesKeptAway()
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer)
         self._files = files
+        machine.keeps_files_away = True
         self.batches = BatchSearch()
         self.handles_running_out = False
         self.memory = allocator and LimitedMemory(

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowmem_ft.upstream.import_hooks import wrap_when_imported
-from lowmem_ft.upstream.patches import replace, wrap
+from lowmem_ft.upstream.import_hooks import when_imported
+from lowmem_ft.upstream.patches import wrap, wrap_wherever_imported
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 _MAGIC = b"lowmem_ft tensors without values\n"
@@ -27,15 +27,19 @@ _MAGIC = b"lowmem_ft tensors without values\n"
 
 def save_shapes(undo: contextlib.ExitStack) -> None:
     """Let ``torch.save`` and safetensors write shapes, and read them back, until a stack is undone."""
-    replace(undo, torch, "save", _save)
+    wrap(undo, torch, "save", lambda save, *args, **kwargs: _save(*args, **kwargs))
     wrap(undo, torch, "load", _load)
-    for name, around in (
-        ("save_file", lambda save, *args, **kwargs: _save(*args, **kwargs)),
-        ("load_file", _load_file),
-        ("save_model", _save_model),
-        ("load_model", _load_model),
-    ):
-        wrap_when_imported(undo, "safetensors.torch", "", name, around)
+
+    def then(safetensors: Any) -> None:
+        for name, around in (
+            ("save_file", lambda save, tensors, filename, *args, **kwargs: _save(tensors, filename)),
+            ("load_file", _load_file),
+            ("save_model", _save_model),
+            ("load_model", _load_model),
+        ):
+            wrap_wherever_imported(undo, safetensors, name, around)
+
+    when_imported(undo, "safetensors.torch", then)
 
 
 class _Pickler(pickle.Pickler):
@@ -113,14 +117,15 @@ def _save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> None:
 
 def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Load a file saved here; leave other files to ``load``."""
-    if not _is_saved_here(f):
+    if not is_saved_here(f):
         return load(f, map_location, *args, **kwargs)
     with _opened(f, "rb") as file:
         file.read(len(_MAGIC))
         return _Unpickler(file, _place_by(map_location)).load()
 
 
-def _is_saved_here(file: Any) -> bool:
+def is_saved_here(file: Any) -> bool:
+    """Return whether a file, by its path or opened, was saved here."""
     if not isinstance(file, (str, bytes, os.PathLike)):
         begin = file.tell()
         is_here = file.read(len(_MAGIC)) == _MAGIC
@@ -132,7 +137,7 @@ def _is_saved_here(file: Any) -> bool:
 
 
 def _load_file(read: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
-    return torch.load(filename, device) if _is_saved_here(filename) else read(filename, device, **kwargs)
+    return torch.load(filename, device) if is_saved_here(filename) else read(filename, device, **kwargs)
 
 
 def _save_model(save: object, model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:

@@ -34,16 +34,20 @@ def _do_nothing(function: object, *args: Any, **kwargs: Any) -> None:
     """Leave no trace."""
 
 
+def _save_here(save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return save(*args, **{**kwargs, "push_to_hub": False})
+
+
 def _make_no_repository(create: object, *args: Any, **kwargs: Any) -> Any:
     name = kwargs.get("repo_id") or next((arg for arg in args if isinstance(arg, str)), "")
     return SimpleNamespace(repo_id=name)
 
 
 _SAVERS = (
-    (_TOKENIZERS, "PreTrainedTokenizerBase", "push_to_hub", _do_nothing),
-    ("transformers.modeling_utils", "PreTrainedModel", "push_to_hub", _do_nothing),
-    ("transformers.trainer", "Trainer", "save_model push_to_hub create_model_card", _do_nothing),
-    ("accelerate.accelerator", "Accelerator", "save_model init_trackers", _do_nothing),
+    ("transformers.utils.hub", "PushToHubMixin", "push_to_hub", _do_nothing),
+    ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained", _save_here),
+    ("transformers.trainer", "Trainer", "create_model_card", _do_nothing),
+    ("accelerate.accelerator", "Accelerator", "init_trackers", _do_nothing),
     ("datasets.arrow_dataset", "Dataset", "save_to_disk push_to_hub", _do_nothing),
     ("datasets.dataset_dict", "DatasetDict", "save_to_disk push_to_hub", _do_nothing),
     ("huggingface_hub.hf_api", "HfApi", "create_commit upload_file upload_folder", _do_nothing),
@@ -86,7 +90,6 @@ class FilesKeptAway:
         save_shapes(undo)
         for module, owner, names, around in (
             *_SAVERS,
-            ("transformers.modeling_utils", "PreTrainedModel", "save_pretrained", self._save_config),
             (_TOKENIZERS, "PreTrainedTokenizerBase", "save_pretrained", self._save_tokenizer),
             (_TOKENIZERS, "PreTrainedTokenizerBase", "from_pretrained", self._load_tokenizer),
             ("accelerate.accelerator", "Accelerator", "save_state", _save_state),
@@ -141,15 +144,6 @@ class FilesKeptAway:
                 replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
                 place = self.place_of(path, is_written=False)
             return look(place, *args, **kwargs)
-
-    def _save_config(self, save: object, model: Any, folder: Any, *args: Any, **kwargs: Any) -> None:
-        """Save a model's config alone, which is all that ``from_pretrained`` needs here to make it again.
-
-        The class and the type are written into it, as ``save_pretrained`` does.
-        """
-        model.config.architectures = [type(model).__name__]
-        model.config.dtype = model.dtype
-        model.config.save_pretrained(self.place_of(folder, is_written=True))
 
     def _save_tokenizer(
         self, save: Callable[..., Any], tokenizer: Any, folder: Any, *args: Any, **kwargs: Any

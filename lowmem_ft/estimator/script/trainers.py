@@ -66,12 +66,7 @@ class ShortTraining:
             wrap_when_imported(undo, module, owner, name, around)
 
     def _check_quietly(self, check: Callable[[Any], None], arguments: Any) -> None:
-        arguments.output_dir = str(self._files.folder / "output")
-        arguments.report_to, arguments.disable_tqdm = "none", True
-        arguments.save_strategy, arguments.push_to_hub = "no", False
-        if arguments.load_best_model_at_end:
-            arguments.load_best_model_at_end = False
-            arguments.metric_for_best_model = arguments.metric_for_best_model or "loss"
+        arguments.report_to, arguments.disable_tqdm, arguments.push_to_hub = "none", True, False
         check(arguments)
         rows = arguments.per_device_train_batch_size * arguments.gradient_accumulation_steps
         self._cut.rows_per_step = max(self._cut.rows_per_step, rows)
@@ -158,7 +153,10 @@ def _stop_after(num_steps: int, *, evaluates: bool) -> Any:
         """Ends training as ``max_steps`` would, but with the schedule of the whole run."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            control.should_evaluate = evaluates and state.global_step == num_steps
+            is_last = state.global_step == num_steps
+            control.should_evaluate = evaluates and is_last
+            control.should_save = control.should_save or (is_last and args.load_best_model_at_end)
+            state.best_metric = None  # losses have no values, and none may end training early
             control.should_training_stop = control.should_training_stop or state.global_step >= num_steps
             return control
 

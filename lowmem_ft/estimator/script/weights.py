@@ -10,11 +10,12 @@ import contextlib
 import dataclasses
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
+from lowmem_ft.estimator.script.saved_shapes import is_saved_here
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.upstream.import_hooks import wrap_when_imported
 
@@ -37,24 +38,36 @@ def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None])
         ("PreTrainedModel", "_load_pretrained_model", functools.partial(_load_shapes, say)),
     ):
         wrap_when_imported(undo, "transformers.modeling_utils", owner, name, around)
-    # Adapters stay as they are made, at their size.
-    wrap_when_imported(undo, "peft.peft_model", "", "load_peft_weights", lambda *args, **kwargs: {})
+    wrap_when_imported(undo, "peft.peft_model", "", "load_peft_weights", _load_adapter)
 
 
 def _local_files(find: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Find weight files only in a local folder, to read their type where the config has none; never on the hub."""
+    """Find weight files only in a local folder, to read their type where the config has none; never on the hub.
+
+    Those that the script itself has saved have the config's type.
+    """
     name = kwargs.get("pretrained_model_name_or_path")
     if kwargs.get("gguf_file") is not None:
         raise UserError(
             f"A script is estimated without its weights, got gguf_file={kwargs['gguf_file']}, which comes without "
             "a config. Load the model that it was made from."
         )
+    if (kwargs.get("transformers_explicit_filename") or "").startswith("adapter_model."):
+        return [], None  # some list is asked for
     if name is None or not os.path.isdir(name):
         return None, None
     try:
-        return find(*args, **kwargs)
+        files, shards = find(*args, **kwargs)
     except OSError:  # the folder has the config alone
         return None, None
+    return (None, None) if any(map(is_saved_here, files or ())) else (files, shards)
+
+
+def _load_adapter(load: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
+    """Load the weights of an adapter that the script has saved; another stays as it is made, at its size."""
+    where = os.path.join(folder, kwargs.get("subfolder") or "")
+    saved = (os.path.join(where, f"adapter_model.{kind}") for kind in ("safetensors", "bin"))
+    return load(folder, *args, **kwargs) if any(map(is_saved_here, saved)) else {}
 
 
 def _dtype_without_files(
@@ -79,14 +92,16 @@ def _load_shapes(
     state_dict: Any,
     checkpoint_files: Any,
     load_config: Any,
-    *args: Any,
+    expected_keys: Collection[str] | None = None,
 ) -> Any:
     if state_dict is None:
         _quantise_as_loaded(load_config.hf_quantizer, say)
         _put_on_one_device(load_config.device_map, say)
         load_config = dataclasses.replace(load_config, weight_mapping=None)  # the names are the model's own
         state_dict, checkpoint_files = _shapes_of(model, load_config), None
-    return load(model, state_dict, checkpoint_files, load_config, *args)
+        if expected_keys is not None:  # an adapter's, in a model that is there
+            state_dict = {name: shape for name, shape in state_dict.items() if name in expected_keys}
+    return load(model, state_dict, checkpoint_files, load_config, expected_keys)
 
 
 def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], None]) -> None:

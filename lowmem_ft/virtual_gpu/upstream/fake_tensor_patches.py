@@ -112,6 +112,7 @@ def fake_tensors_in_disguise(
         replace(undo, import_utils, "is_fake_tensor", _never)
     replace(undo, torch.utils, "swap_tensors", _swap_tensors)
     replace(undo, Tensor, "data", property(_data.__get__, _set_data))
+    wrap(undo, torch.UntypedStorage, "data_ptr", _data_ptr)
     wrap(undo, Tensor, "numpy", functools.partial(_numpy, read_values))
     wrap(undo, FakeTensor, "tolist", functools.partial(_tolist, list_values))
     replace(undo, FakeTensor, "share_memory_", _itself)
@@ -127,6 +128,11 @@ def fake_tensors_in_disguise(
         types = existing(loaded_module(name), "_foreach_supported_types")
         types.append(FakeTensor)
         undo.callback(types.remove, FakeTensor)
+
+
+def _data_ptr(data_ptr: Callable[..., int], storage: torch.UntypedStorage) -> int:
+    """Return an address of its own for each storage without memory: libraries tell by it what tensors share."""
+    return storage._cdata if storage.device.type == "meta" and storage.nbytes() else data_ptr(storage)
 
 
 def _never(tensor: Any) -> bool:

@@ -19,18 +19,22 @@ _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 _SAVERS = (("transformers.modeling_utils", "PreTrainedModel"), ("peft.peft_model", "PeftModel"))
 
 
-def checkpoints_without_values(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
-    """Let models be loaded from local checkpoints until a stack is undone, without ever saving any.
-
-    Args:
-        undo: undoes it.
-        say: called when something is not saved.
-    """
+def shapes_of_checkpoints(undo: contextlib.ExitStack) -> None:
+    """Let models be loaded from local checkpoints until a stack is undone."""
     loading = loaded_module("transformers.core_model_loading")
     if loading is not None:
         replace(undo, loading, "_materialize_copy", _materialize_shape)
         undo.callback(_set_environment, os.environ.get(_IN_THIS_THREAD))
         _set_environment("1")
+
+
+def nothing_saved(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+    """Let nothing be saved until a stack is undone.
+
+    Args:
+        undo: undoes it.
+        say: called when something is not saved.
+    """
     not_saved = functools.partial(_not_saved, say)
     for module_name, class_name in _SAVERS:
         module = loaded_module(module_name)
