@@ -12,7 +12,8 @@ import os
 import pickle
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,9 @@ from lowmem_ft.upstream.import_hooks import when_imported
 from lowmem_ft.upstream.patches import wrap, wrap_wherever_imported
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
 _MAGIC = b"lowmem_ft tensors without values\n"
 
 
@@ -30,16 +34,11 @@ def save_shapes(undo: contextlib.ExitStack) -> None:
     wrap(undo, torch, "save", lambda save, *args, **kwargs: _save(*args, **kwargs))
     wrap(undo, torch, "load", _load)
 
-    def then(safetensors: Any) -> None:
-        for name, around in (
-            ("save_file", lambda save, tensors, filename, *args, **kwargs: _save(tensors, filename)),
-            ("load_file", _load_file),
-            ("save_model", _save_model),
-            ("load_model", _load_model),
-        ):
-            wrap_wherever_imported(undo, safetensors, name, around)
-
-    when_imported(undo, "safetensors.torch", then)
+    for module, name, around in (
+        ("safetensors.torch", "save_file", _save_file),
+        ("safetensors", "safe_open", _safe_open),
+    ):
+        when_imported(undo, module, partial(wrap_wherever_imported, undo, name=name, around=around))
 
 
 class _Pickler(pickle.Pickler):
@@ -124,6 +123,10 @@ def _load(load: Callable[..., Any], f: Any, map_location: Any = None, *args: Any
         return _Unpickler(file, _place_by(map_location)).load()
 
 
+def _save_file(save: object, tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> None:
+    _save(tensors, filename)
+
+
 def is_saved_here(file: Any) -> bool:
     """Return whether a file, by its path or opened, was saved here."""
     if not isinstance(file, (str, bytes, os.PathLike)):
@@ -136,17 +139,35 @@ def is_saved_here(file: Any) -> bool:
     return False
 
 
-def _load_file(read: Callable[..., Any], filename: Any, device: Any = "cpu", **kwargs: Any) -> Any:
-    return torch.load(filename, device) if is_saved_here(filename) else read(filename, device, **kwargs)
+class _OpenedShapes:
+    """A file that was saved here, as safetensors opens one: each tensor is made when it is asked for."""
+
+    def __init__(self, filename: Any, device: Any) -> None:
+        self._shapes: dict[str, Tensor] = torch.load(filename, "meta")
+        self._device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def keys(self) -> list[str]:
+        return list(self._shapes)
+
+    def get_tensor(self, name: str) -> Tensor:
+        return torch.empty_like(self._shapes[name], device=self._device)
+
+    def get_tensors(self) -> dict[str, Tensor]:
+        return {name: self.get_tensor(name) for name in self._shapes}
 
 
-def _save_model(save: object, model: nn.Module, filename: Any, *args: Any, **kwargs: Any) -> None:
-    _save(model.state_dict(), filename)
-
-
-def _load_model(
-    load: object, model: nn.Module, filename: Any, strict: bool = True, device: Any = "cpu"
+def _safe_open(
+    open_file: Callable[..., Any], filename: Any, framework: str, device: Any = "cpu", **kwargs: Any
 ) -> Any:
-    from safetensors.torch import load_file
-
-    return tuple(model.load_state_dict(load_file(filename, device), strict=strict))
+    if is_saved_here(filename):
+        return _OpenedShapes(filename, device)
+    return open_file(filename, framework, device, **kwargs)

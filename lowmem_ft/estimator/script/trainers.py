@@ -153,7 +153,7 @@ def _stop_after(num_steps: int, *, evaluates: bool) -> Any:
         """Ends training as ``max_steps`` would, but with the schedule of the whole run."""
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-            is_last = state.global_step == num_steps
+            is_last = state.global_step == min(num_steps, state.max_steps)
             control.should_evaluate = evaluates and is_last
             control.should_save = control.should_save or (is_last and args.load_best_model_at_end)
             state.best_metric = None  # losses have no values, and none may end training early

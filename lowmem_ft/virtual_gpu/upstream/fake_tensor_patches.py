@@ -113,6 +113,7 @@ def fake_tensors_in_disguise(
     replace(undo, torch.utils, "swap_tensors", _swap_tensors)
     replace(undo, Tensor, "data", property(_data.__get__, _set_data))
     wrap(undo, torch.UntypedStorage, "data_ptr", _data_ptr)
+    replace(undo, FakeTensor, "data_ptr", _address)
     wrap(undo, Tensor, "numpy", functools.partial(_numpy, read_values))
     wrap(undo, FakeTensor, "tolist", functools.partial(_tolist, list_values))
     replace(undo, FakeTensor, "share_memory_", _itself)
@@ -133,6 +134,10 @@ def fake_tensors_in_disguise(
 def _data_ptr(data_ptr: Callable[..., int], storage: torch.UntypedStorage) -> int:
     """Return an address of its own for each storage without memory: libraries tell by it what tensors share."""
     return storage._cdata if storage.device.type == "meta" and storage.nbytes() else data_ptr(storage)
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
 
 
 def _never(tensor: Any) -> bool:
