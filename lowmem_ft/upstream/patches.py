@@ -69,8 +69,8 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
         undo: restores it.
         owner: a module or a class.
         name: name of its function or method, which must exist; a class method or static method remains one.
-        around: gets the original function, then the arguments of the call. Once the stack is undone it gets none: a
-            module imported before that may still have the function under a name of its own.
+        around: gets the original function, then the arguments of the call. Once the stack is undone it gets none, even
+            where a module imported before that has the function by a name of its own: that calls what is there then.
 
     Raises:
         UpstreamChangedError: if the owner has no such name.
@@ -88,7 +88,10 @@ def wrap(undo: contextlib.ExitStack, owner: Any, name: str, around: Callable[...
 
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return original(*args, **kwargs) if is_undone else around(original, *args, **kwargs)
+        if not is_undone:
+            return around(original, *args, **kwargs)
+        now = getattr(owner, name) if isinstance(owner, ModuleType) else original
+        return now(*args, **kwargs)
 
     replace(undo, owner, name, type(kind)(call) if is_bound else call)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import types
 
 import pytest
 import torch
@@ -16,7 +17,14 @@ from transformers.generation.utils import GenerationMixin
 from transformers.integrations import moe
 from transformers.utils import import_utils
 
-from lowmem_ft.upstream.patches import UpstreamChangedError, existing, loaded_module, replace, wrap
+from lowmem_ft.upstream.patches import (
+    UpstreamChangedError,
+    existing,
+    loaded_module,
+    replace,
+    wrap,
+    wrap_wherever_imported,
+)
 from lowmem_ft.upstream.tested import installed_version
 from lowmem_ft.virtual_gpu import VirtualGPU
 
@@ -74,6 +82,23 @@ def test_what_goes_around_a_method_gets_the_method_whatever_its_kind():
         assert {getattr(Owner(), name)(1) for name in names} == {("Owner", 2)}
         assert Inherits.of_class(1) == ("Inherits", 2)
     assert {getattr(Owner(), name)(1) for name in names} == {("Owner", 1)}
+
+
+def test_a_function_is_wrapped_by_each_name_and_nowhere_once_that_is_undone():
+    defines, before, meanwhile = (types.ModuleType(name) for name in ("defines", "before", "meanwhile"))
+    defines.double = before.its_double = lambda number: 2 * number
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (defines, before):
+            patch.setitem(sys.modules, module.__name__, module)
+        for plus in (1, 10):  # the second time, `meanwhile` has what the first time is over
+            with contextlib.ExitStack() as undo:
+                wrap_wherever_imported(
+                    undo, defines, "double", lambda double, number, plus=plus: double(number) + plus
+                )
+                if plus == 1:
+                    meanwhile.double = defines.double
+                assert defines.double(1) == before.its_double(1) == meanwhile.double(1) == 2 + plus
+            assert defines.double(1) == before.its_double(1) == meanwhile.double(1) == 2
 
 
 def test_a_class_method_written_in_c_gets_the_class_that_it_is_called_on():

@@ -25,7 +25,8 @@ from lowmem_ft.upstream.patches import replace, wrap
 
 _WRITES = frozenset("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = "remove unlink rmdir rename replace removedirs renames truncate symlink link chmod"
+_CHANGES = "remove unlink rmdir removedirs truncate chmod utime"
+_MOVES = "rename replace renames link"
 _CACHES = "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TORCH_HOME TRITON_CACHE_DIR"
 _TOKENIZERS = "transformers.tokenization_utils_base"
 
@@ -81,8 +82,11 @@ class FilesKeptAway:
             (os, "open", self._open_descriptor),
             (os, "mkdir", self._mkdir),
             (os, _CHANGES, self._change),
+            (os, _MOVES, self._move),
+            (os, "symlink", self._symlink),
             (shutil, "rmtree", self._change),
-            (os, "stat lstat listdir scandir", self._look),
+            (shutil, "copystat", self._move),
+            (os, "stat lstat listdir scandir readlink", self._look),
             *self._of_pathlib(),
         ):
             for name in names.split():
@@ -104,7 +108,9 @@ class FilesKeptAway:
             for names, around in (
                 ("open", self._open),
                 ("mkdir", self._mkdir),
-                ("unlink rmdir rename replace symlink link chmod", self._change),
+                ("unlink rmdir chmod", self._change),
+                ("rename replace link", self._move),
+                ("symlink", self._symlink),
                 ("stat listdir scandir", self._look),
             ):
                 accessor = pathlib._normal_accessor  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,10 +198,23 @@ class FilesKeptAway:
             os.makedirs(str(self._written) + os.path.realpath(os.fsdecode(path)), exist_ok=True)
 
     def _change(self, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Delete, move or link only files in the temporary folder."""
-        if kwargs.get("dir_fd") is not None or self._is_real(path):
+        """Delete or change only what the script has written; what is missing is missed."""
+        if kwargs.get("dir_fd") is not None:
             return change(path, *args, **kwargs)
+        place = self.place_of(path, is_written=False)
+        if self._is_real(place) or not os.path.lexists(path):
+            return change(place, *args, **kwargs)
         return None
+
+    def _move(self, move: Callable[..., Any], source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        """Move or link only what the script has written, to where it would be written."""
+        place = self.place_of(source, is_written=False)
+        if self._is_real(place) or not os.path.lexists(source):
+            return move(place, self.place_of(target, is_written=True), *args, **kwargs)
+        return None
+
+    def _symlink(self, link: Callable[..., Any], target: Any, name: Any, *args: Any, **kwargs: Any) -> Any:
+        return link(target, self.place_of(name, is_written=True), *args, **kwargs)
 
     def _is_real(self, path: Any) -> bool:
         return (
