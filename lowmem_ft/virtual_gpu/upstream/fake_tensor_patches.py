@@ -137,7 +137,7 @@ def _data_ptr(data_ptr: Callable[..., int], storage: torch.UntypedStorage) -> in
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.element_size()
 
 
 def _never(tensor: Any) -> bool:
