@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
+from typing import Any, cast
 
 import pytest
 import torch
@@ -85,7 +86,9 @@ def test_what_goes_around_a_method_gets_the_method_whatever_its_kind():
 
 
 def test_a_function_is_wrapped_by_each_name_and_nowhere_once_that_is_undone():
-    defines, before, meanwhile = (types.ModuleType(name) for name in ("defines", "before", "meanwhile"))
+    defines, before, meanwhile = (
+        cast(Any, types.ModuleType(name)) for name in ("defines", "before", "meanwhile")
+    )
     defines.double = before.its_double = lambda number: 2 * number
     with pytest.MonkeyPatch.context() as patch:
         for module in (defines, before):

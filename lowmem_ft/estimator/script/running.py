@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 import lowmem_ft
+from lowmem_ft.estimator.script.after_training import AfterTraining
 from lowmem_ft.estimator.script.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
 from lowmem_ft.estimator.script.script_refusals import refuse_what_cannot_be
 from lowmem_ft.estimator.script.short_data import DataCut
@@ -116,7 +117,8 @@ class ScriptRun:
         self.peak = PeakPlace(machine.recorder, str(path))
         self.cut = DataCut(num_steps, on_reading)
         files = FilesKeptAway()
-        self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer)
+        self.after = AfterTraining(machine)
+        self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
         self._files = files
         machine.keeps_files_away = True
         self.batches = BatchSearch()
@@ -147,6 +149,7 @@ class ScriptRun:
             self.training.apply(undo)
             self.watch.apply(undo)
             self.batches.apply(undo)
+            self.after.apply(undo)
             refuse_what_cannot_be(undo)
             self._run()
             files = (str(self.path), *_modules_of(self.path.parent, set()).values())
@@ -180,17 +183,25 @@ class ScriptRun:
                 last = _last_words(sys.stderr)
                 raise ScriptError(f"{self.path} exited{said}{last}", "") from end
             self.machine.say(f"the script exited after step {len(self.watch.steps)}{said}")
-        except UserError as error:
-            own = _own_frames(error.__traceback__, str(self.path))
-            where = f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
-            raise UserError(*(f"{problem}{where}" for problem in error.problems)) from error
         except (KeyboardInterrupt, Interrupted):
             raise
         except BaseException as error:  # a panic of a Rust library is not an Exception
-            untraceable = what_cannot_be_traced(error)
-            if untraceable is not None:
-                raise untraceable from error
-            raise self._explained(error) from error
+            if self.after.has_begun and not isinstance(error, torch.OutOfMemoryError):
+                words = str(error) if isinstance(error, UserError) else _first_line(error)
+                self.machine.say(
+                    f"after training: the script is seen up to an error{self._where(error)}: {words}"
+                )
+                return
+            raise self._told(error) from error
+
+    def _where(self, error: BaseException) -> str:
+        own = _own_frames(error.__traceback__, str(self.path))
+        return f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
+
+    def _told(self, error: BaseException) -> UserError:
+        if isinstance(error, UserError):
+            return UserError(*(f"{problem}{self._where(error)}" for problem in error.problems))
+        return what_cannot_be_traced(error) or self._explained(error)
 
     def _explained(self, error: BaseException) -> ScriptError:
         shown = _own_frames(error.__traceback__, str(self.path), and_last_of_ours=_MOST_FRAMES // 2)
@@ -203,7 +214,7 @@ class ScriptRun:
         lines = "".join([*traceback.format_list(frames[-_MOST_FRAMES:]), *words])
         step = len(self.watch.steps)
         when = f"in step {step + 1}" if step else "before the end of its first step"
-        first_line = words[-1].strip().splitlines()[0] if words else type(error).__name__
+        first_line = _first_line(error)
         if isinstance(error, ModuleNotFoundError) and error.name:
             first_line = f"it needs the package {error.name}, which is not installed here"
         where = ", in code of lowmem_ft" if is_ours else ""
@@ -227,6 +238,10 @@ def _own_frames(
         for frame in frames
         if frame.filename == script or not is_of_library(frame.filename) or frame in last
     ]
+
+
+def _first_line(error: BaseException) -> str:
+    return traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
 
 
 def _is_called_by_scripts(file: str) -> bool:

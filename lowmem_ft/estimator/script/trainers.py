@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch.utils.data import Subset
 
+from lowmem_ft.estimator.script.after_training import AfterTraining
 from lowmem_ft.estimator.script.short_data import DataCut
-from lowmem_ft.estimator.script.steps import Enough
 from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
@@ -31,6 +32,7 @@ class ShortTraining:
         files: where output goes.
         num_steps: steps to take.
         on_trainer: called with each trainer that is about to train.
+        after: told when a trainer has trained.
     """
 
     def __init__(
@@ -40,12 +42,14 @@ class ShortTraining:
         files: FilesKeptAway,
         num_steps: int,
         on_trainer: Callable[[Any], None],
+        after: AfterTraining,
     ) -> None:
         self._machine = machine
         self._cut = cut
         self._files = files
         self._num_steps = num_steps
         self._on_trainer = on_trainer
+        self._after = after
         self.micro_batches: int | None = None
         """Micro-batches per step, where only some of them are traced."""
         self.has_trainer = False
@@ -61,6 +65,8 @@ class ShortTraining:
             ("transformers.training_args", "TrainingArguments", "__post_init__", self._check_quietly),
             ("transformers.trainer", "Trainer", "train", self._train_shortly),
             ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
+            ("transformers.trainer", "Trainer", "evaluate", partial(self._measure_shortly, "eval_dataset")),
+            ("transformers.trainer", "Trainer", "predict", partial(self._measure_shortly, "test_dataset")),
             ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
         ):
             wrap_when_imported(undo, module, owner, name, around)
@@ -79,6 +85,7 @@ class ShortTraining:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        self._after.end_before_it("trains again")
         self.has_trainer = True
         if resume_from_checkpoint:
             self._machine.say("resume_from_checkpoint: not read; the steps are those of a new run")
@@ -95,7 +102,7 @@ class ShortTraining:
         trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
         result = train(trainer, None, *args, **kwargs)
         if trainer.state.global_step >= self._num_steps:
-            raise Enough
+            self._after.begin()
         return result
 
     def _leave_out_micro_batches(self, trainer: Any) -> None:
@@ -111,13 +118,20 @@ class ShortTraining:
         if isinstance(rows, dict):
             return {name: self._few_rows(part, batch_size) for name, part in rows.items()}
         most = EVALUATION_BATCHES * batch_size
-        if rows is None:
-            return None
+        if rows is None or isinstance(rows, str):  # a name among its own
+            return rows
         if not hasattr(rows, "__len__"):
             return rows.take(most) if hasattr(rows, "take") else rows
         if len(rows) <= most:
             return rows
         return rows.select(range(most)) if hasattr(rows, "select") else Subset(rows, range(most))
+
+    def _measure_shortly(
+        self, name: str, measure: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        given = {**dict(zip((name, "ignore_keys", "metric_key_prefix"), args, strict=False)), **kwargs}
+        rows = self._few_rows(given.pop(name, None), trainer.args.per_device_eval_batch_size)
+        return measure(trainer, rows, **given)
 
     def _train_micro_batch(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._machine.micro_batch():

@@ -1,4 +1,4 @@
-"""What a script saves by its trainer and loads again while it is estimated, and files that it moves."""
+"""What a script saves by its trainer and loads again while it is estimated, files that it moves, and its end."""
 
 from __future__ import annotations
 
@@ -54,8 +54,9 @@ WHOLE_MODEL = """
     )
     assert os.path.exists("parts/model.safetensors.index.json")
     print(pipeline("text-generation", model=trainer.model, tokenizer=tokenizer)("Hello", max_new_tokens=2))
+    best = trainer.state.best_model_checkpoint
     del is_loaded, model, trainer
-    for folder in ("out", "parts", "out/checkpoint-2"):
+    for folder in ("out", "parts", best):
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.lm_head.weight is model.model.embed_tokens.weight
     assert AutoConfig.from_pretrained("out").architectures == ["LlamaForCausalLM"]
@@ -104,7 +105,9 @@ def test_what_a_trainer_saves_is_loaded_again_and_the_best_model_at_its_end(scri
     found = estimate_script(name, ["2"], gpu="l4")
     assert "steps: the script ended after 2 of 3 requested" in found.estimate.choices
     assert found.estimate.by_phase["evaluation"] > 0
-    assert estimate_script(name, ["9"], gpu="l4").steps == 3
+    found = estimate_script(name, ["9"], gpu="l4")
+    assert found.steps == 3
+    assert [choice for choice in found.estimate.choices if choice.startswith("after training")] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "train.py"]
 
 
@@ -113,7 +116,7 @@ def test_a_model_that_is_loaded_beside_the_trained_one_counts(script):
         IMPORTS
         + """
     model = AutoModelForCausalLM.from_pretrained("model")
-    args = TrainingArguments("out", max_steps=1, per_device_train_batch_size=1)
+    args = TrainingArguments("out", max_steps=9, per_device_train_batch_size=1)
     trainer = Trainer(model, args, DataCollatorForLanguageModeling(tokenizer, mlm=False), rows)
     trainer.train()
     trainer.save_model("saved")
@@ -175,3 +178,54 @@ def test_files_that_a_script_has_written_are_moved_and_deleted_and_no_others(scr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.txt", "model", "train.py"]
     assert (tmp_path / "kept.txt").read_text() == "old"
     assert (tmp_path / "train.py").stat().st_mtime > 0
+
+
+TRAINED = """
+    import os, subprocess, sys, time, urllib.request
+    import torch
+    from http.server import HTTPServer, BaseHTTPRequestHandler
+    from transformers import Trainer, TrainingArguments
+
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x, labels=None):
+            y = self.layer(x)
+            return {"loss": (y - labels).square().mean(), "logits": y}
+
+    rows = [{"x": torch.ones(8), "labels": torch.ones(8)}] * 1000
+    trainer = Trainer(Net(), TrainingArguments("out", per_device_eval_batch_size=4), train_dataset=rows)
+    trainer.train()
+    assert len(trainer.predict(rows).predictions) == 8
+    trainer.evaluate(eval_dataset=rows)
+    {after}
+    torch.zeros(2**28, device="cuda")
+"""
+AFTER = {
+    "pass": None,
+    "subprocess.run(['touch', 'ran'])": "to where it starts another process",
+    "os.system('touch ran')": "to where it starts another process",
+    "urllib.request.urlopen('http://127.0.0.1:9')": "to where it sends a request",
+    "HTTPServer(('127.0.0.1', 0), BaseHTTPRequestHandler)": "to where it waits for connections",
+    "while True: time.sleep(60)": "to where it waits",
+    "trainer.train()": "to where it trains again",
+    "while True: trainer.model(torch.ones(1, 8, device='cuda'), 0)": "to where it calls a model for the 17th time",
+    "raise ValueError('mine')": "to an error (at train.py:21): ValueError: mine",
+    "input()": "to an error (at train.py:21): A script that is estimated gets no input",
+}
+
+
+@pytest.mark.parametrize("after, words", AFTER.items(), ids=AFTER.keys())
+def test_a_script_ends_after_its_training_before_it_concerns_others_or_goes_on_for_long(
+    script, tmp_path, after, words
+):
+    found = estimate_script(script(TRAINED.replace("{after}", after)), gpu="l4")
+    said = [choice for choice in found.estimate.choices if choice.startswith("after training:")]
+    assert found.steps == 3
+    assert not (tmp_path / "ran").exists()
+    assert len(said) == (words is not None)
+    assert (found.estimate.allocated_peak_bytes >= 2**30) == (words is None)
+    if words is not None:
+        assert said[0].startswith(f"after training: the script is seen up {words}")
