@@ -7,13 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import http.client
-import multiprocessing.process
-import os
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +15,9 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lowmem_ft.estimator.script.steps import Enough
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.upstream.import_hooks import wrap_when_imported
+from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 MOST_FORWARDS = 16
@@ -29,15 +25,19 @@ MOST_FORWARDS = 16
 
 _HUB = "huggingface_hub"
 _ENDS = (
-    (subprocess.Popen, "__init__", "starts another process"),
-    (multiprocessing.process.BaseProcess, "start", "starts another process"),
-    (os, "system fork execv execve", "starts another process"),
-    (socket.socket, "connect connect_ex", "opens a connection"),
-    (http.client.HTTPConnection, "putrequest", "sends a request"),
-    (socket.socket, "bind", "waits for connections"),
-    (time, "sleep", "waits"),
+    ("subprocess", "Popen", "__init__", "starts another process"),
+    ("multiprocessing.process", "BaseProcess", "start", "starts another process"),
+    ("os", "", "system fork execv execve", "starts another process"),
+    ("os", "", "_exit abort kill", "ends its process"),
+    ("socket", "socket", "connect connect_ex", "opens a connection"),
+    ("http.client", "HTTPConnection", "putrequest", "sends a request"),
+    ("socket", "socket", "bind", "waits for connections"),
+    ("time", "", "sleep", "waits"),
+    ("sqlite3", "", "connect", "opens a database"),
+    ("pyarrow.parquet.core", "ParquetWriter", "__init__", "writes a file in C++"),
+    ("pandas.io.parquet", "", "to_parquet", "writes a file in C++"),
 )
-"""Owner, functions and what a script does by them."""
+"""Module, class and functions, and what a script does by them."""
 
 
 class AfterTraining:
@@ -45,22 +45,25 @@ class AfterTraining:
 
     Args:
         machine: the machine that the script runs on.
+        peak: the peak of its memory so far.
 
     Attributes:
         has_begun: whether its trainer has trained.
     """
 
-    def __init__(self, machine: TracingMachine) -> None:
+    def __init__(self, machine: TracingMachine, peak: PeakPlace) -> None:
         self._machine = machine
+        self._peak = peak
+        self._most_bytes_before = 0
         self.has_begun = False
         self._depth = 0
         self._num_forwards = 0
 
     def apply(self, undo: contextlib.ExitStack) -> None:
         """Watch the code that runs from now on until the stack is undone."""
-        for owner, names, does in _ENDS:
+        for module, owner, names, does in _ENDS:
             for name in names.split():
-                wrap(undo, owner, name, functools.partial(self._call, does))
+                wrap_when_imported(undo, module, owner, name, functools.partial(self._call, does))
         for handle in (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
@@ -70,7 +73,15 @@ class AfterTraining:
     def begin(self) -> None:
         """Take what runs from now on for code after the training."""
         self.has_begun = True
+        self._most_bytes_before = self._peak.most_bytes
         self._machine.attribution.starts_over()
+
+    def in_words(self) -> str:
+        """Return what the training alone needs, if more is needed after it; else nothing."""
+        if not self.has_begun or self._peak.most_bytes <= self._most_bytes_before:
+            return ""
+        before = format_bytes(self._most_bytes_before)
+        return f"after training: the script needs more than while it trains, which takes {before}, allocated"
 
     def end_before_it(self, does: str) -> None:
         """End the script if its training is over.

@@ -117,7 +117,7 @@ class ScriptRun:
         self.peak = PeakPlace(machine.recorder, str(path))
         self.cut = DataCut(num_steps, on_reading)
         files = FilesKeptAway()
-        self.after = AfterTraining(machine)
+        self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
         self._files = files
         machine.keeps_files_away = True

@@ -338,6 +338,7 @@ class _Seen:
             self._steps_in_words(),
             self._data_in_words(),
             self._loop_in_words(),
+            self.run.after.in_words(),
             str(self.run.batches),
         )
         return ScriptEstimate(

@@ -1,4 +1,4 @@
-"""Trainers of transformers and TRL in an estimate: no saves or trackers, a few steps, an evaluation after them."""
+"""Trainers of transformers and TRL in an estimate: no trackers, a few steps, an evaluation after them."""
 
 from __future__ import annotations
 

@@ -47,11 +47,14 @@ class PeakPlace:
     Args:
         recorder: a machine's recorder, which reports each new peak from now on.
         script: a file whose code counts as the program's own, wherever it is.
+
+    Attributes:
+        most_bytes: the most memory that was in use.
     """
 
     def __init__(self, recorder: Recorder, script: str) -> None:
         self.running = Running(own=None, library=None)
-        self._most = 0
+        self.most_bytes = 0
         self._of_load = 0, self.running
         self._script = script
         self._recorder = recorder
@@ -59,15 +62,15 @@ class PeakPlace:
 
     def starts_over(self) -> None:
         """Forget what ran since the program was loaded."""
-        self._most, self.running = self._of_load
+        self.most_bytes, self.running = self._of_load
         self._recorder.reset_peak()
 
     def _at_peak(self, live_bytes: int) -> None:
-        if live_bytes > self._most:  # programs reset the recorder's own peak
-            self._most = live_bytes
+        if live_bytes > self.most_bytes:  # programs reset the recorder's own peak
+            self.most_bytes = live_bytes
             self.running = _running(self._script)
             if self._recorder.attribution.phase == "load":
-                self._of_load = self._most, self.running
+                self._of_load = self.most_bytes, self.running
 
 
 def _running(script: str) -> Running:
