@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +29,12 @@ _HUB = "huggingface_hub"
 _ENDS = (
     ("subprocess", "Popen", "__init__", "starts another process"),
     ("multiprocessing.process", "BaseProcess", "start", "starts another process"),
-    ("os", "", "system fork execv execve", "starts another process"),
+    (
+        "os",
+        "",
+        "system execv execve fork" if hasattr(os, "fork") else "system execv execve",
+        "starts another process",
+    ),
     ("os", "", "_exit abort kill", "ends its process"),
     ("socket", "socket", "connect connect_ex", "opens a connection"),
     ("http.client", "HTTPConnection", "putrequest", "sends a request"),
@@ -56,6 +63,7 @@ class AfterTraining:
         self._peak = peak
         self._most_bytes_before = 0
         self.has_begun = False
+        self._other_threads: set[threading.Thread] = set()
         self._depth = 0
         self._num_forwards = 0
 
@@ -73,6 +81,7 @@ class AfterTraining:
     def begin(self) -> None:
         """Take what runs from now on for code after the training."""
         self.has_begun = True
+        self._other_threads = set(threading.enumerate()) - {threading.current_thread()}
         self._most_bytes_before = self._peak.most_bytes
         self._machine.attribution.starts_over()
 
@@ -97,7 +106,8 @@ class AfterTraining:
             raise Enough
 
     def _call(self, does: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self.has_begun and not _is_called_by(_HUB):  # which reads; whatever would write there does nothing
+        is_of_script = self.has_begun and threading.current_thread() not in self._other_threads
+        if is_of_script and not _is_called_by(_HUB):  # which reads: what would write there does nothing
             self.end_before_it(does)
         return function(*args, **kwargs)
 

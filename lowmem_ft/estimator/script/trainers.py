@@ -98,7 +98,6 @@ class ShortTraining:
                 f"{EVALUATION_BATCHES} batches are in the estimate; eval_accumulation_steps or "
                 "preprocess_logits_for_metrics would keep them small"
             )
-        trainer.eval_dataset = self._few_rows(trainer.eval_dataset, trainer.args.per_device_eval_batch_size)
         trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
         result = train(trainer, None, *args, **kwargs)
         if trainer.state.global_step >= self._num_steps:
@@ -130,8 +129,9 @@ class ShortTraining:
         self, name: str, measure: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any
     ) -> Any:
         given = {**dict(zip((name, "ignore_keys", "metric_key_prefix"), args, strict=False)), **kwargs}
-        rows = self._few_rows(given.pop(name, None), trainer.args.per_device_eval_batch_size)
-        return measure(trainer, rows, **given)
+        few = partial(self._few_rows, batch_size=trainer.args.per_device_eval_batch_size)
+        trainer.eval_dataset = few(trainer.eval_dataset)
+        return measure(trainer, few(given.pop(name, None)), **given)
 
     def _train_micro_batch(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         with self._machine.micro_batch():
