@@ -5,7 +5,8 @@
 
 Models are drawn from the catalogue by the seed. The grid changes the printed command of each method and GPU in the rows
 of a micro-batch (1, 2, 4, 8), in checkpointing (none, half of the layers, all) and in Liger's kernels, with as many
-rows a step; each is estimated by itself on that GPU. A row has the speed in the table, that of the printed command by
+rows a step; updates in backward, which take a step of one micro-batch, come after it where a step has more. Each is
+estimated by itself on that GPU. A row has the speed in the table, that of the printed command by
 itself, and that of the best of the grid that fits. ``cpu_seconds`` are those of the table with nothing kept.
 """
 
@@ -103,6 +104,8 @@ def grid(result: MethodEstimate, rows: Sequence[int]) -> Iterator[tuple[str, Rec
             "checkpointing.mode": "none" if checkpointed == "none" else "full",
             "checkpointing.skip_last_layers": half if checkpointed == "half" else 0,
         }
+        if recipe.optimizer.in_backward and micro_batch < step_rows:
+            changed["optimizer.in_backward"] = "false"
         others = [setting for setting in settings if setting.partition("=")[0] not in changed]
         words = [f"{key}={value}" for key, value in changed.items()]
         try:

@@ -14,9 +14,11 @@ found when the clock was made. It minimises the squared relative errors, and add
 microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the
 clock.
 
-Every row is predicted with itself left out of the fit. The range of seconds is the error that 93 of a hundred rows do
-not exceed, of these predictions, as in ``scripts/fit_ranges.py``. The results are kept next to the rows, in
-``clocked-public.json``, and the table is written into ``docs/clock.md``.
+Every row is predicted with itself left out of the fit. The range of seconds is wider: what 93 of a hundred rows do not
+exceed where all rows of their *source* are left out, on the host that estimates assume. A source is a publisher; where
+all rows of an architecture are one publisher's, it is a day, which may be another machine. A range holds for steps that
+have no more of a kind of work than one of the rows (``measured_shares``); others get that of GPUs without rows. The
+results are kept next to the rows, in ``clocked-public.json``, and the table is written into ``docs/clock.md``.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from ground_truth.constant_rows import caveat_of_the_clock
 from ground_truth.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
 
-from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries
+from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries, reference_host
 from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.catalog.gpu_spec import Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ROOT / "lowmem_ft" / "catalog" / "clock_rates.json"
@@ -85,17 +88,18 @@ class Group:
     Args:
         entry: how the entry of ``clock_rates.json`` names them.
         rows: the rows.
+        gpu: the GPU whose rates are fitted; None: the first row's.
 
     Attributes:
         rows: those to fit to.
         others: those of programs that run other kernels, and those held out.
     """
 
-    def __init__(self, entry: dict[str, Any], rows: Sequence[AnyRow]) -> None:
+    def __init__(self, entry: dict[str, Any], rows: Sequence[AnyRow], gpu: Gpu | None = None) -> None:
         self.entry = entry
         self.rows = [row for row in rows if row.row.is_fitted_to]
         self.others = [row for row in rows if not row.row.is_fitted_to]
-        self.gpu = rows[0].gpu
+        self.gpu = gpu or rows[0].gpu
         self.before = _without_fits(self.gpu.name, self.gpu.compute_capability)
         self._log_measured = np.log([row.row.seconds for row in self.rows])
 
@@ -114,11 +118,11 @@ class Group:
 
         The predictions of the other rows come last.
         """
-        steps = min((self._descend(start) for start in STARTS), key=self._loss)
+        steps = self._best_steps
         errors = self._errors(steps)
         slopes = self._slopes(steps, errors)
         everyone = np.arange(len(self.rows))
-        predictions = []
+        predictions: list[float] = []
         for index, row in enumerate(self.rows):
             others = everyone[everyone != index]
             without = self._bounded(steps + _improvement(errors[others], slopes[others], steps))
@@ -132,6 +136,34 @@ class Group:
             if is_told
         }
         return numbers, predictions
+
+    @functools.cached_property
+    def _best_steps(self) -> NDArray[np.float64]:
+        return min((self._descend(start) for start in STARTS), key=self._loss)
+
+    def without_sources(self) -> dict[str, tuple[float, float, float]]:
+        """Return for each row what estimates would say had its source not been there.
+
+        These are seconds with the fastest known host, with the one that is assumed, and with the slowest.
+        """
+        rows = [*self.rows, *self.others]
+        source = _publisher if len({_publisher(row.row) for row in rows}) > 1 else _day
+        found: dict[str, tuple[float, float, float]] = {}
+        for name in {source(row.row) for row in rows}:
+            rest = Group(self.entry, [row for row in rows if source(row.row) != name], gpu=self.gpu)
+            rates = rest._with(rest._best_steps).rates if rest.is_fitted else self.before
+            gpu = dataclasses.replace(self.gpu, rates=dataclasses.replace(rates, **reference_host()))
+            for row in rows:
+                if source(row.row) == name:
+                    step = dataclasses.replace(row.step(gpu), seconds_share=0.0)
+                    found[row.row.name] = step.low_seconds, step.seconds, step.high_seconds
+        return found
+
+    def measured_shares(self) -> dict[str, float]:
+        """Return for each kind of work the largest share that it has in a row."""
+        rows = [row.step(row.gpu).by_kind for row in (*self.rows, *self.others)]
+        largest = {kind: max(shares[kind] for shares in rows) for kind in rows[0]}
+        return {kind: round(share, 2) for kind, share in largest.items() if share >= 0.005}
 
     def predicted(self) -> list[float]:
         """Return each row's prediction by microbenchmarks alone."""
@@ -192,6 +224,14 @@ def _without_fits(gpu: str, compute_capability: tuple[int, int]) -> ClockRates:
     return clock_rates(gpu, compute_capability, [entry for entry in rate_entries() if "fitted" not in entry])
 
 
+def _publisher(row: SecondsRow) -> str:
+    return "/".join(row.url.split("/")[:5])
+
+
+def _day(row: SecondsRow) -> str:
+    return row.date
+
+
 def groups_of(rows: Iterable[AnyRow]) -> list[Group]:
     """Return the rows by architecture."""
     found: dict[str, list[AnyRow]] = defaultdict(list)
@@ -214,11 +254,6 @@ def held_share(errors: Sequence[float]) -> float:
     return max(LEAST_SHARE, math.ceil(100 * sorted(errors)[rank - 1]) / 100)
 
 
-def share_off(predicted: float, measured: float) -> float:
-    """Return how far a run is from its prediction, as a share by which the range multiplies or divides it."""
-    return max(predicted / measured, measured / predicted) - 1
-
-
 def entries_with(fits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the entries of the file with other fits, each after the microbenchmarks that it refines."""
     others = [entry for entry in rate_entries() if "fitted" not in entry]
@@ -231,39 +266,51 @@ def entries_with(fits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def fit(groups: Sequence[Group]) -> None:
     """Fit every group with enough rows, and write numbers and predictions."""
-    entries, predicted = [], {}
+    entries: list[dict[str, Any]] = []
+    results: dict[str, dict[str, Any]] = {}
     for group in groups:
+        numbers, predicted = group.fitted() if group.is_fitted else ({}, group.predicted())
+        without = group.without_sources()
+        rows = [each.row for each in (*group.rows, *group.others)]
+        for row, seconds in zip(rows, predicted, strict=True):
+            results[row.name] = {
+                "seconds": float(f"{seconds:.5g}"),
+                "without_source": [float(f"{each:.5g}") for each in without[row.name]],
+            }
         if not group.is_fitted:
             continue
-        numbers, predicted[group.title] = group.fitted()
-        off = [
-            share_off(each, row.row.seconds)
-            for row, each in zip(group.rows, predicted[group.title], strict=False)  # without the others
-        ]
+        outside = [share_outside(row, results[row.name]["without_source"]) for row in rows]
+        ranges = {
+            "seconds_share": held_share(outside),
+            "measured_shares": group.measured_shares(),
+            "num_rows": len(group.rows),
+        }
         source = f"scripts/clock_against_public.py: {len(group.rows)} rows of docs/clock.md ({group.title})"
-        ranges = {"seconds_share": held_share(off), "num_rows": len(group.rows)}
-        entries.append(
-            group.entry
-            | {"fitted": True}
-            | numbers
-            | ranges
-            | {"sources": dict.fromkeys([*numbers, "seconds_share"], source)}
-        )
-    results = {
-        row.row.name: float(f"{seconds:.5g}")
-        for group in groups
-        for row, seconds in zip(
-            (*group.rows, *group.others), predicted.get(group.title) or group.predicted(), strict=True
-        )
-    }
+        sources = dict.fromkeys([*numbers, "seconds_share", "measured_shares"], source)
+        entries.append(group.entry | {"fitted": True} | numbers | ranges | {"sources": sources})
     RATES.write_text(json.dumps(entries_with(entries), indent=2) + "\n", encoding="utf-8")
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 @functools.cache
 def load_results() -> dict[str, float]:
-    """Return the kept predictions by row, in seconds."""
+    """Return the kept predictions by row, each with itself left out of the fit, in seconds."""
+    return {name: result["seconds"] for name, result in _kept_results().items()}
+
+
+@functools.cache
+def load_without_sources() -> dict[str, tuple[float, float, float]]:
+    """Return what is kept of :meth:`Group.without_sources`."""
+    return {name: tuple(result["without_source"]) for name, result in _kept_results().items()}
+
+
+def _kept_results() -> dict[str, Any]:
     return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def share_outside(row: SecondsRow, low_to_high: Sequence[float]) -> float:
+    """Return how far a row is outside a range, as a share that divides its lower end or multiplies its upper one."""
+    return max(low_to_high[0] / row.seconds, row.seconds / low_to_high[-1]) - 1
 
 
 def table(rows: Sequence[SecondsRow]) -> str:
@@ -279,8 +326,9 @@ def table(rows: Sequence[SecondsRow]) -> str:
         by_group[f"{major}.{minor}, {row.gpu}{', held out' if row.held_out else ''}"].append(row)
     lines = [
         *caveat_of_the_clock(),
-        "| architecture | rows | median error | worst | bias | seconds an estimate gives |",
-        "|---|---:|---:|---:|---:|---|",
+        "| architecture | rows | median error | worst | bias | inside without their source | half the width | "
+        "seconds an estimate gives |",
+        "|---|---:|---:|---:|---:|---:|---:|---|",
     ]
     for title, members in [
         *sorted(by_group.items(), key=lambda pair: find_gpu(pair[1][0].gpu).compute_capability),
@@ -301,7 +349,7 @@ def table(rows: Sequence[SecondsRow]) -> str:
             shown += "; of other kernels, so nothing is fitted to them"
         lines.append(
             f"| {title} | {len(members)} | {statistics.median(map(abs, errors)):.1%} | "
-            f"{max(errors, key=abs):+.1%} | {bias:+.1%} | {shown} |"
+            f"{max(errors, key=abs):+.1%} | {bias:+.1%} | {_inside(members)} | {shown} |"
         )
     lines += [
         "",
@@ -315,6 +363,20 @@ def table(rows: Sequence[SecondsRow]) -> str:
         for row in sorted(rows, key=lambda row: -abs(error(row)))
     ]
     return "\n".join(lines) + "\n"
+
+
+def _inside(rows: Sequence[SecondsRow]) -> str:
+    """Return how many rows a range has inside without their source, of how many, and the median half of its width."""
+    shares = [find_gpu(row.gpu).rates.seconds_share for row in rows]
+    low_to_high = [load_without_sources()[row.name] for row in rows]
+    num_inside = sum(
+        share_outside(row, ends) <= share for row, ends, share in zip(rows, low_to_high, shares, strict=True)
+    )
+    widths = [
+        math.sqrt(ends[-1] / ends[0]) * (1 + share) - 1
+        for ends, share in zip(low_to_high, shares, strict=True)
+    ]
+    return f"{num_inside} of {len(rows)} | {statistics.median(widths):.0%}"
 
 
 def page(text: str) -> str:

@@ -78,8 +78,9 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
         "come. Unsloth's table states minima, of its own kernels, which "
         "these runs do not use: that it is lower is no error of it. FitCheck's shares on a T4 were fitted by its "
         "author to runs among these rows; this project's *ranges* were fitted to these rows, too, and its memory "
-        "figures to one of them (the length of a batch that was not published). Seconds are predicted with the row "
-        "left out of the fit ([the clock](clock.md))."
+        "figures to one of them (the length of a batch that was not published). Seconds are predicted with "
+        "all rows of a row's publisher left out of the fit (where one publisher has all of an architecture, all of the "
+        "day), on the host that every estimate assumes ([the clock](clock.md))."
     )
     yield _held()
     yield f"## Misses: {len(misses)} of {len(rows)}"
@@ -248,8 +249,9 @@ def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
     words = (
         f"Against {len(rows)} runs measured on GPUs, the median error of an estimate is "
         f"{statistics.median(memory):.1%} in memory ({len(memory)} runs) and {statistics.median(seconds):.1%} in "
-        f"seconds ({len(seconds)}); {num_misses} runs are outside the range that it gives. [Every row, misses "
-        "first](docs/proof.md), with other people's rules of thumb on the same runs (`python scripts/proof_page.py`):"
+        f"seconds ({len(seconds)}, with their source left out of the fit); {num_misses} runs are outside the range "
+        "that it gives. [Every row, misses first](docs/proof.md), with other people's rules of thumb on the same runs "
+        "(`python scripts/proof_page.py`):"
     )
     return marked_table.with_table(text, Path(__file__).name, f"{_wrapped(words)}\n")
 

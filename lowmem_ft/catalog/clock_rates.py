@@ -16,7 +16,7 @@ import functools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import resources
 from typing import Any
 
@@ -35,6 +35,7 @@ class ClockRates:
         triton_launch: operators that keep the host as long as what a Triton kernel's launch takes longer than an
             operator.
         seconds_share: relative distance of a run's seconds from the clock's, either way.
+        measured_shares: for each kind of work, the largest share of the seconds that it had in a run behind this range.
         num_rows: published training runs behind the numbers that are fitted; 0: the numbers are microbenchmarks'.
     """
 
@@ -46,10 +47,26 @@ class ClockRates:
     launch_seconds: float
     triton_launch: float
     seconds_share: float
+    measured_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     num_rows: int = 0
 
+    def unlike_measured(self, shares: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the kinds of work of which a step has more than any run that its range is from.
 
-NUMBERS = tuple(field.name for field in dataclasses.fields(ClockRates))
+        Args:
+            shares: shares of the step's seconds by kind of work.
+        """
+        if self.seconds_share >= unmeasured_share():  # as wide as it would become
+            return ()
+        return tuple(
+            kind for kind, share in shares.items() if share > self.measured_shares.get(kind, 0.0) + _AS_MUCH
+        )
+
+
+_AS_MUCH = 0.1
+"""Share of a step by which it may have more of a kind of work than a timed run, and is still like it."""
+
+NUMBERS = tuple(each.name for each in dataclasses.fields(ClockRates))
 
 HOST_NUMBERS = ("operator_seconds", "launch_seconds", "triton_launch")
 """The numbers that belong to the host."""
@@ -82,6 +99,11 @@ def clock_rates(
 def rates_of_estimates(gpu: str = "", compute_capability: tuple[int, int] | None = None) -> ClockRates:
     """Return the rates of a GPU in a machine with the reference host; arguments as for :func:`clock_rates`."""
     return dataclasses.replace(clock_rates(gpu, compute_capability), **reference_host())
+
+
+def unmeasured_share() -> float:
+    """Return the range of seconds where no run like it was timed, which is the default's."""
+    return clock_rates().seconds_share
 
 
 def reference_host(entries: Sequence[Mapping[str, Any]] | None = None) -> dict[str, float]:

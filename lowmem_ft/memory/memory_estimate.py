@@ -87,7 +87,10 @@ class StepTime:
         sent_bytes: bytes that the process sends to others in one step.
         seconds_share: relative distance of a run's seconds from these, either way (``catalog/clock_rates.py``); 0: not
             known.
+        unlike_measured: kinds of work of which the step has more than any timed run that the range could be from, so
+            that it is the one of GPUs without such runs.
         by_operator: seconds of the operators that compute, by name; copies and exchanges are not among them.
+        by_kind: shares of the seconds by kind of work, of the kinds that runs were compared for.
         host_share: share of the seconds in which the device waits for the host to issue its next kernel.
         host_range: what the fastest and the slowest known host take of these waits, as shares of the assumed host's.
     """
@@ -97,7 +100,9 @@ class StepTime:
     bound_by: str
     sent_bytes: int = 0
     seconds_share: float = 0.0
+    unlike_measured: tuple[str, ...] = field(default=(), compare=False)
     by_operator: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
+    by_kind: Mapping[str, float] = field(default_factory=dict, repr=False, compare=False)
     host_share: float = field(default=0.0, compare=False)
     host_range: tuple[float, float] = field(default=(1.0, 1.0), compare=False)
 
@@ -323,6 +328,7 @@ class MemoryEstimate:
             "bound_by": self.step.bound_by,
             "host_share": self.step.host_share,
             "is_host_bound": self.step.is_host_bound,
+            "unlike_measured": [*self.step.unlike_measured],
         }
         process_range = self.process_range
         processes = self.processes and {

@@ -98,6 +98,7 @@ class Findings:
             bound_by=estimate.step.bound_by,
             sent_bytes=0,
             seconds_share=estimate.step.seconds_share,
+            unlike_measured=estimate.step.unlike_measured,
             host_share=estimate.step.host_share,
             host_range=estimate.step.host_range,
         )

@@ -278,6 +278,12 @@ def facts(estimate: MemoryEstimate, price: Price | None, of_data: str = "") -> I
         yield ("step", f"{seconds_range(step)}{_speed(estimate, step)}, bound by {step.bound_by}{waits}")
         if step.is_host_bound and not estimate.is_of_cpu:
             yield "", host_bound_words(step)
+        if step.unlike_measured:
+            yield (
+                "",
+                "a wide range: no run that was timed on such a GPU spends as much of a step on "
+                f"{' and '.join(step.unlike_measured)}",
+            )
     cost = price_per_million_tokens(step, price)
     if price is not None and cost is not None:
         yield (

@@ -13,6 +13,7 @@ import hashlib
 import json
 import pickle
 import statistics
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,10 +23,12 @@ from typing import Any
 from ground_truth.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
 from ground_truth.public_runs import PublicRun, train
 
+from lowmem_ft.catalog.clock_rates import host_range
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import surroundings_of
 from lowmem_ft.estimator.traces.tracing import trace_recipe
+from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers import chunked_optimizer
@@ -33,7 +36,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
-from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, Span, kinds_of_work
 from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs, step_time
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS
 
@@ -180,7 +183,30 @@ class TracedRow:
         few, more = (
             clock.times_on(gpu or self._gpu).between(*bounds).seconds for clock, bounds in self._clocks
         )
-        return (few + (self.row.num_layers - FEW) / (MORE - FEW) * (more - few)) * self.row.micro_batches
+        return (few + self._further * (more - few)) * self.row.micro_batches
+
+    @property
+    def _further(self) -> float:
+        """Layers beyond those of the first trace, in layers between both."""
+        return (self.row.num_layers - FEW) / (MORE - FEW)
+
+    def step(self, gpu: Gpu) -> StepTime:
+        """Return a step as an estimate would, with its kinds of work, on a GPU in a machine with the reference host."""
+        spans, operators = [], defaultdict[str, float](float)
+        for weight, (clock, bounds) in zip((1 - self._further, self._further), self._clocks, strict=True):
+            times = clock.times_on(gpu)
+            spans.append((weight, times.between(*bounds)))
+            for name, spent in clock.seconds_by_operator(times, *bounds).items():
+                operators[name] += weight * spent
+        whole = Span.of_parts(spans)
+        return StepTime(
+            seconds=whole.seconds * self.row.micro_batches,
+            tokens=0,
+            bound_by=whole.bound_by,
+            host_share=whole.shares["kernel launches"],
+            host_range=host_range(),
+            by_kind=kinds_of_work(whole, operators),
+        )
 
 
 class TracedRecipe:
@@ -201,9 +227,13 @@ class TracedRecipe:
 
     def seconds(self, gpu: Gpu | None = None) -> float:
         """Return the seconds of a step; see :meth:`TracedRow.seconds`."""
-        step = step_time(self._replays, gpu or self.gpu, self._surroundings)
+        return self.step(gpu or self.gpu).seconds
+
+    def step(self, gpu: Gpu) -> StepTime:
+        """Return a step; see :meth:`TracedRow.step`."""
+        step = step_time(self._replays, gpu, self._surroundings)
         assert step is not None
-        return step.seconds
+        return step
 
 
 def _last_step(work: list[Work]) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from clock_against_public import load_results
+from clock_against_public import load_without_sources
 from fit_ranges import ESTIMATES, public_rows
 from ground_truth.public_seconds import SecondsRow, load_rows, measured_rows
 from marked_table import cells_of
@@ -126,8 +126,10 @@ def _note(row: SecondsRow) -> str:
 
 
 def _seconds(row: SecondsRow) -> Pair:
-    predicted, factor = load_results()[row.name], 1 + find_gpu(row.gpu).rates.seconds_share
-    return Pair(predicted=predicted, measured=row.seconds, low=predicted / factor, high=predicted * factor)
+    """Return what an estimate would say had nothing of the row's source been fitted to."""
+    low, predicted, high = load_without_sources()[row.name]
+    factor = 1 + find_gpu(row.gpu).rates.seconds_share
+    return Pair(predicted=predicted, measured=row.seconds, low=low / factor, high=high * factor)
 
 
 def _bytes(predicted: float, measured: float, share: float) -> Pair:

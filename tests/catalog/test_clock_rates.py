@@ -27,6 +27,18 @@ def test_an_unknown_architecture_has_the_default_and_its_wide_range():
     assert default.num_rows == 0
 
 
+def test_a_step_that_spends_more_on_a_kind_of_work_than_any_timed_run_is_unlike_them():
+    rates = dataclasses.replace(
+        clock_rates(), seconds_share=0.2, measured_shares={"attention": 0.15, "memory traffic": 0.4}
+    )
+    like = {"attention": 0.2, "memory traffic": 0.45, "host copies": 0.05}
+    assert rates.unlike_measured(like) == ()
+    assert rates.unlike_measured({**like, "memory traffic": 0.6}) == ("memory traffic",)
+    assert rates.unlike_measured({**like, "communication": 0.3}) == ("communication",)
+    wide = dataclasses.replace(rates, seconds_share=clock_rates().seconds_share)
+    assert wide.unlike_measured({"communication": 0.3}) == ()  # no wider than it is
+
+
 def test_the_last_entry_that_applies_wins():
     entries = [
         dict.fromkeys(NUMBERS, 1.0),

@@ -15,12 +15,14 @@ from clock_against_public import (
     Group,
     held_share,
     load_results,
+    load_without_sources,
     page,
-    share_off,
+    share_outside,
 )
 from ground_truth.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows, measured_rows, work_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.memory.memory_estimate import StepTime
 from lowmem_ft.virtual_gpu.recording.work import STEP_END
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
@@ -50,35 +52,44 @@ def test_no_row_is_without_a_prediction():
 
 @pytest.mark.parametrize("gpu", sorted({row.gpu for row in EVERY_ROW if row.is_fitted_to}))
 def test_ranges_are_those_of_the_predictions(gpu):
-    rates, results = find_gpu(gpu).rates, load_results()
-    rows = [row for row in EVERY_ROW if row.gpu == gpu and row.is_fitted_to]
-    off = [share_off(results[row.name], row.seconds) for row in rows]
-    assert len(off) >= FEWEST_ROWS
-    assert rates.num_rows == len(off)
-    assert rates.seconds_share == held_share(off)
+    rates = find_gpu(gpu).rates
+    fitted = [row for row in EVERY_ROW if row.gpu == gpu and row.is_fitted_to]
+    assert FEWEST_ROWS <= len(fitted) == rates.num_rows
+    alike = [row for row in EVERY_ROW if find_gpu(row.gpu).rates == rates]
+    assert rates.seconds_share == held_share(
+        [share_outside(row, load_without_sources()[row.name]) for row in alike]
+    )
 
 
 def test_a_range_is_the_error_that_few_exceed():
     assert held_share([0.5, *(number / 100 for number in range(1, 40))]) == 0.39
     assert held_share([0.2, 0.3, 0.1]) == 0.3
     assert held_share([0.01]) == LEAST_SHARE
-    assert share_off(2.0, 1.0) == share_off(1.0, 2.0) == 1.0
 
 
 class MadeUp(TracedRow):
     """A row whose seconds follow from two numbers exactly, on a GPU that reaches less than its microbenchmarks."""
 
-    def __init__(self, flops, num_bytes):
+    def __init__(self, flops, num_bytes, url=""):
         self.flops, self.num_bytes, self._gpu = flops, num_bytes, find_gpu("a100-80gb")
         measured = dataclasses.replace(self.gpu.rates, products=0.7, bandwidth=0.8)
         seconds = self.seconds(dataclasses.replace(self.gpu, rates=measured))
         self.row = SecondsRow(
-            name="made up", url="", date="", gpu="a100-80gb", program="", settings={}, seconds=seconds
+            name=f"made up {flops}",
+            url=url,
+            date="",
+            gpu="a100-80gb",
+            program="",
+            settings={},
+            seconds=seconds,
         )
 
     def seconds(self, gpu=None):
         gpu = gpu or self.gpu
         return self.flops / gpu.rates.products + self.num_bytes / gpu.rates.bandwidth
+
+    def step(self, gpu):
+        return StepTime(seconds=self.seconds(gpu), tokens=0, bound_by="compute")
 
 
 def test_a_fit_finds_the_numbers_that_made_its_rows_and_keeps_no_others():
@@ -86,6 +97,21 @@ def test_a_fit_finds_the_numbers_that_made_its_rows_and_keeps_no_others():
     numbers, predictions = Group({"compute_capability": "8.0"}, rows).fitted()
     assert numbers == {"products": pytest.approx(0.7, rel=0.02), "bandwidth": pytest.approx(0.8, rel=0.02)}
     assert predictions == [pytest.approx(row.row.seconds, rel=0.02) for row in rows]
+
+
+def test_a_source_that_is_off_is_outside_by_what_the_others_say():
+    """Its own rows, which are half of all, do not vouch for it."""
+    rows = [
+        MadeUp(flops, 10 - flops, url=f"https://host/a/{who}")
+        for flops in range(11)
+        for who in ("one", "two")
+    ]
+    for row in rows[::2]:
+        row.row = dataclasses.replace(row.row, name=f"off {row.row.name}", seconds=1.5 * row.row.seconds)
+    without = Group({"compute_capability": "8.0"}, rows).without_sources()
+    outside = {row.row.name: share_outside(row.row, without[row.row.name]) for row in rows}
+    assert outside["off made up 5"] == pytest.approx(0.5, rel=0.05)
+    assert outside["made up 5"] == pytest.approx(0.5, rel=0.3)  # the others are drawn towards microbenchmarks
 
 
 def test_a_row_that_is_off_does_not_predict_itself():

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_ft.catalog.clock_rates import host_range
+from lowmem_ft.catalog.clock_rates import host_range, unmeasured_share
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
@@ -33,7 +33,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
-from lowmem_ft.virtual_gpu.replay.timing.clock import Span
+from lowmem_ft.virtual_gpu.replay.timing.clock import Span, kinds_of_work
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
 from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 from lowmem_ft.virtual_gpu.replay.timing.memory_event_times import step_clock
@@ -278,6 +278,8 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
             by_operator[name] = by_operator.get(name, 0.0) + others * spent
     clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
     whole = Span.of_parts(spans)
+    by_kind = kinds_of_work(whole, by_operator)
+    unlike = gpu.rates.unlike_measured(by_kind)
     found = StepTime(
         seconds=whole.seconds,
         tokens=surroundings.tokens_per_step,
@@ -285,8 +287,10 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
         host_share=whole.shares["kernel launches"],
         host_range=host_range(),
         sent_bytes=sent,
-        seconds_share=gpu.rates.seconds_share,
+        seconds_share=unmeasured_share() if unlike else gpu.rates.seconds_share,
+        unlike_measured=unlike,
         by_operator=by_operator,
+        by_kind=by_kind,
     )
     return found, clock
 

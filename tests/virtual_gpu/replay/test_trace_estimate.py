@@ -7,15 +7,25 @@ import importlib.util
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.catalog.clock_rates import unmeasured_share
+from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
-from lowmem_ft.virtual_gpu.replay.trace_estimate import OTHERS, Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
+from lowmem_ft.virtual_gpu.replay.trace_estimate import (
+    OTHERS,
+    Surroundings,
+    allocator_config_of_runs,
+    estimate_on_cpu,
+    estimate_on_gpu,
+    step_time,
+)
 
 GPU = dataclasses.replace(load_gpus()["l4"], memory_bytes=GIB)
 CONTEXT = 100 * MIB
@@ -53,6 +63,24 @@ def estimate(
     )
     gpu = dataclasses.replace(gpu, held_by_others_bytes=others)
     return estimate_on_gpu(trace, gpu, BudgetVerdict(device_bytes=limit, host_bytes=host), surroundings)
+
+
+@pytest.mark.parametrize(
+    "kernel, is_like", [({"flops": 10**13, "dtype": "bfloat16"}, True), ({"num_bytes": 10**10}, False)]
+)
+def test_a_step_unlike_those_that_were_timed_has_the_range_of_gpus_without_timed_runs(kernel, is_like):
+    work = [
+        Work("mark", 0, name=STEP_END),
+        Work("kernel", 0, name="mm", **kernel),
+        Work("mark", 0, name=STEP_END),
+    ]
+    gpu = find_gpu("a100-80gb")
+    replays = Replays(dataclasses.replace(trace_of(), work=work), allocator_config_of_runs(gpu))
+    step = step_time(replays, gpu, Surroundings(outside_bytes={}))
+    assert step is not None
+    assert step.unlike_measured == (() if is_like else ("memory traffic",))
+    assert step.seconds_share == (gpu.rates.seconds_share if is_like else unmeasured_share())
+    assert gpu.rates.seconds_share < unmeasured_share()
 
 
 def high_of(found: MemoryEstimate) -> int:

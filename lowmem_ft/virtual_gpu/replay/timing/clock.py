@@ -11,7 +11,7 @@ round that represents several is replayed as often, so that copies overlap with 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -59,7 +59,7 @@ class Span:
         return max(BOUNDS, key=self.shares.__getitem__)
 
     @classmethod
-    def of_parts(cls, parts: Sequence[tuple[int, Span]]) -> Span:
+    def of_parts(cls, parts: Sequence[tuple[float, Span]]) -> Span:
         """Return the time of several spans one after the other, each as often as it counts."""
         seconds = [times * span.seconds for times, span in parts]
         total = sum(seconds) or 1.0
@@ -69,6 +69,29 @@ class Span:
             for bound in BOUNDS
         }
         return cls(seconds=sum(seconds), shares=shares)
+
+
+def kinds_of_work(span: Span, by_operator: Mapping[str, float]) -> dict[str, float]:
+    """Return shares of a time by kind of work, of those that are less well known than products of matrices.
+
+    Waits for the host are left out, as a range takes them by themselves.
+
+    Args:
+        span: the time.
+        by_operator: seconds of its operators, as :meth:`Clock.seconds_by_operator` returns them.
+    """
+    seconds = span.seconds or 1.0
+    return {
+        kind: sum(spent for name, spent in by_operator.items() if part in name) / seconds
+        for kind, part in (("attention", "attention"), ("convolutions", "conv"))
+    } | {
+        kind: span.shares[bound]
+        for kind, bound in (
+            ("memory traffic", "memory bandwidth"),
+            ("host copies", "host copies"),
+            ("communication", "communication"),
+        )
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

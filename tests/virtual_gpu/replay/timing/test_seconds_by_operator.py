@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
-from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, kinds_of_work
 
 
 def test_seconds_of_kernels_are_summed_by_their_operators_name():
@@ -24,3 +24,24 @@ def test_seconds_of_kernels_are_summed_by_their_operators_name():
     assert found.keys() == {"mm", "add"}
     assert found["mm"] == pytest.approx(4 * 10**12 / (gpu.dense_flops["bfloat16"] * gpu.rates.products))
     assert found["add"] == pytest.approx(10**9 / (gpu.bandwidth * gpu.rates.bandwidth))
+
+
+def test_kinds_of_work_are_shares_of_the_time():
+    gpu = find_gpu("a100-80gb")
+    entries = [
+        Work("kernel", 0, name="mm", flops=10**13, dtype="bfloat16"),
+        Work("kernel", 0, name="_flash_attention_forward", flops=10**13, dtype="bfloat16"),
+        Work("kernel", 0, name="convolution", flops=10**12, dtype="bfloat16"),
+        Work("kernel", 0, name="add", num_bytes=10**10),
+    ]
+    clock = Clock(entries)
+    times = clock.times_on(gpu)
+    found = kinds_of_work(times.between(0, 4), clock.seconds_by_operator(times, 0, 4))
+    each = dict(
+        zip(("products", "attention", "convolutions", "memory traffic"), times.computing, strict=True)
+    )
+    assert found == {
+        **{kind: pytest.approx(each[kind] / sum(each.values()), rel=1e-3) for kind in [*each][1:]},
+        "host copies": 0,
+        "communication": 0,
+    }
