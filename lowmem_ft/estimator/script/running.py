@@ -153,7 +153,8 @@ class ScriptRun:
             refuse_what_cannot_be(undo)
             self._run()
             files = (str(self.path), *_modules_of(self.path.parent, set()).values())
-            self.handles_running_out = self.batches.is_one or may_handle_running_out(files)
+            with self._files.as_ever():  # a script may have deleted its own modules
+                self.handles_running_out = self.batches.is_one or may_handle_running_out(files)
         if not self.watch.steps:
             raise UserError(
                 f"{self.path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "

@@ -25,7 +25,8 @@ from lowmem_ft.upstream.patches import replace, wrap
 
 _WRITES = frozenset("wax+")
 _WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = "remove unlink rmdir removedirs truncate chmod utime"
+_CHANGES = "truncate chmod utime"
+_DELETIONS = "remove unlink rmdir removedirs"
 _MOVES = "rename replace renames link"
 _CACHES = "HF_HOME HF_HUB_CACHE HF_DATASETS_CACHE HF_MODULES_CACHE TORCH_HOME TRITON_CACHE_DIR"
 _TOKENIZERS = "transformers.tokenization_utils_base"
@@ -65,6 +66,7 @@ class FilesKeptAway:
         self.folder = Path()
         self._written = Path()
         self._real: tuple[str, ...] = ()
+        self._deleted: set[str] = set()
         self._is_redirecting = True
         self._is_looking = False
 
@@ -82,9 +84,10 @@ class FilesKeptAway:
             (os, "open", self._open_descriptor),
             (os, "mkdir", self._mkdir),
             (os, _CHANGES, self._change),
+            (os, _DELETIONS, self._delete),
             (os, _MOVES, self._move),
             (os, "symlink", self._symlink),
-            (shutil, "rmtree", self._change),
+            (shutil, "rmtree", self._delete),
             (shutil, "copystat", self._move),
             (os, "stat lstat listdir scandir readlink", self._look),
             *self._of_pathlib(),
@@ -108,7 +111,8 @@ class FilesKeptAway:
             for names, around in (
                 ("open", self._open),
                 ("mkdir", self._mkdir),
-                ("unlink rmdir chmod", self._change),
+                ("chmod", self._change),
+                ("unlink rmdir", self._delete),
                 ("rename replace link", self._move),
                 ("symlink", self._symlink),
                 ("stat listdir scandir", self._look),
@@ -133,23 +137,23 @@ class FilesKeptAway:
             return path
         there = str(self._written) + real
         if not is_written:
-            return there if os.path.exists(there) else path
+            return there if os.path.exists(there) or self._is_deleted(real) else path
         os.makedirs(os.path.dirname(there), exist_ok=True)
         if not os.path.exists(there) and os.path.isfile(real):
             shutil.copyfile(real, there)  # for a file that the script appends to
         return there
 
     def _look(self, look: Callable[..., Any], path: Any = ".", *args: Any, **kwargs: Any) -> Any:
-        """Look at a path; what is missing there is looked up where it was written."""
-        try:
+        """Look at a path; what is missing or deleted there is looked up where it was written."""
+        if self._is_looking or kwargs.get("dir_fd") is not None:
             return look(path, *args, **kwargs)
-        except FileNotFoundError:
-            if self._is_looking or kwargs.get("dir_fd") is not None:
-                raise
-            with contextlib.ExitStack() as undo:
-                replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
-                place = self.place_of(path, is_written=False)
-            return look(place, *args, **kwargs)
+        if not self._deleted:
+            with contextlib.suppress(FileNotFoundError):
+                return look(path, *args, **kwargs)
+        with contextlib.ExitStack() as undo:
+            replace(undo, self, "_is_looking", True)  # finding the place looks at paths too
+            place = self.place_of(path, is_written=False)
+        return look(place, *args, **kwargs)
 
     def _save_tokenizer(
         self, save: Callable[..., Any], tokenizer: Any, folder: Any, *args: Any, **kwargs: Any
@@ -197,8 +201,19 @@ class FilesKeptAway:
         else:
             os.makedirs(str(self._written) + os.path.realpath(os.fsdecode(path)), exist_ok=True)
 
+    def _delete(self, delete: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Delete what the script has written; anything else stays, and is not there for the script."""
+        is_there = os.path.lexists(path)
+        self._change(delete, path, *args, **kwargs)
+        if is_there and kwargs.get("dir_fd") is None and not self._is_real(path):
+            self._deleted.add(os.path.realpath(os.fsdecode(path)))
+
+    def _is_deleted(self, real: str) -> bool:
+        """Return whether the script deleted a path, or a folder that it was in."""
+        return any(f"{real}{os.sep}".startswith(f"{deleted}{os.sep}") for deleted in self._deleted)
+
     def _change(self, change: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-        """Delete or change only what the script has written; what is missing is missed."""
+        """Change only what the script has written; what is missing is missed."""
         if kwargs.get("dir_fd") is not None:
             return change(path, *args, **kwargs)
         place = self.place_of(path, is_written=False)

@@ -153,6 +153,32 @@ def test_nothing_is_left_of_a_script_but_its_estimate(script, tmp_path):
     assert torch.cuda.is_available() == (torch.version.cuda is not None and os.path.exists("/dev/nvidia0"))
 
 
+def test_a_folder_is_made_anew_by_a_script_that_deletes_the_one_of_its_last_run(script, tmp_path):
+    last = tmp_path / "out" / "last.txt"
+    last.parent.mkdir()
+    last.write_text("of the last run")
+    name = script(
+        STEPS
+        + """
+    import os, pathlib, shutil
+
+    if os.path.exists("out"):
+        shutil.rmtree("out")
+    assert not os.path.exists("out") and not pathlib.Path("out/last.txt").is_file()
+    os.makedirs("out")
+    with open("out/new.txt", "w") as file:
+        file.write("new")
+    assert os.listdir("out") == ["new.txt"]
+    os.remove("out/new.txt")
+    assert not pathlib.Path("out/new.txt").exists()
+    step()
+    step()
+    """
+    )
+    assert estimate_script(name, gpu="t4").steps == 2
+    assert last.read_text() == "of the last run"
+
+
 ENDINGS = {
     "never steps": ("print(1)", "ended without an optimizer step"),
     "input": ("input('name? ')", r"gets no input, but it called input\(\) or read stdin.*\(at train.py:2\)"),
