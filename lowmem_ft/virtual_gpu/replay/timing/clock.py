@@ -80,17 +80,16 @@ def kinds_of_work(span: Span, by_operator: Mapping[str, float]) -> dict[str, flo
         span: the time.
         by_operator: seconds of its operators, as :meth:`Clock.seconds_by_operator` returns them.
     """
-    seconds = span.seconds or 1.0
+
+    def of_operators(part: str) -> float:
+        return sum(spent for name, spent in by_operator.items() if part in name) / (span.seconds or 1.0)
+
     return {
-        kind: sum(spent for name, spent in by_operator.items() if part in name) / seconds
-        for kind, part in (("attention", "attention"), ("convolutions", "conv"))
-    } | {
-        kind: span.shares[bound]
-        for kind, bound in (
-            ("memory traffic", "memory bandwidth"),
-            ("host copies", "host copies"),
-            ("communication", "communication"),
-        )
+        "attention": of_operators("attention"),
+        "convolutions": of_operators("conv"),
+        "memory traffic": span.shares["memory bandwidth"],
+        "host copies": span.shares["host copies"],
+        "communication": span.shares["communication"],
     }
 
 
