@@ -161,6 +161,23 @@ def end_by_signals() -> None:
             signal.signal(number, signal.SIG_DFL)
 
 
+@contextlib.contextmanager
+def stops_held_back() -> Iterator[Callable[[], None]]:
+    """Hold back the signals that ask to stop, as between a fork and the handlers of both processes.
+
+    Yields a function that lets them come: in the process that forked, and in the one that was forked.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
+
+    def let_come() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+    try:
+        yield let_come
+    finally:
+        let_come()
+
+
 def was_terminated() -> bool:
     """Return whether a signal other than Ctrl-C has come."""
     return bool(_terminated)

@@ -12,7 +12,7 @@ from types import FrameType
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import CrashedError
-from lowmem_ft.system.signals import SIGNALLED, end_by_signals, handlers
+from lowmem_ft.system.signals import SIGNALLED, end_by_signals, handlers, stops_held_back
 
 _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a signal of a terminal, which reaches both, before it gets that again."""
@@ -48,12 +48,21 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
         return work()
     sys.stdout.flush()
     sys.stderr.flush()
-    child = os.fork()
-    if child == 0:
-        end_by_signals()  # the inherited handlers take the child for a worker
-        return explains_user_errors(lambda argv: work())()
-    with _passing_signals_on(child) as passed_on:
-        status = os.waitpid(child, 0)[1]
+    with (
+        stops_held_back() as let_stops_come
+    ):  # one in between would end this process, and not reach the child
+        child = os.fork()
+        if child == 0:
+            end_by_signals()  # the inherited handlers take the child for a worker
+
+            def run(argv: list[str]) -> int:
+                let_stops_come()
+                return work()
+
+            return explains_user_errors(run)()
+        with _passing_signals_on(child) as passed_on:
+            let_stops_come()
+            status = os.waitpid(child, 0)[1]
     code = os.waitstatus_to_exitcode(status)
     if code >= 0:
         return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ import sys
 import time
 
 import pytest
+from processes import LIMIT_SECONDS
 
 PROGRAM = """
 import os, signal, sys, time
@@ -24,9 +26,9 @@ sys.exit(explains_user_errors(lambda argv: in_own_process(work, "train.py"))())
 """
 
 
-def start(work):
+def start(work, before=""):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(work=work)],
+        [sys.executable, "-c", before + PROGRAM.format(work=work)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -81,4 +83,37 @@ def test_a_signal_to_the_command_ends_both_processes_tidily(number, reaches_both
     _, errors = process.communicate()
     assert process.returncode == 128 + number
     assert errors == f"Stopped by {number.name} before it was finished: nothing was written.\n"
+    assert tidied.exists()
+
+
+SIGNALLED_AFTER_ITS_FORK = """
+import os, signal, time
+fork = os.fork
+
+def fork_and_get_a_signal():
+    child = fork()
+    if child:
+        while not os.path.exists({ready!r}):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+    return child
+
+os.fork = fork_and_get_a_signal
+"""
+
+
+def test_a_signal_between_the_fork_and_the_wait_ends_both_too(tmp_path):
+    ready, tidied = tmp_path / "ready", tmp_path / "tidied"
+    process = start(
+        f"try:\n        open({str(ready)!r}, 'w').close()\n        time.sleep(600)\n"
+        f"    finally:\n        open({str(tidied)!r}, 'w').close()",
+        before=SIGNALLED_AFTER_ITS_FORK.format(ready=str(ready)),
+    )
+    try:
+        _, errors = process.communicate(timeout=LIMIT_SECONDS)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == "Stopped by SIGTERM before it was finished: nothing was written.\n"
     assert tidied.exists()
