@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rates_of_estimates
+from lowmem_ft.foundation.packages import KERNEL_PACKAGES, kernel_packages_left_out
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +52,7 @@ class Gpu:
             not known.
         has_triton: whether its machine has Triton, on which torch's CUDA wheels for Linux depend, and the C compiler
             that Triton needs.
+        lacks: packages of ``KERNEL_PACKAGES`` that its machine does not have.
         segments_grow: whether a run there lets the segments of torch's allocator grow if the environment has no
             setting, as under Linux.
         rates: shares of these rates that programs reach, and the seconds of its machine's host.
@@ -74,6 +76,7 @@ class Gpu:
     nvlink: float = 0.0
     held_by_others_bytes: int | None = None
     has_triton: bool = True
+    lacks: frozenset[str] = frozenset()
     segments_grow: bool = True
     rates: ClockRates = field(default_factory=rates_of_estimates)
     prices: tuple[Price, ...] = ()
@@ -89,6 +92,11 @@ class Gpu:
     def reaches_peers(self) -> bool:
         """True if GPUs of this kind read each other's memory over PCIe, which NVIDIA's driver denies to GeForce."""
         return "GeForce" not in self.full_name
+
+    @property
+    def kernel_packages(self) -> tuple[str, ...]:
+        """Packages with kernels that transformers takes in a run there; none if estimates leave them out."""
+        return () if kernel_packages_left_out() else tuple(sorted(KERNEL_PACKAGES.keys() - self.lacks))
 
     @property
     def has_bfloat16(self) -> bool:

@@ -12,7 +12,7 @@ from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import segments_can_grow
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.packages import triton_lacks
+from lowmem_ft.foundation.packages import kernel_packages_lacking, triton_lacks
 from lowmem_ft.foundation.units import KIB, MIB
 from lowmem_ft.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
 
@@ -60,6 +60,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
         num_multiprocessors=properties.multi_processor_count,
         held_by_others_bytes=_held_by_others(device, gpu.context_bytes),
         has_triton=triton_lacks() is None,
+        lacks=kernel_packages_lacking(),
         segments_grow=segments_can_grow(),
     )
 

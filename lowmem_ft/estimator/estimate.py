@@ -267,11 +267,11 @@ class SharedTraces:
 def _kind(recipe: Recipe, gpu: Gpu) -> tuple[object, ...]:
     """Return what decides which kernels run and what they allocate; deterministic ones split by multiprocessors.
 
-    Triton updates the weights where it is installed.
+    Triton updates the weights where it is installed, and packages have kernels for layers with a recurrent state.
     """
     is_deterministic = recipe.training.full_determinism or torch.are_deterministic_algorithms_enabled()
     num_splits = gpu.num_multiprocessors if is_deterministic else None
-    return gpu.compute_capability, num_splits, gpu.has_triton
+    return gpu.compute_capability, num_splits, gpu.has_triton, gpu.kernel_packages
 
 
 def _trace(

@@ -12,6 +12,27 @@ from pathlib import Path
 
 from lowmem_ft.foundation.errors import MissingPackageError
 
+KERNEL_PACKAGES = {
+    "flash-linear-attention": "fla",
+    "causal-conv1d": "causal_conv1d",
+    "mamba-ssm": "mamba_ssm",
+}
+"""Packages with kernels that transformers takes where they are installed, and the modules they are imported as."""
+
+LEFT_OUT_VARIABLE = "LOWMEM_FT_WITHOUT_PACKAGES"
+"""Variable that lets estimates take none of these packages as installed, unless it is empty or ``0``."""
+
+
+def kernel_packages_left_out() -> bool:
+    """Return whether estimates take no package with kernels as installed."""
+    return os.environ.get(LEFT_OUT_VARIABLE, "") not in ("", "0")
+
+
+def kernel_packages_lacking() -> frozenset[str]:
+    """Return which packages with kernels are not installed on this machine."""
+    modules = KERNEL_PACKAGES.items()
+    return frozenset(package for package, module in modules if importlib.util.find_spec(module) is None)
+
 
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported; a bare folder of its name, as ``wandb`` leaves, does not count.

@@ -21,6 +21,7 @@ from lowmem_ft.virtual_gpu.device.streams import number_anew
 from lowmem_ft.virtual_gpu.distributed.one_process import process_groups_of_one
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
+from lowmem_ft.virtual_gpu.recurrent.package_functions import package_functions_as_installed
 from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
@@ -93,6 +94,7 @@ class VirtualGPU(TracingMachine):
         flash_attention_as_on_cuda(stack)
         triton_as_on_cuda(stack)
         trl_kernels_as_on_cuda(stack)
+        package_functions_as_installed(stack)
         super()._enter(stack)
 
     def __exit__(self, *exception: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from lowmem_ft.catalog import this_machine
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
 from lowmem_ft.foundation.units import GIB, MIB
 
 RTX_4090 = {"name": "NVIDIA GeForce RTX 4090", "total_memory": 23 * GIB, "major": 8, "minor": 9}
@@ -139,6 +141,17 @@ def test_whether_it_has_triton_is_looked_up_and_not_assumed(cuda_driver, monkeyp
     monkeypatch.setattr(this_machine, "triton_lacks", lambda: lacks)
     assert this_machines_gpu().has_triton == (lacks is None)
     assert find_gpu("rtx-4090").has_triton
+
+
+@pytest.mark.parametrize("installed", [set(), {"fla"}, {"fla", "causal_conv1d", "mamba_ssm"}])
+def test_which_packages_with_kernels_it_has_is_looked_up_and_not_assumed(cuda_driver, monkeypatch, installed):
+    cuda_driver(**RTX_4090)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if name in installed else None)
+    modules = {KERNEL_PACKAGES[name] for name in this_machines_gpu().kernel_packages}
+    assert modules == installed
+    assert set(find_gpu("rtx-4090").kernel_packages) == set(KERNEL_PACKAGES)
+    monkeypatch.setenv(LEFT_OUT_VARIABLE, "1")
+    assert find_gpu("rtx-4090").kernel_packages == ()
 
 
 def test_of_a_gpu_of_the_catalogue_nothing_is_known_about_others():

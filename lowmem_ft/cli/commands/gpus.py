@@ -14,7 +14,7 @@ from lowmem_ft.foundation.units import GIB
 if TYPE_CHECKING:
     from lowmem_ft.reports.text.document import Document
 
-_NOT_IN_JSON = ("nvlink", "held_by_others_bytes", "has_triton", "segments_grow", "note")
+_NOT_IN_JSON = ("nvlink", "held_by_others_bytes", "has_triton", "lacks", "segments_grow", "note")
 
 
 @explains_user_errors

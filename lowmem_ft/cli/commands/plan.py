@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
     "       [--max-gpus N] [--rows N [--epochs E]] [--write FILE.yaml]\n"
-    "       [--json FILE|-] [--overwrite]"
+    "       [--json FILE|-] [--without-packages] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -255,5 +255,6 @@ def _parser() -> Parser:
     )
     add_own_data(parser)
     parser.add_once({"--max-cards N": argparse.SUPPRESS}, dest="max_gpus")  # the former name
+    parser.add_without_packages()
     parser.add_overwrite()
     return parser

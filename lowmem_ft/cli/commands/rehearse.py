@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 _USAGE = (
     "lowmem-ft rehearse recipe=NAME|PATH [key=value ...] [--gpu NAME]\n"
-    "       [--steps N] [--changes|--no-changes] [--json FILE|-] [--overwrite]"
+    "       [--steps N] [--changes|--no-changes] [--json FILE|-]\n"
+    "       [--without-packages] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -208,5 +209,6 @@ def _parser() -> Parser:
         help="if it does not fit, search for the smallest change with which it does and that trains the same numbers, "
         "and rehearse it, which takes minutes; the default, except with --json (Ctrl-C ends the search)",
     )
+    parser.add_without_packages()
     parser.add_overwrite()
     return parser

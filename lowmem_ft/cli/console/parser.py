@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import itertools
+import os
 import re
 import shlex
 import sys
@@ -13,6 +14,7 @@ from typing import Any, NoReturn
 
 from lowmem_ft.cli.console.help_formatter import HelpFormatter
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,6 +61,15 @@ class Parser(argparse.ArgumentParser):
             const="-",
             metavar="FILE.json|-",
             help="write the same as JSON; - or no FILE.json: to stdout, and nothing else there",
+        )
+
+    def add_without_packages(self) -> None:
+        """Add the option by which estimates take no package with kernels as installed."""
+        self.add_argument(
+            "--without-packages",
+            action=_LeavesPackagesOut,
+            nargs=0,
+            help=f"estimate layers with a recurrent state as where {', '.join(KERNEL_PACKAGES)} are not installed",
         )
 
     def add_overwrite(self) -> None:
@@ -127,6 +138,19 @@ class Parser(argparse.ArgumentParser):
 
 def _is_json_file(word: str) -> bool:
     return word == "-" or word.lower().endswith(".json")
+
+
+class _LeavesPackagesOut(argparse.Action):
+    """An option that holds for this process and those that it starts: each may make traces."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        os.environ[LEFT_OUT_VARIABLE] = "1"
 
 
 class _Once(argparse.Action):

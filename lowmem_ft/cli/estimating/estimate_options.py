@@ -25,7 +25,7 @@ _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
     "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
     "       [--gpu NAME|all] [--rows N [--epochs E]] [--changes] [--json FILE|-]\n"
-    "       [--plot FILE] [--snapshot FILE.pickle] [--overwrite]"
+    "       [--plot FILE] [--snapshot FILE.pickle] [--without-packages] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -320,5 +320,6 @@ def _parser() -> Parser:
             "--snapshot FILE.pickle": "write a snapshot that https://pytorch.org/memory_viz opens",
         }
     )
+    parser.add_without_packages()
     parser.add_overwrite()
     return parser

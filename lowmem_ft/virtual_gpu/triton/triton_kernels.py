@@ -6,24 +6,16 @@ element-wise kernels and reductions over rows. :data:`_KNOWN` corrects those tha
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
+from lowmem_ft.virtual_gpu.recording.kernel_operators import record_kernel
 from lowmem_ft.virtual_gpu.triton.triton_operands import operands_of_kernel
-
-_LAUNCHES = "triton"
-"""Namespace of the operators that represent launches of Triton kernels."""
-
-_LIBRARY = torch.library.Library(_LAUNCHES, "FRAGMENT")
-_SCHEMA = "(Tensor(a!)[] written, Tensor[] read, int num_bytes) -> ()"
 
 Arguments = Mapping[str, Any]
 """A launch's arguments by the names of the kernel's parameters."""
@@ -82,10 +74,6 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _record_launch(function: Callable[..., Any], given: Arguments) -> None:
-    """Record a launch as one operator, named as the kernel, under the virtual GPU that is active.
-
-    Autograd does not see it, as with a real launch: no graph, and no new version of what is written.
-    """
     pointers = {name: tuple(tensors_of(argument)) for name, argument in given.items()}
     uses = operands_of_kernel(
         function,
@@ -103,8 +91,7 @@ def _record_launch(function: Callable[..., Any], given: Arguments) -> None:
             name in uses.writes
         )
         num_bytes += times * sum(map(_bytes, pointers[known.covers.get(name, name)]))
-    with torch.no_grad():
-        _operator(function.__name__)(written, read, num_bytes)
+    record_kernel(function.__name__, read, written, num_bytes=num_bytes)
 
 
 def _arguments_of(
@@ -135,20 +122,3 @@ def _constants(function: Callable[..., Any], given: Arguments) -> dict[str, Any]
 
 def _bytes(tensor: Tensor) -> int:
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())  # an expanded one repeats its own
-
-
-@functools.cache
-def _operator(name: str) -> Any:
-    _LIBRARY.define(f"{name}{_SCHEMA}")
-    torch.library.register_fake(f"{_LAUNCHES}::{name}", _makes_nothing, lib=_LIBRARY)
-    packet = getattr(getattr(torch.ops, _LAUNCHES), name)
-    register_operator_cost(packet.default, moved_bytes=_moved_bytes, irrelevant=(), launched_by_triton=True)
-    return packet
-
-
-def _makes_nothing(written: list[Tensor], read: list[Tensor], num_bytes: int) -> None:
-    """Return nothing: a kernel writes into its arguments."""
-
-
-def _moved_bytes(written: list[Tensor], read: list[Tensor], num_bytes: int) -> int:
-    return num_bytes

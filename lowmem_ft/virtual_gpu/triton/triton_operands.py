@@ -82,9 +82,7 @@ def _follow(
         return everything
     found.within.append(function)
     body = _Body(function, sources, constants, found)
-    names = -1
-    while names != (names := sum(map(len, body.sources.values()))):  # loops carry pointers to earlier lines
-        body.run(definition.body)
+    body.run(definition.body)
     found.within.pop()
     return body.returned
 
@@ -123,9 +121,11 @@ class _Body:
             taken = self._truth(statement.test)
             if taken is None:
                 self._value(statement.test)
-            for branch, is_dead in ((statement.body, taken is False), (statement.orelse, taken is True)):
-                if not is_dead:
-                    self.run(branch)
+                self._either(statement.body, statement.orelse)
+            else:
+                self.run(statement.body if taken else statement.orelse)
+        elif isinstance(statement, (ast.For, ast.While)):
+            self._repeated(statement)
         elif isinstance(statement, ast.Assign):
             for target in statement.targets:
                 self._assign(target, statement.value)
@@ -143,6 +143,28 @@ class _Body:
                     elif isinstance(one, ast.expr):
                         self._value(one)
 
+    def _either(self, *branches: list[ast.stmt]) -> None:
+        """Run branches of which the values take one: afterwards, a name may hold what any of them gave it."""
+        before, after = self.sources, {}
+        for branch in branches:
+            self.sources = dict(before)
+            self.run(branch)
+            after = _joined(after, self.sources)
+        self.sources = after
+
+    def _repeated(self, loop: ast.For | ast.While) -> None:
+        """Run a loop until its names hold nothing more: it carries pointers to earlier lines."""
+        before: dict[str, _Sources] = {}
+        while before != self.sources:
+            before = dict(self.sources)
+            if isinstance(loop, ast.For):
+                self._bind(loop.target, self._value(loop.iter))
+            else:
+                self._value(loop.test)
+            self.run(loop.body)
+            self.sources = _joined(before, self.sources)
+        self.run(loop.orelse)
+
     def _assign(self, target: ast.expr, value: ast.expr) -> None:
         if (
             isinstance(target, ast.Tuple)
@@ -151,8 +173,11 @@ class _Body:
         ):
             for one, other in zip(target.elts, value.elts, strict=True):
                 self._assign(one, other)
-        else:
-            self._bind(target, self._value(value))
+            return
+        sources = self._value(value)
+        if isinstance(target, ast.Name):
+            self.sources.pop(target.id, None)
+        self._bind(target, sources)
 
     def _bind(self, target: ast.expr, sources: _Sources) -> None:
         for one in ast.walk(target):
@@ -169,7 +194,8 @@ class _Body:
         if isinstance(expression, ast.IfExp) and (taken := self._truth(expression.test)) is not None:
             return self._value(expression.body if taken else expression.orelse)
         inner = _NOTHING.union(*map(self._value, ast.iter_child_nodes(expression)))
-        return _NOTHING if isinstance(expression, ast.Compare) else inner
+        is_plain = isinstance(expression, ast.Compare) or getattr(expression, "attr", "") == "dtype"
+        return _NOTHING if is_plain else inner
 
     def _call(self, call: ast.Call) -> _Sources:
         positional = [self._value(one) for one in call.args]
@@ -270,6 +296,10 @@ _OF_CONSTANTS = (
     ),
     *(ast.BinOp, ast.operator),
 )
+
+
+def _joined(one: dict[str, _Sources], other: dict[str, _Sources]) -> dict[str, _Sources]:
+    return {name: one.get(name, _NOTHING) | other.get(name, _NOTHING) for name in {**one, **other}}
 
 
 def _is_of_triton(called: Any) -> bool:

@@ -23,6 +23,7 @@ from lowmem_ft.cli import main
 from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
 from lowmem_ft.estimator.method_estimates import MethodEstimate
 from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
+from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE, kernel_packages_left_out
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.memory.timeline import Allocation, Timeline
@@ -148,6 +149,14 @@ def test_a_run_that_fits_is_reported_and_exits_with_0(estimator, capsys):
     assert "at $2.00 an hour (x, )" in seen.out
     assert seen.err == ""
     assert estimator.recipes == [load_recipe("tiny", ["training.seed=3"])]
+
+
+def test_packages_are_left_out_where_that_is_asked_for(estimator, monkeypatch):
+    monkeypatch.setenv(LEFT_OUT_VARIABLE, "")
+    assert estimate("recipe=tiny", "--gpu", "big") == 0
+    assert not kernel_packages_left_out()
+    assert estimate("recipe=tiny", "--gpu", "big", "--without-packages") == 0
+    assert kernel_packages_left_out()
 
 
 def test_a_model_with_settings_is_estimated_by_each_method_with_them(estimator, capsys):

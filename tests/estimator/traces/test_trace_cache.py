@@ -24,6 +24,7 @@ from lowmem_ft.estimator.traces import trace_cache, trace_key, tracing
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace
+from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -58,6 +59,35 @@ def test_a_machine_without_triton_updates_otherwise_and_is_traced_for_itself(
     assert without.step is not None
     assert with_triton.step.seconds != without.step.seconds
     assert len(with_triton.timeline.events) < len(without.timeline.events)
+
+
+def test_a_hybrid_is_kept_apart_with_kernels_of_packages_and_without_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = transformers.Qwen3_5TextConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_hidden_layers=4,
+        vocab_size=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    )
+    config.save_pretrained(tmp_path / "model")
+    recipe, kept = recipe_of(tmp_path / "model"), KeptTraces(tmp_path / "traces")
+    found: dict[str, list[MemoryEstimate]] = {"": [], "1": []}
+    for left_out in ("", "1", "", "1"):
+        monkeypatch.setenv(LEFT_OUT_VARIABLE, left_out)
+        found[left_out].append(estimated(recipe, kept))
+    for first, again in found.values():
+        assert_same(again, first)
+    with_them, without = (estimates[0] for estimates in found.values())
+    assert any("flash-linear-attention, which has to be installed" in one for one in with_them.choices)
+    assert any("as without flash-linear-attention" in one for one in without.choices)
+    assert with_them.allocated_peak_bytes != without.allocated_peak_bytes
 
 
 @pytest.fixture

@@ -47,6 +47,20 @@ def by_arithmetic(x_ptr, y_ptr, out_ptr, n, BLOCK):
         places += BLOCK
 
 
+def with_reused_names(x_ptr, y_ptr, out_ptr, n):
+    place = x_ptr + 1
+    value = tl.load(place)
+    place = out_ptr + 1
+    tl.store(place, value.to(place.dtype.element_ty))
+    other = x_ptr
+    for _ in range(n):
+        value = tl.load(other)
+        other = y_ptr
+    if value:
+        place = y_ptr
+    tl.store(place, value)
+
+
 def in_a_branch(x_ptr, y_ptr, GRADIENTS, MODE):
     value = tl.load(x_ptr)
     if GRADIENTS and MODE == "all":
@@ -85,6 +99,7 @@ def passed_on(x_ptr, y_ptr):
     "kernel, pointers, constants, reads, writes",
     [
         (by_arithmetic, "x_ptr y_ptr out_ptr", {}, "x_ptr y_ptr", "out_ptr"),
+        (with_reused_names, "x_ptr y_ptr out_ptr", {}, "x_ptr y_ptr", "out_ptr y_ptr"),
         (in_a_branch, "x_ptr y_ptr", {"GRADIENTS": True, "MODE": "all"}, "x_ptr", "x_ptr"),
         (in_a_branch, "x_ptr", {"GRADIENTS": False, "MODE": "all", "y_ptr": None}, "x_ptr", ""),
         (in_a_branch, "x_ptr y_ptr", {"GRADIENTS": True}, "x_ptr", "x_ptr y_ptr"),
