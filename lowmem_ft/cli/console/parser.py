@@ -14,7 +14,6 @@ from typing import Any, NoReturn
 
 from lowmem_ft.cli.console.help_formatter import HelpFormatter
 from lowmem_ft.foundation.errors import UserError, raise_problems
-from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
 
 
 class Parser(argparse.ArgumentParser):
@@ -65,6 +64,8 @@ class Parser(argparse.ArgumentParser):
 
     def add_without_packages(self) -> None:
         """Add the option by which estimates take no package with kernels as installed."""
+        from lowmem_ft.foundation.packages import KERNEL_PACKAGES
+
         self.add_argument(
             "--without-packages",
             action=_LeavesPackagesOut,
@@ -150,6 +151,8 @@ class _LeavesPackagesOut(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
+        from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE
+
         os.environ[LEFT_OUT_VARIABLE] = "1"
 
 

@@ -16,7 +16,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.recurrent.package_kernels import compiled_kernel
 
 _FEWEST_WEIGHTS, _MOST_WEIGHTS = 2, 4
-_CHANNELS_TOGETHER = 8
+CHANNELS_TOGETHER = 8
 """Channels that a kernel reads at once where they are next to each other."""
 
 
@@ -78,7 +78,7 @@ class _CausalConvolution(torch.autograd.Function):
         elif final_states is None:
             B, D, W = *x.shape[:2], weight.shape[1]
             final_states = x.new_empty(B, W - 1, D).transpose(1, 2)
-        outputs = _convolved(x, weight, bias, seq_idx, initial_states, final_states)
+        outputs = convolved(x, weight, bias, seq_idx, initial_states, final_states)
         ctx.save_for_backward(x, weight, bias, seq_idx, initial_states)
         return (outputs, final_states) if return_final_states else outputs
 
@@ -88,13 +88,13 @@ class _CausalConvolution(torch.autograd.Function):
         d_outputs, *d_final = gradients
         if 1 not in d_outputs.stride()[1:]:
             d_outputs = d_outputs.contiguous()
-        d_x, d_weight, d_bias, d_states = _convolution_gradients(
+        d_x, d_weight, d_bias, d_states = convolution_gradients(
             x, weight, bias, d_outputs, seq_idx, initial_states, d_final[0] if d_final else None
         )
         return d_x, d_weight, d_bias, None, d_states, None, None
 
 
-def _convolved(
+def convolved(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -118,7 +118,7 @@ def _convolved(
     return outputs
 
 
-def _convolution_gradients(
+def convolution_gradients(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -175,10 +175,10 @@ def _check(x: Tensor, weight: Tensor, needs_channel_last: bool) -> None:
     width, channels = weight.shape[1], x.shape[1]
     if not _FEWEST_WEIGHTS <= width <= _MOST_WEIGHTS:
         needs, got = f"{_FEWEST_WEIGHTS} to {_MOST_WEIGHTS} weights a channel", str(width)
-    elif _is_channel_last(x) and channels % _CHANNELS_TOGETHER:
-        needs, got = f"a multiple of {_CHANNELS_TOGETHER} channels", str(channels)
-    elif _is_channel_last(x) and any(x.stride(dim) % _CHANNELS_TOGETHER for dim in (0, 2)):
-        needs = f"strides that are multiples of {_CHANNELS_TOGETHER}"
+    elif _is_channel_last(x) and channels % CHANNELS_TOGETHER:
+        needs, got = f"a multiple of {CHANNELS_TOGETHER} channels", str(channels)
+    elif _is_channel_last(x) and any(x.stride(dim) % CHANNELS_TOGETHER for dim in (0, 2)):
+        needs = f"strides that are multiples of {CHANNELS_TOGETHER}"
         got = str(tuple(x.stride()))
     elif needs_channel_last and not _is_channel_last(x):
         needs, got = "channels next to each other for documents and states", f"strides {tuple(x.stride())}"

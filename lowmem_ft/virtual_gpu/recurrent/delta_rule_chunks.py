@@ -24,6 +24,8 @@ from lowmem_ft.virtual_gpu.recurrent.package_kernels import (
 )
 
 CHUNK_TOKENS = 64
+BLOCK_TOKENS = 16
+"""Tokens of a chunk, and of a block of it: a chunk's triangular system is inverted by blocks."""
 _MOST_KEY_CHANNELS = 256
 
 _INDICES: MutableMapping[Tensor, tuple[Tensor, Tensor]] = WeakIdKeyDictionary()
@@ -138,11 +140,18 @@ def gradients_of_states(
     return d_states, d_initial_state, d_v_new
 
 
+def flops_of_inverse(chunks: Chunks) -> int:
+    """Count the products of blocks that invert the triangular systems of all chunks."""
+    blocks = CHUNK_TOKENS // BLOCK_TOKENS
+    products = sum((distance + 1) * (blocks - distance) for distance in range(1, blocks))
+    return 2 * chunks.num_tokens // CHUNK_TOKENS * products * BLOCK_TOKENS**3
+
+
 def summed_decay(g: Tensor, chunks: Chunks, *, reverse: bool = False) -> Tensor:
     """Return decays summed within chunks, in float32."""
     summed = float32_like(g)
     triton_kernel(
-        "chunk_local_cumsum_scalar_kernel",
+        f"chunk_local_cumsum_{'scalar' if g.dim() == 3 else 'vector'}_kernel",
         (g, chunks.cu_seqlens, chunks.indices),
         (summed,),
         tuned_for=reverse,

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.virtual_gpu.recurrent.delta_rule_chunks import (
+    BLOCK_TOKENS,
     CHUNK_TOKENS,
     Chunks,
     check_shapes,
     chunks_of,
+    flops_of_inverse,
     gradients_of_states,
     key_tile,
     normalised,
@@ -26,9 +28,6 @@ from lowmem_ft.virtual_gpu.recurrent.delta_rule_chunks import (
     summed_decay,
 )
 from lowmem_ft.virtual_gpu.recurrent.package_kernels import contiguous, triton_kernel
-
-_BLOCK_TOKENS = 16
-"""Tokens of a block: a chunk's triangular system is inverted by blocks."""
 
 
 def chunk_gated_delta_rule(
@@ -190,11 +189,9 @@ def _gradients(
 
 def _flops_of_solving(chunks: Chunks, key_channels: int) -> int:
     """Count the products of keys in the lower triangle of a chunk's blocks, and those that invert it."""
-    blocks = CHUNK_TOKENS // _BLOCK_TOKENS
-    num_chunks = chunks.num_tokens // CHUNK_TOKENS
-    triangle = blocks * (blocks + 1) // 2
-    inverting = sum((distance + 1) * (blocks - distance) for distance in range(1, blocks))
-    return 2 * num_chunks * _BLOCK_TOKENS**2 * (triangle * key_channels + inverting * _BLOCK_TOKENS)
+    blocks = CHUNK_TOKENS // BLOCK_TOKENS
+    num_blocks = chunks.num_tokens // CHUNK_TOKENS * (blocks * (blocks + 1) // 2)
+    return 2 * num_blocks * BLOCK_TOKENS**2 * key_channels + flops_of_inverse(chunks)
 
 
 def _w_and_u(

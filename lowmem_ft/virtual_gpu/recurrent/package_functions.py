@@ -18,6 +18,8 @@ from lowmem_ft.upstream.import_hooks import when_any_imported
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import causal_conv1d_fn
 from lowmem_ft.virtual_gpu.recurrent.gated_delta_rule import chunk_gated_delta_rule
+from lowmem_ft.virtual_gpu.recurrent.kimi_delta_attention import chunk_kda
+from lowmem_ft.virtual_gpu.recurrent.mamba2 import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
 
 class _PackageFunction(NamedTuple):
@@ -38,7 +40,12 @@ _FUNCTIONS: dict[str, _PackageFunction] = {
     "chunk_gated_delta_rule": _PackageFunction(
         "flash-linear-attention", "gated delta rule", chunk_gated_delta_rule
     ),
+    "chunk_kda": _PackageFunction("flash-linear-attention", "Kimi delta attention", chunk_kda),
     "causal_conv1d_fn": _PackageFunction("causal-conv1d", "short convolutions", causal_conv1d_fn),
+    "mamba_chunk_scan_combined": _PackageFunction("mamba-ssm", "Mamba-2 scan", mamba_chunk_scan_combined),
+    "mamba_split_conv1d_scan_combined": _PackageFunction(
+        "mamba-ssm", "Mamba-2 mixer", mamba_split_conv1d_scan_combined
+    ),
 }
 """Functions by the name that transformers asks their package for; others compute as its reference does."""
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recording.kernel_operators import record_kernel
@@ -26,9 +27,10 @@ def triton_kernel(
     *,
     updates: Sequence[Tensor] = (),
     flops: int = 0,
+    is_tuned: bool = True,
     tuned_for: object = "",
 ) -> None:
-    """Record the launch of an autotuned Triton kernel; before its first, take the buffer that its timings take.
+    """Record the launch of a Triton kernel; before the first of a tuned one, take the buffer that its timings take.
 
     Args:
         name: name of the kernel.
@@ -36,6 +38,7 @@ def triton_kernel(
         writes: tensors that it writes once.
         updates: tensors that it reads and writes.
         flops: floating-point operations of its products.
+        is_tuned: whether Triton looks for its fastest configuration.
         tuned_for: what it is tuned for again.
 
     Raises:
@@ -45,7 +48,7 @@ def triton_kernel(
         if not is_virtual(tensor.device):
             raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
     tuned = _TUNED.setdefault(active_gpu(), set())
-    if (name, tuned_for) not in tuned:
+    if is_tuned and (name, tuned_for) not in tuned:
         tuned.add((name, tuned_for))
         benchmark()
     _record(name, reads, writes, updates, flops, by_triton=True)
@@ -82,6 +85,13 @@ def chunks_of_documents(cu_seqlens: Tensor, num_tokens: int, chunk_size: int) ->
         return num_tokens // chunk_size + cu_seqlens.numel() - 1
     ends = known.tolist()
     return sum(-(-(end - start) // chunk_size) for start, end in itertools.pairwise(ends))
+
+
+def multiprocessors() -> int:
+    """Return the most multiprocessors that a GPU of the active one's architecture has: one trace serves all of them."""
+    spec = active_gpu().spec
+    alike = (gpu for gpu in load_gpus().values() if gpu.compute_capability == spec.compute_capability)
+    return max(spec.num_multiprocessors, *(gpu.num_multiprocessors for gpu in alike), 0)
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
