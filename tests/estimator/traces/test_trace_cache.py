@@ -6,7 +6,6 @@ import dataclasses
 import logging
 import os
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -391,14 +390,32 @@ def test_the_source_is_part_of_it(
     assert (key_of(recipe_of(model)) != before) == is_other
 
 
-@pytest.mark.parametrize("library", ["torch", "transformers", "bitsandbytes"])
-def test_versions_of_libraries_are_part_of_it(
-    library: str, package: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change, is_other",
+    [
+        (lambda folder: (folder / "fla_core-0.6.0.dist-info").mkdir(), True),  # no list names it
+        (lambda folder: (folder / "torch-2.13.0.dist-info").rmdir(), True),
+        (lambda folder: (folder / "torch-2.13.0.dist-info").rename(folder / "torch-2.14.0.dist-info"), True),
+        (lambda folder: (folder / "__pycache__").mkdir(), False),
+    ],
+    ids=["installed", "removed", "upgraded", "no package"],
+)
+def test_versions_of_all_that_is_installed_are_part_of_it(
+    change: Callable[[Path], object],
+    is_other: bool,
+    package: Path,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    before, version = key_of(recipe_of(model)), metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == library else version(name))
+    folder = tmp_path / "site-packages"
+    (folder / "torch-2.13.0.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(folder)
     forget()
-    assert key_of(recipe_of(model)) != before
+    before = key_of(recipe_of(model))
+    change(folder)
+    forget()
+    assert (key_of(recipe_of(model)) != before) == is_other
 
 
 @pytest.mark.parametrize(
