@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.recurrent.package_kernels import compiled_kernel
+from lowmem_ft.virtual_gpu.recurrent.package_kernels import compiled_kernel, refusal
 
 _FEWEST_WEIGHTS, _MOST_WEIGHTS = 2, 4
 CHANNELS_TOGETHER = 8
@@ -184,7 +183,4 @@ def _check(x: Tensor, weight: Tensor, needs_channel_last: bool) -> None:
         needs, got = "channels next to each other for documents and states", f"strides {tuple(x.stride())}"
     else:
         return
-    raise UserError(
-        f"causal-conv1d needs {needs}, got {got}. Uninstall it where the run is, and estimate with "
-        "--without-packages."
-    )
+    raise refusal("causal-conv1d", needs, got)

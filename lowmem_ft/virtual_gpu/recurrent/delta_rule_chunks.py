@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.package_kernels import (
     chunks_of_documents,
     float32_like,
+    refusal,
     tile_size,
     triton_kernel,
 )
@@ -68,10 +68,7 @@ def check_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> 
         got, needs = f"{q.shape[0]} rows", "documents end to end in one row"
     else:
         return
-    raise UserError(
-        f"flash-linear-attention needs {needs}, got {got}. Uninstall it where the run is, and estimate with "
-        "--without-packages."
-    )
+    raise refusal("flash-linear-attention", needs, got)
 
 
 def chunks_of(v: Tensor, cu_seqlens: Tensor | None) -> Chunks:

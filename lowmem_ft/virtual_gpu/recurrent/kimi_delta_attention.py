@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.recurrent.delta_rule_chunks import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
@@ -27,7 +26,7 @@ from lowmem_ft.virtual_gpu.recurrent.delta_rule_chunks import (
     states_of_chunks,
     summed_decay,
 )
-from lowmem_ft.virtual_gpu.recurrent.package_kernels import contiguous, float32_like, triton_kernel
+from lowmem_ft.virtual_gpu.recurrent.package_kernels import contiguous, float32_like, refusal, triton_kernel
 
 _MOST_CHANNELS_OF_A_TILE = 32
 
@@ -66,9 +65,7 @@ def chunk_kda(
     """
     check_shapes(q, k, v, cu_seqlens)
     if initial_state is not None and initial_state.dtype != torch.float32:
-        raise UserError(
-            f"flash-linear-attention needs a first state in float32, got {initial_state.dtype}. Cast it."
-        )
+        raise refusal("flash-linear-attention", "a first state in float32", str(initial_state.dtype))
     return _KimiDeltaAttention.apply(
         q, k, v, g, beta, initial_state, output_final_state, use_qk_l2norm_in_kernel, cu_seqlens
     )

@@ -15,20 +15,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import (
     CHANNELS_TOGETHER,
     convolution_gradients,
     convolved,
 )
-from lowmem_ft.virtual_gpu.recurrent.package_kernels import multiprocessors, triton_kernel
+from lowmem_ft.virtual_gpu.recurrent.package_kernels import check_plain, multiprocessors, triton_kernel
 
 _ROWS_OF_A_TILE, _ROWS_OF_A_GATED_TILE = 128, 32
 """Tokens of a tile of the first configuration that an autotuner may choose from, in kernels with sums over tiles."""
 _FEWEST_ROWS_OF_A_TILE = 32
 _BLOCK_OF_STATES, _SMALLEST_BLOCK_OF_STATES = 64, 64
 _MOST_NORM_BYTES = 65536
-_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -497,12 +495,8 @@ def mamba_split_conv1d_scan_combined(
     Raises:
         UserError: if the projection's weight is packed, which this function multiplies by itself.
     """
-    if outproj_weight is not None and outproj_weight.dtype not in _PLAIN:
-        raise UserError(
-            "mamba-ssm multiplies by out_proj's weight itself, so that it must be a plain tensor, got one that is "
-            f"packed ({str(outproj_weight.dtype).removeprefix('torch.')}). Set model.quantization=none, or uninstall "
-            "mamba-ssm where the run is, and estimate with --without-packages."
-        )
+    if outproj_weight is not None:
+        check_plain("out_proj", outproj_weight)
     return _Mixer.apply(
         *(zxbcdt, conv1d_weight, conv1d_bias, dt_bias, A, D, chunk_size, initial_states, seq_idx),
         *(return_final_states, rmsnorm_weight, outproj_weight, outproj_bias),

@@ -19,6 +19,7 @@ from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import causal_conv1d_fn
 from lowmem_ft.virtual_gpu.recurrent.gated_delta_rule import chunk_gated_delta_rule
 from lowmem_ft.virtual_gpu.recurrent.kimi_delta_attention import chunk_kda
+from lowmem_ft.virtual_gpu.recurrent.mamba1 import mamba_inner_fn, selective_scan_fn
 from lowmem_ft.virtual_gpu.recurrent.mamba2 import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
 
@@ -42,6 +43,8 @@ _FUNCTIONS: dict[str, _PackageFunction] = {
     ),
     "chunk_kda": _PackageFunction("flash-linear-attention", "Kimi delta attention", chunk_kda),
     "causal_conv1d_fn": _PackageFunction("causal-conv1d", "short convolutions", causal_conv1d_fn),
+    "selective_scan_fn": _PackageFunction("mamba-ssm", "Mamba scan", selective_scan_fn),
+    "mamba_inner_fn": _PackageFunction("mamba-ssm", "Mamba mixer", mamba_inner_fn),
     "mamba_chunk_scan_combined": _PackageFunction("mamba-ssm", "Mamba-2 scan", mamba_chunk_scan_combined),
     "mamba_split_conv1d_scan_combined": _PackageFunction(
         "mamba-ssm", "Mamba-2 mixer", mamba_split_conv1d_scan_combined

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.devices import is_virtual
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recording.kernel_operators import record_kernel
 from lowmem_ft.virtual_gpu.triton.triton_driver import benchmark
@@ -92,6 +93,36 @@ def multiprocessors() -> int:
     spec = active_gpu().spec
     alike = (gpu for gpu in load_gpus().values() if gpu.compute_capability == spec.compute_capability)
     return max(spec.num_multiprocessors, *(gpu.num_multiprocessors for gpu in alike), 0)
+
+
+def check_plain(name: str, weight: Tensor) -> None:
+    """Refuse a layer's weight that a function of mamba-ssm multiplies by itself and cannot.
+
+    Args:
+        name: name of the layer.
+        weight: its weight.
+
+    Raises:
+        UserError: if it is packed.
+    """
+    if weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        got = f"one that is packed ({str(weight.dtype).removeprefix('torch.')})"
+        raise refusal(
+            "mamba-ssm", f"the weight of {name} as a plain tensor, which it multiplies by itself", got
+        )
+
+
+def refusal(package: str, needs: str, got: str) -> UserError:
+    """Return the error for what a package refuses where it is installed.
+
+    Args:
+        package: the package.
+        needs: what it needs.
+        got: what it was given.
+    """
+    return UserError(
+        f"{package} needs {needs}, got {got}. Uninstall it where the run is, and estimate with --without-packages."
+    )
 
 
 def contiguous(*tensors: Tensor | None) -> list[Tensor | None]:
