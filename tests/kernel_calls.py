@@ -16,7 +16,8 @@ TIMING_BUFFER = 256 * 2**20
 class Measured:
     """Bytes above those of the inputs, and kernels by name and bytes, of a forward and a backward pass.
 
-    ``kept`` is what forward leaves, the results included; ``given`` is what backward leaves above the inputs.
+    Names are without the underscore that some packages give theirs. ``kept`` is what forward leaves, the results
+    included; ``given`` is what backward leaves above the inputs.
     """
 
     forward_peak: int
@@ -51,8 +52,8 @@ def _on(gpu, given, call):
         kept=live[after_forward - 1] - inputs,
         backward_peak=max(live[before_backward:]) - inputs,
         given=live[-1] - inputs,
-        forward=[(one.name, one.num_bytes) for one in forward if one.kind == "kernel"],
-        backward=[(one.name, one.num_bytes) for one in backward if one.kind == "kernel"],
+        forward=[(one.name.lstrip("_"), one.num_bytes) for one in forward if one.kind == "kernel"],
+        backward=[(one.name.lstrip("_"), one.num_bytes) for one in backward if one.kind == "kernel"],
         flops=[(one.name, one.flops) for one in (*forward, *backward) if one.flops],
     )
 

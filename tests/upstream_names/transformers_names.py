@@ -24,6 +24,12 @@ TRANSFORMERS = (
         "query_states key_states value_states attention_mask query_length is_causal",
         "put where three architectures would have imported it",
     ),
+    called(
+        "transformers.integrations.hub_kernels",
+        "use_kernel_func_from_hub_with_fallback",
+        "func_name package internal_path",
+        "its closures decide whose kernels a layer with a recurrent state calls",
+    ),
     called(_FLASH, "_pad_input", "hidden_states indices batch seqlen", "handed back to transformers"),
     called(_FLASH, "_unpad_input", "hidden_states attention_mask", "handed back to transformers"),
     *data(_FLASH, "_loaded_implementation", "None: what is loaded is asked for again"),

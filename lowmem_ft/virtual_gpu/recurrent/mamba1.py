@@ -346,5 +346,5 @@ def _normalised(rows: Tensor, weight: Tensor) -> Tensor:
     rows, weight = _by_token(rows), weight.contiguous()
     result = torch.empty_like(rows)
     scale = rows.new_empty(rows.shape[0], dtype=torch.float32)
-    triton_kernel("_layer_norm_fwd_1pass_kernel", (rows, weight), (result, scale))
+    triton_kernel("layer_norm_fwd_1pass_kernel", (rows, weight), (result, scale))
     return result

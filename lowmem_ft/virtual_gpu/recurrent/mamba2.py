@@ -188,7 +188,7 @@ def _scanned(
     outputs = x.new_empty(x.shape)
     ungated = None if z is None else x.new_empty(x.shape)
     triton_kernel(
-        "_chunk_scan_fwd_kernel",
+        "chunk_scan_fwd_kernel",
         (x, scores, z, steps, summed, seq_idx, c, states, d),
         (outputs, ungated),
         flops=sizes.flops_with_states + sizes.flops_within_chunks,
@@ -237,7 +237,7 @@ def _scan_gradients(
         )
     d_states = sizes.states(c, states.dtype)
     triton_kernel(
-        "_chunk_scan_bwd_dstates_kernel",
+        "chunk_scan_bwd_dstates_kernel",
         (d_outputs, c, summed, seq_idx),
         (d_states,),
         flops=sizes.flops_with_states,
@@ -249,17 +249,17 @@ def _scan_gradients(
         sizes, x, steps, summed, b, scores, d_outputs, d_states, d, seq_idx, d_x
     )
     d_b_sums, d_summed_next = _shared_gradients(
-        "_chunk_state_bwd_db_kernel", sizes, (x, d_states, b, steps, summed, seq_idx)
+        "chunk_state_bwd_db_kernel", sizes, (x, d_states, b, steps, summed, seq_idx)
     )
     torch.cumsum(d_summed_next, dim=-1, out=d_summed_next)
     d_c_sums, d_summed_before = _shared_gradients(
-        "_chunk_scan_bwd_dc_kernel", sizes, (d_outputs, states, c, summed, seq_idx)
+        "chunk_scan_bwd_dc_kernel", sizes, (d_outputs, states, c, summed, seq_idx)
     )
     d_scores = x.new_empty(
         sizes.B, sizes.C, sizes.head_splits, sizes.G, sizes.M, sizes.M, dtype=torch.float32
     )
     triton_kernel(
-        "_chunk_scan_bwd_dcb_kernel",
+        "chunk_scan_bwd_dcb_kernel",
         (x, d_outputs, steps, summed, seq_idx),
         (d_scores,),
         flops=sizes.flops_within_chunks,
@@ -267,7 +267,7 @@ def _scan_gradients(
     d_scores = d_scores.sum(2)
     for factor, sums, result in ((c, d_b_sums, d_b), (b, d_c_sums, d_c)):
         triton_kernel(
-            "_bmm_chunk_bwd_kernel", (factor, d_scores, sums), (result,), flops=sizes.flops_of_scores
+            "bmm_chunk_bwd_kernel", (factor, d_scores, sums), (result,), flops=sizes.flops_of_scores
         )
     if z is None:
         d_d = d_d_of_x
@@ -279,7 +279,7 @@ def _scan_gradients(
     d_a = torch.empty_like(a, dtype=torch.float32)
     sums = [one.zero_() for one in (d_a, d_bias) if one is not None]
     triton_kernel(
-        "_chunk_cumsum_bwd_kernel", (d_summed, d_steps, copied_dt, a, dt_bias), (d_dt,), updates=sums
+        "chunk_cumsum_bwd_kernel", (d_summed, d_steps, copied_dt, a, dt_bias), (d_dt,), updates=sums
     )
     del last
     return d_x, d_dt, d_a, d_b, d_c, d_d, d_z, d_bias, d_initial, gated
@@ -287,7 +287,7 @@ def _scan_gradients(
 
 def _summed_steps(sizes: _Sizes, dt: Tensor, a: Tensor, dt_bias: Tensor | None) -> tuple[Tensor, Tensor]:
     steps, summed = sizes.by_chunk(dt), sizes.by_chunk(dt)
-    triton_kernel("_chunk_cumsum_fwd_kernel", (dt, a, dt_bias), (steps, summed))
+    triton_kernel("chunk_cumsum_fwd_kernel", (dt, a, dt_bias), (steps, summed))
     return steps, summed
 
 
@@ -296,7 +296,7 @@ def _states_within_chunks(
 ) -> Tensor:
     states = sizes.states(x, torch.float32)
     triton_kernel(
-        "_chunk_state_fwd_kernel",
+        "chunk_state_fwd_kernel",
         (x, b, steps, summed, seq_idx),
         (states,),
         flops=sizes.flops_with_states,
@@ -315,7 +315,7 @@ def _passed_on(
     before = sizes.states(states, dtype)
     last = states.new_empty(sizes.B, sizes.H, sizes.P, sizes.N, dtype=torch.float32)
     triton_kernel(
-        "_state_passing_fwd_kernel",
+        "state_passing_fwd_kernel",
         (states, summed[..., -1], initial_states, seq_idx),
         (before, last),
     )
@@ -339,7 +339,7 @@ def _passed_back(
     blocks = math.ceil(sizes.P * sizes.N / _SMALLEST_BLOCK_OF_STATES)
     d_summed = states.new_empty(sizes.B, sizes.H, sizes.C, blocks, dtype=torch.float32)
     triton_kernel(
-        "_state_passing_bwd_kernel",
+        "state_passing_bwd_kernel",
         (d_states, states, summed[..., -1], d_final_states, seq_idx),
         (result, d_summed, d_initial, None if cast is states else cast),
     )
@@ -349,7 +349,7 @@ def _passed_back(
 
 def _scores(sizes: _Sizes, b: Tensor, c: Tensor, seq_idx: Tensor | None) -> Tensor:
     scores = c.new_empty(sizes.B, sizes.C, sizes.G, sizes.M, sizes.M, dtype=torch.float32)
-    triton_kernel("_bmm_chunk_fwd_kernel", (c, b, seq_idx), (scores,), flops=sizes.flops_of_scores)
+    triton_kernel("bmm_chunk_fwd_kernel", (c, b, seq_idx), (scores,), flops=sizes.flops_of_scores)
     return scores
 
 
@@ -367,7 +367,7 @@ def _gate_gradients(
     d_z = torch.empty_like(z) if d_z is None else d_z
     gated = torch.empty_like(x) if recompute_output else None
     d_ungated = torch.empty_like(d_outputs)
-    triton_kernel("_chunk_scan_bwd_dz_kernel", (d_outputs, outputs, z, x, d), (gated, d_z, d_ungated, sums))
+    triton_kernel("chunk_scan_bwd_dz_kernel", (d_outputs, outputs, z, x, d), (gated, d_z, d_ungated, sums))
     d_d = None
     if d is not None and sums is not None:
         d_d = sums[: math.ceil(sizes.M / _ROWS_OF_A_GATED_TILE)].sum(dim=(0, 1, 2)).to(d.dtype).view(d.shape)
@@ -396,7 +396,7 @@ def _input_gradients(
     if sums is not None:
         added.append(sums.zero_())
     triton_kernel(
-        "_chunk_scan_chunk_state_bwd_dx_kernel",
+        "chunk_scan_chunk_state_bwd_dx_kernel",
         (x, scores, d_outputs, steps, summed, seq_idx, d, b, d_states),
         (d_x, sums if has_size else None),
         updates=added[:1] if has_size else added,
@@ -434,7 +434,7 @@ def _decay_gradients(
         dtype=torch.float32,
     )
     triton_kernel(
-        "_chunk_scan_bwd_ddAcs_stable_kernel",
+        "chunk_scan_bwd_ddAcs_stable_kernel",
         (x, d_outputs, steps, summed, scores),
         (tiles,),
         flops=sizes.flops_within_chunks,
@@ -640,7 +640,7 @@ def _normalised(outputs: Tensor, weight: Tensor, z: Tensor, groups: int) -> tupl
     group_size = _group_size(rows, groups)
     result = torch.empty_like(rows)
     scale = rows.new_empty(rows.numel() // group_size, dtype=torch.float32)
-    triton_kernel("_layer_norm_fwd_1pass_kernel", (rows, weight, gates), (result, scale), is_tuned=False)
+    triton_kernel("layer_norm_fwd_1pass_kernel", (rows, weight, gates), (result, scale), is_tuned=False)
     return result.view(z.shape), scale
 
 
@@ -662,7 +662,7 @@ def _normalised_backward(
     programs = math.ceil(multiprocessors() * math.ceil(4 / warps) / groups)
     d_weight = weight.new_empty(programs, weight.shape[0], dtype=torch.float32)
     triton_kernel(
-        "_layer_norm_bwd_kernel",
+        "layer_norm_bwd_kernel",
         (rows, weight, gates, d_outputs, scale),
         (recomputed, d_rows, d_weight, d_z),
         is_tuned=False,

@@ -15,6 +15,7 @@ from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 from lowmem_ft.upstream.import_hooks import when_any_imported
+from lowmem_ft.upstream.patches import UpstreamChangedError
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import causal_conv1d_fn
 from lowmem_ft.virtual_gpu.recurrent.gated_delta_rule import chunk_gated_delta_rule
@@ -85,15 +86,25 @@ def _adapt(undo: contextlib.ExitStack, module: ModuleType) -> None:
 
 
 def _closures_of(module: ModuleType) -> Iterator[dict[str, CellType]]:
-    """Yield the variables of each closure that transformers' decorator has made in a module."""
+    """Yield the variables of each closure that transformers' decorator has made in a module.
+
+    Raises:
+        UpstreamChangedError: if the module uses it and there is no such closure.
+    """
     if _DECORATOR not in vars(module):
         return
+    found = 0
     for value in list(vars(module).values()):
         # With the package `kernels` the function is the forward of a module.
         inner = value if isinstance(value, FunctionType) else _only_function_of(type(value))
         if inner is not None and set(inner.__code__.co_freevars) >= _CELLS:
             assert inner.__closure__ is not None
             yield dict(zip(inner.__code__.co_freevars, inner.__closure__, strict=True))
+            found += 1
+    if not found:
+        raise UpstreamChangedError(
+            f"transformers.integrations.hub_kernels.{_DECORATOR}: {', '.join(sorted(_CELLS))}"
+        )
 
 
 def _only_function_of(cls: type) -> FunctionType | None:

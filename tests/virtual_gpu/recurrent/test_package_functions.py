@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
+import types
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,9 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
+from lowmem_ft.upstream.patches import UpstreamChangedError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.recurrent import package_functions
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 TOKENS = 96
@@ -92,6 +97,31 @@ def test_a_package_that_is_installed_here_is_not_asked(monkeypatch):
     assert names.count("chunk_fwd_kernel_o") == 3
     with pytest.raises(AssertionError, match="without a GPU"):
         step(TracingMachine())
+
+
+def test_a_decorator_that_decides_otherwise_is_an_error_and_no_silent_reference(monkeypatch):
+    module: Any = types.ModuleType("transformers.models.new.modeling_new")
+    module.use_kernel_func_from_hub_with_fallback = None
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    with pytest.raises(UpstreamChangedError, match="applicable_params"), VirtualGPU("a100-80gb"):
+        pass
+
+
+def test_functions_are_found_in_the_modules_that_the_package_kernels_makes_of_them():
+    function = modeling_qwen3_5.causal_conv1d_fn
+
+    def of_kernels(func):
+        class Func(torch.nn.Module):
+            def forward(self, *args, **kwargs):
+                return func(*args, **kwargs)
+
+        return Func()
+
+    module: Any = types.ModuleType("of_kernels")
+    module.use_kernel_func_from_hub_with_fallback = None
+    module.causal_conv1d_fn = of_kernels(function)
+    (found,) = package_functions._closures_of(module)
+    assert found == cells_of("causal_conv1d_fn")
 
 
 def test_after_the_block_and_on_a_machine_without_gpu_models_call_what_they_did():
