@@ -147,6 +147,60 @@ def test_a_machine_without_the_packages_takes_the_reference(lacks):
     assert ("linalg_solve_triangular" in names) == ("flash-linear-attention" in lacks)
 
 
+def packed_step(gpu):
+    """Trace a forward over two documents end to end, told apart as transformers' collator tells them apart."""
+    with gpu:
+        model = gpu.place(tiny_hybrid())
+        ids = torch.ones(1, TOKENS, dtype=torch.long, device=gpu.device)
+        offsets = torch.tensor([0, 30, TOKENS], dtype=torch.int32, device=gpu.device)
+        numbers = torch.zeros(1, TOKENS, dtype=torch.int32, device=gpu.device)
+        places = torch.cat([torch.arange(30), torch.arange(TOKENS - 30)])[None].to(gpu.device)
+        model(
+            input_ids=ids,
+            position_ids=places,
+            cu_seq_lens_q=offsets,
+            cu_seq_lens_k=offsets,
+            max_length_q=TOKENS - 30,
+            max_length_k=TOKENS - 30,
+            seq_idx=numbers,
+            use_cache=False,
+        ).logits.sum().backward()
+        return {entry.name: entry.num_bytes for entry in gpu.work.entries if entry.kind == "kernel"}
+
+
+def test_packed_documents_keep_their_states_apart_and_need_the_packages():
+    moved = packed_step(VirtualGPU("a100-80gb"))
+    chunks, states = 1 + 2, 4 * 16 * 16 * 2  # of 30 and 66 tokens; 4 heads
+    _, whole = step_kernels(VirtualGPU("a100-80gb"))
+    name = "chunk_gated_delta_rule_fwd_kernel_h_blockdim64"
+    assert moved[name] - whole[name] == pytest.approx((chunks - 2) * states, abs=128)  # and offsets
+    lacking = dataclasses.replace(find_gpu("a100-80gb"), lacks=frozenset(KERNEL_PACKAGES))
+    with pytest.raises(ValueError, match="can't keep packed sequences apart without"):
+        packed_step(VirtualGPU(lacking))
+
+
+def step_kernels(gpu):
+    """Trace a step of one row: peak bytes, and the bytes that each kernel moves."""
+    peak, _ = step(gpu, rows=1)
+    return peak, {entry.name: entry.num_bytes for entry in gpu.work.entries if entry.kind == "kernel"}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("gpu_name", ["t4", "h100-80gb"])
+def test_frozen_models_under_autocast_and_padding_take_them_too(dtype, gpu_name):
+    with VirtualGPU(gpu_name) as gpu:
+        model = gpu.place(tiny_hybrid()).requires_grad_(False)
+        model.enable_input_require_grads()
+        ids = torch.ones(2, TOKENS, dtype=torch.long, device=gpu.device)
+        mask = torch.ones(2, TOKENS, dtype=torch.long, device=gpu.device)
+        mask[1, 50:] = 0
+        with torch.autocast("cuda", dtype=dtype):
+            model(input_ids=ids, attention_mask=mask, labels=ids).loss.backward()
+        products = {one.dtype for one in gpu.work.entries if one.name == "chunk_fwd_kernel_o"}
+    assert products == {str(dtype).removeprefix("torch.")}
+    assert said(gpu) == OURS
+
+
 def test_packages_can_be_left_out(monkeypatch):
     monkeypatch.setenv(LEFT_OUT_VARIABLE, "1")
     left_out = VirtualGPU("a100-80gb")
