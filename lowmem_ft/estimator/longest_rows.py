@@ -1,4 +1,4 @@
-"""The length of rows at which memory ends: a search over estimates of one recipe."""
+"""The length of rows at which memory ends: a search over estimates of one recipe, or of anything else with a length."""
 
 from __future__ import annotations
 
@@ -25,8 +25,11 @@ RESOLUTION = 0.03
 
 MOST_ESTIMATES = 10
 
-_MOST_TOKENS = 1 << 20
-_FIRST_TOKENS = 2048
+MOST_TOKENS = 1 << 20
+"""The longest row that is tried where nothing else limits it."""
+
+FIRST_TOKENS = 2048
+"""The length that a search begins with where none is set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,10 +80,44 @@ def longest_rows(
     Raises:
         UserError: if the recipe cannot be estimated.
     """
-    search = _Search(recipe, with_more(gpu, extra_bytes), extra_bytes, kept or KeptTraces(), on_estimate)
-    most = _most_tokens(recipe)
+    gpu, budget, kept = with_more(gpu, extra_bytes), recipe.budget, kept or KeptTraces()
+    if budget.device is not None:
+        budget = dataclasses.replace(budget, device=f"{parse_bytes(budget.device) + extra_bytes}B")
+
+    def estimate_at(tokens: int) -> MemoryEstimate:
+        return estimate_memory(
+            with_settings(recipe, {"data.max_length": tokens}), gpu, budget=budget, kept=kept
+        )
+
+    return search_length(
+        estimate_at,
+        first=recipe.data.max_length or FIRST_TOKENS,
+        most=most_tokens(recipe),
+        on_estimate=on_estimate,
+    )
+
+
+def search_length(
+    estimate_at: Callable[[int], MemoryEstimate],
+    *,
+    first: int,
+    most: int,
+    on_estimate: Callable[[int, int], object] = lambda number, tokens: None,
+) -> LongestRows:
+    """Find the longest rows that fit by an estimate for a length.
+
+    Args:
+        estimate_at: estimates rows of so many tokens.
+        first: tokens to begin with.
+        most: tokens of the longest row that is allowed, on the grid.
+        on_estimate: as for :func:`longest_rows`.
+
+    Returns:
+        The length, with what was tried.
+    """
+    search = _Search(estimate_at, on_estimate)
     low, high = 0, most + GRID_TOKENS
-    tokens = min(_on_grid(recipe.data.max_length or _FIRST_TOKENS) or most, most)
+    tokens = min(_on_grid(first) or most, most)
     while len(search.found) < MOST_ESTIMATES:
         low, high = (tokens, high) if search.fits(tokens) else (low, tokens)
         if low >= most or high - low <= max(GRID_TOKENS, RESOLUTION * low) or high <= GRID_TOKENS:
@@ -105,18 +142,9 @@ class _Search:
     """Estimates by the tokens of a row."""
 
     def __init__(
-        self,
-        recipe: Recipe,
-        gpu: Gpu,
-        extra_bytes: int,
-        kept: KeptTraces,
-        on_estimate: Callable[[int, int], object],
+        self, estimate_at: Callable[[int], MemoryEstimate], on_estimate: Callable[[int, int], object]
     ) -> None:
-        budget = recipe.budget
-        if budget.device is not None:
-            budget = dataclasses.replace(budget, device=f"{parse_bytes(budget.device) + extra_bytes}B")
-        self._recipe, self._gpu, self._budget, self._kept = recipe, gpu, budget, kept
-        self._on_estimate = on_estimate
+        self._estimate_at, self._on_estimate = estimate_at, on_estimate
         self.found: dict[int, MemoryEstimate] = {}
 
     def fits(self, tokens: int) -> bool:
@@ -125,8 +153,7 @@ class _Search:
             return False
         if tokens not in self.found:
             self._on_estimate(len(self.found), tokens)
-            longer = with_settings(self._recipe, {"data.max_length": tokens})
-            self.found[tokens] = estimate_memory(longer, self._gpu, budget=self._budget, kept=self._kept)
+            self.found[tokens] = self._estimate_at(tokens)
         return self.found[tokens].fits
 
     def next_between(self, low: int, high: int) -> int:
@@ -150,10 +177,10 @@ class _Search:
         return min(max(_on_grid(wanted), low + GRID_TOKENS), max(high - GRID_TOKENS, low + GRID_TOKENS))
 
 
-def _most_tokens(recipe: Recipe) -> int:
+def most_tokens(recipe: Recipe) -> int:
     """Return the longest row that the model takes and a micro-batch of the recipe has room for, on the grid."""
-    limit = max_positions(load_model_config(recipe.model, architecture_only=True)) or _MOST_TOKENS
-    most = min(limit, _MOST_TOKENS)
+    limit = max_positions(load_model_config(recipe.model, architecture_only=True)) or MOST_TOKENS
+    most = min(limit, MOST_TOKENS)
     while most > GRID_TOKENS and any(oversized_steps(recipe, most)):
         most //= 2
     return _on_grid(most) or most

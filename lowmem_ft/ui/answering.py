@@ -190,8 +190,8 @@ def find_longest_rows(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
 
     return {
         "command": shlex.join(settled.words),
-        "now": find(0).to_json(),
-        "with_one_gib_more": find(GIB).to_json(),
+        "now": find(0),
+        "with_one_gib_more": find(GIB),
     }
 
 

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.reports.length_table import length_table, length_words
 from lowmem_ft.reports.plots.svg import COLOURS
 from lowmem_ft.reports.text.document import Table
 from lowmem_ft.reports.text.html_document import copied_html, html_of
@@ -94,15 +95,12 @@ def lengths_html(answer: Mapping[str, Any]) -> str:
         answer: the answer of ``ui.answering.find_longest_rows``.
     """
     now, more = answer["now"], answer["with_one_gib_more"]
-    gained = more["tokens"] - now["tokens"]
-    words = [_length_words(now)]
-    if more["tokens"] == more["most_tokens"] == now["tokens"]:
+    words = [length_words(now)]
+    if more.tokens == more.most_tokens == now.tokens:
         words.append("One GiB more buys nothing: rows are as long as the model takes.")
     else:
-        words.append(f"One GiB more buys rows of {more['tokens']:,} tokens, {gained:,} more.")
-    rows = [[f"{tokens:,}", format_bytes(size)] for tokens, size in now["process_bytes"]]
-    table = Table(("tokens of a row", "upper end of the peak"), rows, left=())
-    return "".join(f"<p>{escape(each)}</p>" for each in words) + html_of(table)
+        words.append(f"One GiB more buys rows of {more.tokens:,} tokens, {more.tokens - now.tokens:,} more.")
+    return "".join(f"<p>{escape(each)}</p>" for each in words) + html_of(length_table(now))
 
 
 def table_html(answer: Mapping[str, Any]) -> str:
@@ -123,23 +121,6 @@ def rows_html(answer: Mapping[str, Any]) -> str:
         "which is now the length of a row."
     )
     return "".join(f"<p>{escape(each)}</p>" for each in (words, *answer["warnings"]))
-
-
-def _length_words(found: Mapping[str, Any]) -> str:
-    if not found["tokens"]:
-        return f"Rows of {found['over_tokens']:,} tokens do not fit, and no shorter ones were found that do."
-    if found["over_tokens"] is None:
-        is_longest = found["tokens"] >= found["most_tokens"]
-        rest = (
-            ", the longest that the model takes with these settings"
-            if is_longest
-            else "; no longer ones were tried"
-        )
-        return f"Rows of {found['tokens']:,} tokens fit{rest}."
-    return (
-        f"Rows of {found['tokens']:,} tokens fit; rows of {found['over_tokens']:,} were estimated not to fit, or may "
-        "not."
-    )
 
 
 def _compared(kept: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str, str]]:

@@ -33,7 +33,7 @@ def search(monkeypatch):
             )
 
         monkeypatch.setattr(module, "estimate_memory", estimate_memory)
-        monkeypatch.setattr(module, "_most_tokens", lambda recipe: most)
+        monkeypatch.setattr(module, "most_tokens", lambda recipe: most)
         settings = [f"data.max_length={start}", *([f"budget.device={budget}"] if budget else [])]
         return longest_rows(load_recipe("7b-lora", settings), GPU, extra_bytes=extra_bytes), tried
 

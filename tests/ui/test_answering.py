@@ -126,8 +126,8 @@ def test_what_the_gpu_cannot_run_is_refused_as_by_the_command(asked):
 def test_lengths_end_where_the_model_does_or_the_budget(asked):
     answer = answering.find_longest_rows(asked(gpu="", budget="1"), lambda text: None)
     now, more = answer["now"], answer["with_one_gib_more"]
-    assert (now["tokens"], now["over_tokens"], now["most_tokens"]) == (1024, None, 1024)
-    assert more["tokens"] == 1024
+    assert (now.tokens, now.over_tokens, now.most_tokens) == (1024, None, 1024)
+    assert more.tokens == 1024
     assert "the longest that the model takes" in views.lengths_html(answer)
     assert "One GiB more buys nothing" in views.lengths_html(answer)
 

@@ -28,6 +28,11 @@ from lowmem_ft.cli.estimating.estimate_options import (
     own_data_of,
     parse,
 )
+from lowmem_ft.cli.estimating.lengths_that_fit import (
+    check_one_gpu,
+    longest_rows_of_model,
+    longest_rows_of_recipe,
+)
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
 from lowmem_ft.system.signals import stops_remembered
 
@@ -53,6 +58,8 @@ def main(arguments: list[str]) -> int:
 
         return estimate_script(arguments)
     options, recipe_name, settings = parse(arguments)
+    if options.longest_rows:
+        check_one_gpu(options)
     options.devices = None if options.gpu == ALL_GPUS else options.gpu
     is_by_method = recipe_name is None and not is_for_processor(settings, options)
 
@@ -88,9 +95,13 @@ def main(arguments: list[str]) -> int:
     take_over_library_logs()
     if is_by_method:
         gpus = gpus_asked_for(recipe, options)
+        if gpus and options.longest_rows:
+            return longest_rows_of_model(recipe, gpus[0], settings, options)
         if gpus:
             return estimate_model(recipe, settings, gpus, options)
         recipe = load_recipe(None, settings)
+    if options.longest_rows:
+        return longest_rows_of_recipe(recipe, options)
     options.is_of_defaults = recipe_name is None
     options.asked = (*([] if recipe_name is None else [f"recipe={recipe_name}"]), *settings)
     return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.reports.costs import OwnData
 
+MODEL_NAMES = ("model", "model.name_or_path")
+"""Keys that name a model."""
 
 OF_DEFAULTS = (
     "No recipe was named: settings that were not given have their defaults, such as float32 weights without "
@@ -128,7 +130,7 @@ def estimate_model(
     model = recipe.model.name_or_path or ""
     is_all = options.gpu == ALL_GPUS
     short = short_name(model)
-    others = [each for each in settings if each.partition("=")[0] not in _MODEL_NAME]
+    others = [each for each in settings if each.partition("=")[0] not in MODEL_NAMES]
     with progress_line(f"{short}: reading its architecture") as say:
         results = estimate_methods(
             model,
@@ -160,9 +162,6 @@ def estimate_model(
         output.add(Document(plan, None if is_all else "See other GPUs with --gpu all.", gap=0))
     output.write_json(_as_json(results, own_data))
     return 0 if fits else EXIT_DOES_NOT_FIT
-
-
-_MODEL_NAME = ("model", "model.name_or_path")
 
 
 def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dict[str, Any]:

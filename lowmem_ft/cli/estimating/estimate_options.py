@@ -24,8 +24,9 @@ MOST_ROWS, MOST_EPOCHS = 10**12, 10**6
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
     "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
-    "       [--gpu NAME|all] [--rows N [--epochs E]] [--changes] [--json FILE|-]\n"
-    "       [--plot FILE] [--snapshot FILE.pickle] [--without-packages] [--overwrite]"
+    "       [--gpu NAME|all] [--rows N [--epochs E]] [--longest-rows] [--changes]\n"
+    "       [--json FILE|-] [--plot FILE] [--snapshot FILE.pickle]\n"
+    "       [--without-packages] [--overwrite]"
 )
 _EXAMPLES = """\
 examples:
@@ -36,6 +37,7 @@ examples:
   lowmem-ft estimate recipe=8b-bf16 data.max_length=8192 checkpointing.mode=none --gpu h100-80gb --plot memory.html
   lowmem-ft estimate recipe=my/recipe.yaml budget=24GiB --json -
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
+  lowmem-ft estimate recipe=7b-lora --gpu rtx-4090 --longest-rows
   lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
 
 A model without a recipe is estimated in three ways, with the given settings: full fine-tuning, LoRA
@@ -306,6 +308,12 @@ def _parser() -> Parser:
     add_own_data(parser)
     parser.add_once(
         {"--steps N": f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default"}, type=int
+    )
+    parser.add_argument(
+        "--longest-rows",
+        action="store_true",
+        help="search for the longest rows that fit, with all else unchanged; of a script, by the argument of its own "
+        "that sets them, such as -- --max_length 1024",
     )
     parser.add_argument(
         "--changes",

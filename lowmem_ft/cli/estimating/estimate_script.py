@@ -20,6 +20,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     NO_SNAPSHOT_OF_CPU,
     parse_for_script,
 )
+from lowmem_ft.cli.estimating.lengths_that_fit import check_one_gpu, length_argument, longest_rows_of_script
 from lowmem_ft.cli.processes.isolated_process import in_own_process
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
@@ -54,6 +55,9 @@ def estimate_script(arguments: Sequence[str]) -> int:
         CrashedError: if it crashed its process.
     """
     options, script_arguments = parse_for_script(arguments)
+    if options.longest_rows:
+        check_one_gpu(options)
+        length_argument(script_arguments)
     path = check_script(options.script)
     return in_own_process(lambda: _estimate(path, script_arguments, options), str(path))
 
@@ -70,6 +74,8 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
     try:
         with _bound_to_stderr(), progress_line(f"{_doing(path)}: making it ready") as say:
             report = _on_all if options.gpu == ALL_GPUS else _on_one
+            if options.longest_rows:
+                report = longest_rows_of_script
             finish = report(path, script_arguments, options, say)
     except lowmem_ft.estimator.script.ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)

@@ -1,0 +1,247 @@
+"""``lowmem-ft estimate ... --longest-rows``: the longest rows that fit, by a recipe, by each method, or by a script."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lowmem_ft.cli.console.output import Output
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_model import MODEL_NAMES
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+
+if TYPE_CHECKING:
+    from lowmem_ft.catalog.gpu_spec import Gpu
+    from lowmem_ft.estimator.longest_rows import LongestRows
+    from lowmem_ft.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.recipe import Recipe
+
+_NEEDS_GPU = "--longest-rows is about a GPU's memory, got a processor. Name a GPU: --gpu NAME."
+_LENGTH = "data.max_length"
+
+LENGTH_ARGUMENTS = (
+    *(
+        "max_length",
+        "max_seq_length",
+        "max_seq_len",
+        "max_sequence_length",
+        "sequence_length",
+        "sequence_len",
+    ),
+    *(
+        "seq_length",
+        "seq_len",
+        "block_size",
+        "cutoff_len",
+        "model_max_length",
+        "context_length",
+        "max_tokens",
+    ),
+)
+"""Names that scripts give to the tokens of a row."""
+
+
+def check_one_gpu(options: argparse.Namespace) -> None:
+    """Raise an error where the longest rows are asked for on all GPUs, or together with what shows one length.
+
+    Raises:
+        UserError: if they are.
+    """
+    others = [name for name in ("plot", "snapshot", "rows", "changes") if getattr(options, name)]
+    if options.gpu == ALL_GPUS:
+        raise UserError(
+            "--longest-rows searches on one GPU, got --gpu all. Name one, such as --gpu rtx-4090."
+        )
+    if options.gpu == CPU:
+        raise UserError(_NEEDS_GPU)
+    if others:
+        raise UserError(
+            f"--longest-rows tries many lengths, got --{others[0]}, which shows one. Leave one of them out."
+        )
+
+
+def longest_rows_of_recipe(recipe: Recipe, options: argparse.Namespace) -> int:
+    """Report the longest rows with which a recipe fits.
+
+    Args:
+        recipe: the recipe, with its processes.
+        options: the command's.
+
+    Returns:
+        The exit code: 0 if some rows fit, else 3.
+
+    Raises:
+        UserError: if the recipe cannot be estimated, or it is for a processor.
+    """
+    from lowmem_ft.estimator.device_target import choose_gpu
+    from lowmem_ft.estimator.longest_rows import longest_rows
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.reports.length_table import length_table, length_words
+    from lowmem_ft.reports.text.document import Document
+    from lowmem_ft.reports.wording import short_name
+
+    gpu, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    if gpu is None:
+        raise UserError(_NEEDS_GPU)
+    name = short_name(recipe.model.name_or_path or "")
+    with progress_line(f"{name}: the longest rows that fit") as say:
+        found = longest_rows(
+            recipe, gpu, kept=KeptTraces.of_user(), on_estimate=functools.partial(_tell, say, name)
+        )
+    output = Output(options.json)
+    output.add(Document(f"{name} on {gpu.name}. {length_words(found)}", length_table(found)))
+    output.write_json(_in_json(gpu.name, found))
+    return 0 if found.tokens else EXIT_DOES_NOT_FIT
+
+
+def longest_rows_of_model(
+    recipe: Recipe, gpu: Gpu, settings: Sequence[str], options: argparse.Namespace
+) -> int:
+    """Report the longest rows that fit by each method, with the settings that need the least memory.
+
+    Args:
+        recipe: for the model's name.
+        gpu: the GPU.
+        settings: as typed.
+        options: the command's.
+
+    Returns:
+        The exit code: 0 if some rows fit by some method, else 3.
+
+    Raises:
+        UserError: if no method can be estimated.
+    """
+    from lowmem_ft.estimator import estimate_methods
+    from lowmem_ft.estimator.longest_rows import FIRST_TOKENS, longest_rows, most_tokens
+    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.recipe.command_lines import command_line
+    from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
+    from lowmem_ft.recipe.space.search_space import with_settings
+    from lowmem_ft.reports.length_table import length_words
+    from lowmem_ft.reports.text.document import Command, Document
+    from lowmem_ft.reports.wording import short_name
+
+    model, kept = recipe.model.name_or_path or "", KeptTraces.of_user()
+    name = short_name(model)
+    first = methods_with(settings)[0]
+    others = [each for each in settings if each.partition("=")[0] not in (*MODEL_NAMES, _LENGTH)]
+    most = most_tokens(recipe_of((f"recipe={first.rungs[0]}", f"model={model}", *others)))
+    with progress_line(f"{name}: the settings that leave the most room") as say:
+        results = estimate_methods(
+            model,
+            [gpu],
+            settings=[*others, f"{_LENGTH}={most}"],
+            kept=kept,
+            on_start=lambda doing: say(f"{name}: {doing}"),
+        )
+        parts: list[Any] = []
+        in_json: list[dict[str, Any]] = []
+        for result in results:
+            if result.estimate is None:
+                parts.append(f"{result.method.title}: {' '.join(result.problems)}")
+                continue
+            recipe = with_settings(recipe_of(result.command), {_LENGTH: min(FIRST_TOKENS, most)})
+            tell = functools.partial(_tell, say, f"{name}, {result.method.title}")
+            found = longest_rows(recipe, gpu, kept=kept, on_estimate=tell)
+            command = [each for each in result.command if each.partition("=")[0] != _LENGTH]
+            parts.append(f"{result.method.title}: {length_words(found)}")
+            if found.tokens:
+                words = command_line("train", *command, f"{_LENGTH}={found.tokens}")
+                parts.append(Command(*words))
+            in_json.append({"method": result.method.name, "settings": command, **_in_json(gpu.name, found)})
+    if not in_json:
+        raise UserError(*dict.fromkeys(problem for result in results for problem in result.problems))
+    output = Output(options.json)
+    output.add(Document(f"{name} on {gpu.name}: the longest rows that fit", Document(*parts, gap=0)))
+    output.write_json({"longest_rows": in_json})
+    return 0 if any(each["tokens"] for each in in_json) else EXIT_DOES_NOT_FIT
+
+
+def length_argument(arguments: Sequence[str]) -> tuple[int, int, str]:
+    """Return where the value of a script's argument for the tokens of a row is, the value, and what is before it.
+
+    Args:
+        arguments: the script's own.
+
+    Returns:
+        The index of the word, the tokens, and the part of the word before the number: ``--max_length=`` or nothing.
+
+    Raises:
+        UserError: if no argument names a length, or its value is no number.
+    """
+    for index, word in enumerate(arguments):
+        name, equals, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_").lower() not in LENGTH_ARGUMENTS:
+            continue
+        place = index if equals else index + 1
+        if not equals:
+            name, value = "", arguments[place] if place < len(arguments) else ""
+        if value.isdecimal() and int(value):
+            return place, int(value), f"{name}{equals}"
+        raise UserError(
+            f"--longest-rows changes {word.partition('=')[0]}, got {value or 'nothing'} for it. Give tokens."
+        )
+    raise UserError(
+        "--longest-rows changes the script's own argument for the tokens of a row, got none after `--`. Name it, such "
+        f"as `-- --max_length 1024`; known are {', '.join(LENGTH_ARGUMENTS)}."
+    )
+
+
+def longest_rows_of_script(
+    path: Path,
+    arguments: Sequence[str],
+    options: argparse.Namespace,
+    say: Callable[[str], None],
+) -> Callable[[], int]:
+    """Run a script with other values of its length until the longest rows that fit are known; return the report.
+
+    Args:
+        path: the script.
+        arguments: its own, with one for the tokens of a row.
+        options: the command's.
+        say: shows what is being done.
+
+    Raises:
+        UserError: as :func:`length_argument`; if the script cannot be estimated, or the answer is for a processor.
+    """
+    from lowmem_ft.estimator.longest_rows import MOST_TOKENS, search_length
+    from lowmem_ft.estimator.script import estimate_script
+    from lowmem_ft.reports.length_table import length_table, length_words
+    from lowmem_ft.reports.text.document import Document
+
+    place, first, before = length_argument(arguments)
+    names: list[str] = []
+
+    def estimate_at(tokens: int) -> MemoryEstimate:
+        words = [*arguments[:place], f"{before}{tokens}", *arguments[place + 1 :]]
+        found = estimate_script(path, words, gpu=options.gpu, steps=options.steps).estimate
+        if found.is_of_cpu:
+            raise UserError(_NEEDS_GPU)
+        names.append(found.gpu.name)
+        return found
+
+    found = search_length(
+        estimate_at, first=first, most=MOST_TOKENS, on_estimate=functools.partial(_tell, say, path.name)
+    )
+
+    def report() -> int:
+        output = Output(options.json)
+        output.add(Document(f"{path.name} on {names[0]}. {length_words(found)}", length_table(found)))
+        output.write_json(_in_json(names[0], found))
+        return 0 if found.tokens else EXIT_DOES_NOT_FIT
+
+    return report
+
+
+def _tell(say: Callable[[str], None], name: str, number: int, tokens: int) -> None:
+    say(f"{name}: the longest rows that fit: estimate {number + 1}, {tokens:,} tokens")
+
+
+def _in_json(gpu: str, found: LongestRows) -> dict[str, Any]:
+    from lowmem_ft.memory.memory_estimate import SCHEMA
+
+    return {"schema": SCHEMA, "gpu": gpu, **found.to_json()}
