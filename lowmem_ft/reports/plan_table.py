@@ -103,7 +103,7 @@ def _headline(plan: MemoryPlan) -> Text:
     estimate = plan.estimate
     if not plan.fits:
         return _shortfall(plan)
-    lines = [f"{estimate.model.name} {verdict(estimate)}"]
+    lines = [f"{_without_what_was_allowed(plan)}{estimate.model.name} {verdict(estimate)}"]
     if estimate.step is None:
         lines.append(
             f"The process takes {format_bytes(estimate.process_peak_bytes)}. There is no timing model for this "
@@ -122,6 +122,17 @@ def _headline(plan: MemoryPlan) -> Text:
     if plan.given_up:
         lines.append(f"It gives up what plan.allow names: {', '.join(plan.given_up)}.")
     return Text("\n".join(lines), "green")
+
+
+def _without_what_was_allowed(plan: MemoryPlan) -> str:
+    """Return that a plan is of full fine-tuning although adapters were allowed; empty where it is not."""
+    allowed = [word for word in plan.recipe.plan.allow if word in ("lora", "qlora")]
+    if not allowed or plan.recipe.adapter.name != "none":
+        return ""
+    return (
+        f"Full fine-tuning, as it fits: plan.allow=[{','.join(allowed)}] is for where nothing else does, and "
+        "adapter.name=lora plans LoRA itself.\n"
+    )
 
 
 def run_words(length: RunLength, estimate: MemoryEstimate) -> str:

@@ -96,6 +96,15 @@ def test_a_disk_is_offered_for_what_waits_on_the_host(words_of, recipe):
     assert "offload.folder=FOLDER" in words_of(**does_not_fit(recipe, optimizer="host"), **missing)
 
 
+def test_a_plan_of_full_fine_tuning_says_first_that_the_adapters_it_may_use_are_not_needed(words_of, recipe):
+    allowed = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, allow=("lora",)))
+    told = words_of(recipe=allowed)
+    assert told.startswith("Full fine-tuning, as it fits: plan.allow=[lora] is for where nothing else does")
+    with_adapter = dataclasses.replace(allowed, adapter=dataclasses.replace(recipe.adapter, name="lora"))
+    assert "Full fine-tuning" not in words_of(recipe=with_adapter)
+    assert "Full fine-tuning" not in words_of()
+
+
 def test_words_that_were_allowed_are_not_offered_again(words_of, recipe):
     allowed = dataclasses.replace(recipe, plan=dataclasses.replace(recipe.plan, allow=("lora",)))
     told = words_of(fits=False, recipe=allowed, missing_device_bytes=GIB)
