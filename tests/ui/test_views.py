@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
+from lowmem_ft.estimator.longest_rows import LongestRows
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.ui import views
 from lowmem_ft.ui.desk import Progress
@@ -68,22 +70,19 @@ def test_what_a_browser_gets_is_escaped():
 
 
 def test_a_search_that_ends_before_the_longest_row_does_not_call_its_last_the_longest():
-    found = {"tokens": 1024, "over_tokens": None, "most_tokens": 4096, "process_bytes": [[1024, GIB]]}
+    found = LongestRows(tokens=1024, over_tokens=None, most_tokens=4096, process_bytes=((1024, GIB),))
     html = views.lengths_html({"now": found, "with_one_gib_more": found})
     assert "1,024 tokens fit; no longer ones were tried" in html
-    found["most_tokens"] = 1024
+    found = dataclasses.replace(found, most_tokens=1024)
     assert "1,024 tokens fit, the longest that the model takes" in views.lengths_html(
         {"now": found, "with_one_gib_more": found}
     )
 
 
 def test_lengths_say_where_memory_ends():
-    found = {
-        "tokens": 1024,
-        "over_tokens": 1088,
-        "most_tokens": 4096,
-        "process_bytes": [[1024, GIB], [1088, 2 * GIB]],
-    }
-    html = views.lengths_html({"now": found, "with_one_gib_more": {**found, "tokens": 2048}})
+    found = LongestRows(
+        tokens=1024, over_tokens=1088, most_tokens=4096, process_bytes=((1024, GIB), (1088, 2 * GIB))
+    )
+    html = views.lengths_html({"now": found, "with_one_gib_more": dataclasses.replace(found, tokens=2048)})
     assert "Rows of 1,024 tokens fit; rows of 1,088 were estimated not to" in html
     assert "rows of 2,048 tokens, 1,024 more" in html
