@@ -48,7 +48,7 @@ def causal_conv1d_fn(
         UserError: for what the package refuses.
     """
     if activation not in (None, "silu", "swish"):
-        raise NotImplementedError("activation must be None, silu, or swish")
+        raise refusal("causal-conv1d", "the activation silu, swish or none", str(activation))
     return _CausalConvolution.apply(
         x, weight, bias, seq_idx, initial_states, return_final_states, final_states_out
     )

@@ -20,7 +20,12 @@ from lowmem_ft.virtual_gpu.recurrent.causal_convolution import (
     convolution_gradients,
     convolved,
 )
-from lowmem_ft.virtual_gpu.recurrent.package_kernels import check_plain, multiprocessors, triton_kernel
+from lowmem_ft.virtual_gpu.recurrent.package_kernels import (
+    check_plain,
+    multiprocessors,
+    refusal,
+    triton_kernel,
+)
 
 _ROWS_OF_A_TILE, _ROWS_OF_A_GATED_TILE = 128, 32
 """Tokens of a tile of the first configuration that an autotuner may choose from, in kernels with sums over tiles."""
@@ -674,9 +679,10 @@ def _group_size(rows: Tensor, groups: int) -> int:
     """Return the channels that are normalised together.
 
     Raises:
-        RuntimeError: if the kernel cannot hold them, as mamba-ssm raises.
+        UserError: if the kernel cannot hold them.
     """
     size = rows.shape[1] // groups
     if size > _MOST_NORM_BYTES // rows.element_size():
-        raise RuntimeError("This layer norm doesn't support feature dim >= 64KB.")
+        most = _MOST_NORM_BYTES // rows.element_size()
+        raise refusal("mamba-ssm", f"at most {most} channels that are normalised together", str(size))
     return size

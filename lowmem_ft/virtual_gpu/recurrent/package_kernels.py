@@ -15,6 +15,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recording.kernel_operators import record_kernel
 from lowmem_ft.virtual_gpu.triton.triton_driver import benchmark
+from lowmem_ft.virtual_gpu.triton.triton_kernels import check_pointers
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
 
 _TUNED: weakref.WeakKeyDictionary[object, set[object]] = weakref.WeakKeyDictionary()
@@ -45,9 +46,7 @@ def triton_kernel(
     Raises:
         ValueError: if a tensor is not on the GPU, as Triton raises.
     """
-    for position, tensor in enumerate(_given((*reads, *writes, *updates))):
-        if not is_virtual(tensor.device):
-            raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
+    check_pointers(_given((*reads, *writes, *updates)))
     tuned = _TUNED.setdefault(active_gpu(), set())
     if is_tuned and (name, tuned_for) not in tuned:
         tuned.add((name, tuned_for))

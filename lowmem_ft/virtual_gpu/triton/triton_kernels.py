@@ -7,7 +7,7 @@ element-wise kernels and reductions over rows. :data:`_KNOWN` corrects those tha
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,17 @@ def tensors_of(argument: Any) -> Iterator[Tensor]:
         yield base
 
 
+def check_pointers(tensors: Iterable[Tensor]) -> None:
+    """Raise an error for a tensor that is not on the GPU.
+
+    Raises:
+        ValueError: for the first such tensor, as Triton raises.
+    """
+    for position, tensor in enumerate(tensors):
+        if not is_virtual(tensor.device):
+            raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
+
+
 def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Record a launch, unless the grid is empty.
 
@@ -65,9 +76,7 @@ def launch(kernel: Any, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     for hook in kernel.pre_run_hooks:
         hook(*args, **kwargs)
     given = _arguments_of(kernel.fn, args, kwargs)
-    for position, tensor in enumerate(tensors_of(tuple(given.values()))):
-        if not is_virtual(tensor.device):
-            raise ValueError(f"Pointer argument (at {position}) cannot be accessed from Triton (cpu tensor?)")
+    check_pointers(tensors_of(tuple(given.values())))
     sizes = grid(given) if callable(grid) else grid
     if all(sizes if isinstance(sizes, (tuple, list)) else (sizes,)):
         _record_launch(kernel.fn, given)
