@@ -22,8 +22,8 @@ from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 LONGEST_PERIOD = 8
 """The longest period to look for, in layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""
 
-LAST_LAYERS = 2
-"""Layers at the end that differ from the rest, as the output of a layer lives until the layer after next."""
+EDGE_LAYERS = 2
+"""Layers at an end that differ from the rest, as the output of a layer lives until the layer after next."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,23 @@ class ShallowModel:
         return with_settings(recipe, {self.counts_last: self.num_last}) if self.counts_last else recipe
 
 
-def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
+def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:
+    """Return the stand-ins for a model, in the order in which to try them; none if all of it is less work.
+
+    Args:
+        recipe: for its settings about layers.
+        model: the whole model, on the meta device.
+    """
+    usual = shallow_model(recipe, model)
+    if usual is None:
+        return []
+    if usual.layers.tail is not None:  # a deeper stand-in of two stretches costs more than all layers
+        smaller = shallow_model(recipe, model, edge=EDGE_LAYERS)
+        return [smaller, usual] if smaller and smaller.num_layers < usual.num_layers else [usual]
+    return [usual, usual.deeper()] if usual.more[0] > 1 else [usual]
+
+
+def shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None) -> ShallowModel | None:
     """Return the smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
     Settings that a recipe gives in numbers of layers must not reach beyond the stand-in. The last layers that it treats
@@ -87,6 +103,9 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     Args:
         recipe: for its settings about layers.
         model: the whole model, on the meta device.
+        edge: layers at either end of a stretch that may differ from the rest; None: a whole period, so that each kind
+            of layer is among those that a pass meets first, which tune their kernels then. It is a whole period, too,
+            where the recipe's settings reach from one layer to others.
 
     Returns:
         The stand-in.
@@ -102,14 +121,18 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     ) or [("", 0)]
     counts = [value for _, value in (*layer_counts(recipe, "period"), *others)]
     period = math.lcm(period, *counts)
+    margin = 0
     if key_with(recipe, "layers fetched ahead"):
-        lead += period
+        margin += period
     if recipe.offload.folder is not None:  # files are copied in a later layer's turn
-        lead += period
-    repeated, edge = 2 * period, max(period, LAST_LAYERS) + sum(counts)
+        margin += period
+    lead += margin
+    if edge is None or counts or margin or edge > period:
+        edge = period
+    enough = edge + period + max(edge, EDGE_LAYERS) + sum(counts)
     first_of_last = len(stack) - num_last
-    short = _shortened(first_of_last, lead + repeated + edge, period)
-    short_last = _shortened(num_last, repeated + edge, period)
+    short = _shortened(first_of_last, lead + enough, period)
+    short_last = _shortened(num_last, enough, period)
     has_two_stretches = short_last < num_last
     if short == first_of_last and has_two_stretches:  # the last layers alone are enough to be repeated
         lead, has_two_stretches = short, False
@@ -118,7 +141,13 @@ def shallow_model(recipe: Recipe, model: nn.Module) -> ShallowModel | None:
     if not more or 2 * (short + short_last) + len(more) * period >= len(stack):
         return None
     return ShallowModel(
-        layers=Layers(stack=name, lead=lead, period=period, tail=short if has_two_stretches else None),
+        layers=Layers(
+            stack=name,
+            lead=lead,
+            period=period,
+            tail=short if has_two_stretches else None,
+            edge=None if edge == period else edge,
+        ),
         num_layers=short + short_last,
         more=tuple(more),
         counts_last=counts_last if short_last < num_last else "",

@@ -2,8 +2,9 @@
 
 The key of a trace holds all that it depends on, see ``trace_key.py``. A recipe with another batch shape, with other
 chunks or on another GPU runs the same program on other shapes: how its layers repeat, as two traces have shown for one
-recipe, is reused for another recipe of the same model where its own short trace has the same structure, operator for
-operator and free for free, and what grows with the number of layers has the same size.
+recipe, is reused for another recipe of the same model where its own short trace does the same in every layer, operator
+for operator and free for free, and what grows with the number of layers has the same size. What it does elsewhere may
+differ as far as batches and the head go (``inherited_proof.py``).
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,10 @@ from lowmem_ft.estimator.traces.trace_key import TraceKey
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.foundation.user_paths import kept_folder
 from lowmem_ft.system.whole_files import whole_file
+from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
+from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers, structure_of
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
 
 logger = logging.getLogger(__name__)
@@ -34,6 +36,32 @@ MAX_IN_MEMORY = 8
 """The most short traces in memory; each takes some MB as objects."""
 
 _SUFFIX = ".trace.npz"
+
+
+class _Proof:
+    """How layers repeat, as was shown for a trace, and that trace, of which only the outline is kept once it is needed.
+
+    Args:
+        repetition: how they repeat.
+        trace: the trace.
+    """
+
+    def __init__(self, repetition: Repetition, trace: Trace) -> None:
+        self.repetition = repetition
+        self._trace: Trace | None = trace
+        self._outline: Outline | None = None
+
+    @property
+    def layers(self) -> Layers:
+        """The way in which they repeat."""
+        return self.repetition.layers
+
+    def inherited(self, trace: Trace) -> Repetition | None:
+        """Return how those of another trace repeat; None if this does not tell."""
+        if self._trace is not None:
+            self._outline, self._trace = Outline.of(self._trace, self.layers), None
+        assert self._outline is not None
+        return inherit(self.repetition, self._outline, trace)
 
 
 class KeptTraces:
@@ -51,7 +79,7 @@ class KeptTraces:
         self._folder = folder
         self._max_folder_bytes = max_folder_bytes
         self._in_memory: OrderedDict[TraceKey, ShortTrace] = OrderedDict()
-        self._proofs: dict[str, dict[str, Repetition]] = {}
+        self._proofs: dict[str, dict[str, _Proof]] = {}
         self._layers: dict[str, Layers | None] = {}
         """For each family that was traced or looked up on disk: how the layers of the latest repeat."""
 
@@ -69,20 +97,37 @@ class KeptTraces:
                 self._remember(key, found)
         return self._in_memory.get(key)
 
-    def proofs(self, key: TraceKey) -> Mapping[str, Repetition]:
-        """Return how layers repeat in traced recipes of the same model, by the structure of their short traces."""
-        if key.family not in self._layers and self._folder is not None:
-            self._layers[key.family] = None
-            files = sorted(
-                self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used_and_size, reverse=True
-            )
-            for file in files[:1]:
-                shape = file.name.removeprefix(f"{key.family}-").removesuffix(_SUFFIX)
-                self._learn(key, _read(file, key._replace(shape=shape)))
-        return self._proofs.get(key.architecture, {})
+    def shown_for(self, key: TraceKey, trace: Trace, layers: Layers) -> Repetition | None:
+        """Return how the layers of a short trace repeat, by what was shown for a recipe of the same model, or None.
+
+        Args:
+            key: the trace's key.
+            trace: the trace.
+            layers: how its layers should repeat.
+        """
+        self._look_up(key)
+        proofs = self._proofs.get(key.architecture)
+        if proofs is None:
+            return None
+        same = proofs.get(structure_of(trace))
+        if same is not None and same.layers == layers and same.repetition.holds_for(trace):
+            return same.repetition
+        alike = (proof.inherited(trace) for proof in reversed(proofs.values()) if proof.layers == layers)
+        return next(filter(None, alike), None)
+
+    def _look_up(self, key: TraceKey) -> None:
+        """Read the latest trace of the same program, if it is on disk and none was made here."""
+        if key.family in self._layers or self._folder is None:
+            return
+        self._layers[key.family] = None
+        files = sorted(self._folder.glob(f"{key.family}-*{_SUFFIX}"), key=_last_used_and_size, reverse=True)
+        for file in files[:1]:
+            shape = file.name.removeprefix(f"{key.family}-").removesuffix(_SUFFIX)
+            self._learn(key, _read(file, key._replace(shape=shape)))
 
     def layers(self, key: TraceKey) -> Layers | None:
         """Return how the layers repeat in traces of the same program; None without a trace or a repetition."""
+        self._look_up(key)
         return self._layers.get(key.family)
 
     def keep(self, key: TraceKey, short: ShortTrace) -> None:
@@ -100,7 +145,8 @@ class KeptTraces:
 
     def _learn(self, key: TraceKey, short: ShortTrace | None) -> None:
         if short is not None and short.repetition is not None:
-            self._proofs.setdefault(key.architecture, {})[short.repetition.structure] = short.repetition
+            proofs = self._proofs.setdefault(key.architecture, {})
+            proofs.setdefault(short.repetition.structure, _Proof(short.repetition, short.traced.trace))
             self._layers[key.family] = short.repetition.layers
 
     def _remember(self, key: TraceKey, short: ShortTrace) -> None:

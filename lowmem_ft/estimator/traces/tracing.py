@@ -12,7 +12,7 @@ import importlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 
 from torch._subclasses.fake_tensor import (
@@ -26,7 +26,7 @@ from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.estimator.answers import trace_answer
 from lowmem_ft.estimator.runtime import VirtualRuntime, model_on_meta
 from lowmem_ft.estimator.traces.forked_trace import Take, forked_trace
-from lowmem_ft.estimator.traces.repeated_layers import ShallowModel, shallow_model, with_num_layers
+from lowmem_ft.estimator.traces.repeated_layers import ShallowModel, stand_ins, with_num_layers
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.trace_key import TraceKey, trace_key
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
@@ -43,9 +43,8 @@ from lowmem_ft.training.out_of_memory.retry import Retries
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
-from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError, structure_of
+from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 logger = logging.getLogger(__name__)
@@ -150,9 +149,9 @@ class _ShortTracing:
         found = None if key is None else self._kept.find(key)
         if found is not None:
             return found
-        shallow = shallow_model(self._recipe, model_on_meta(self._recipe.model, self._hf_config))
+        shallow = stand_ins(self._recipe, model_on_meta(self._recipe.model, self._hf_config))
         refuse_too_many_tokens(self._recipe, self._hf_config)  # after errors about the model
-        short = None if shallow is None else self._of_stand_in(shallow)
+        short = self._of_stand_ins(shallow) if shallow else None
         if short is None:
             short = ShortTrace(
                 traced=trace_layers(self._recipe, self._hf_config, self._new_machine(), self._process_index)
@@ -161,25 +160,16 @@ class _ShortTracing:
                 self._kept.keep(key, short)
         return short
 
-    def _of_stand_in(self, shallow: ShallowModel) -> ShortTrace | None:
+    def _of_stand_ins(self, stand_ins: list[ShallowModel]) -> ShortTrace | None:
         """Return the trace of a few layers, if it or another one shows how all of them follow; else None."""
-        stand_ins = [shallow]
-        if (
-            shallow.more[0] > 1 and shallow.layers.tail is None
-        ):  # a deeper stand-in of two stretches costs more than all layers
-            stand_ins.append(shallow.deeper())
         keys = {stand_in: self._key_of(stand_in) for stand_in in stand_ins}
-        own = keys[shallow]
-        proofs = {} if own is None else self._kept.proofs(own)
-        known = None if own is None else self._kept.layers(own)
-        stand_ins.sort(key=lambda stand_in: stand_in.layers != known)
-        for stand_in in stand_ins:
+        for stand_in in sorted(stand_ins, key=lambda stand_in: not self._is_known(keys[stand_in], stand_in)):
             key = keys[stand_in]
             found = None if key is None else self._kept.find(key)
             if found and found.repetition and found.repetition.layers != stand_in.layers:
                 found = None  # as many layers, which repeat in two stretches there and in one here
             try:
-                short = found or self._shown(stand_in, proofs)
+                short = found or self._shown(stand_in, key)
                 assert short.repetition is not None, "anything that does not repeat is kept unchanged"
                 short.repetition.refuse_depth(short.traced.trace, stand_in.more)
             except NotRegularError as error:
@@ -190,7 +180,11 @@ class _ShortTracing:
             return dataclasses.replace(short, more=stand_in.more)
         return None
 
-    def _shown(self, stand_in: ShallowModel, proofs: Mapping[str, Repetition]) -> ShortTrace:
+    def _is_known(self, key: TraceKey | None, stand_in: ShallowModel) -> bool:
+        """Return whether the latest trace of the same program repeats as a stand-in does."""
+        return key is not None and self._kept.layers(key) == stand_in.layers
+
+    def _shown(self, stand_in: ShallowModel, key: TraceKey | None) -> ShortTrace:
         """Return the stand-in's trace, and how it repeats.
 
         Raises:
@@ -199,8 +193,8 @@ class _ShortTracing:
         longer = stand_in.longer()
         with self._traced_in_parallel(longer, stand_in) as take:
             traced = self._trace(stand_in)
-            shown = proofs.get(structure_of(traced.trace)) if proofs else None
-            if shown is None or shown.layers != stand_in.layers or not shown.holds_for(traced.trace):
+            shown = None if key is None else self._kept.shown_for(key, traced.trace, stand_in.layers)
+            if shown is None:
                 other = take()
                 if other is not None:
                     self._traced[_size_of(longer)] = other

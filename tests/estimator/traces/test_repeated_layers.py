@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from lowmem_ft.estimator.runtime import model_on_meta
-from lowmem_ft.estimator.traces.repeated_layers import shallow_model, with_num_layers
+from lowmem_ft.estimator.traces.repeated_layers import shallow_model, stand_ins, with_num_layers
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import load_recipe
 
@@ -66,6 +66,22 @@ def test_the_last_layers_that_are_not_checkpointed_repeat_by_themselves():
     assert found.num_layers <= 10
     recipe = found.recipe(load_recipe(None, ["model=any", "checkpointing.mode=full"]))
     assert recipe.checkpointing.skip_last_layers == found.num_last < 12
+
+
+def test_alternating_layers_in_two_stretches_are_first_tried_with_edges_shorter_than_a_period():
+    model = model_on_meta(ModelConfig(name_or_path="any"), gemma(120))
+    plain, half = (
+        load_recipe(None, ["model=any", "checkpointing.mode=full", f"checkpointing.skip_last_layers={n}"])
+        for n in (0, 60)
+    )
+    small, usual = stand_ins(half, model)
+    assert small.num_layers < usual.num_layers
+    assert usual == shallow_model(half, model)
+    for one in (small, usual):
+        assert one.num_layers + 6 * sum(one.more) == 120
+        assert one.layers.pivots[1] + 6 <= one.num_layers - 2
+    usual, deeper = stand_ins(plain, model)
+    assert (usual, deeper) == (shallow_model(plain, model), usual.deeper())
 
 
 def test_of_two_kinds_of_last_layers_the_fewer_are_a_margin():

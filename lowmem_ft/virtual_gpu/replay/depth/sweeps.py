@@ -38,18 +38,21 @@ class Layers:
         period: layers after which the others repeat.
         tail: the first of the last layers, if the program treats these differently, for example keeps them on the
             device while it streams the others; None: there are no such layers.
+        edge: layers at the beginning of each stretch that are not copied; None: a period.
     """
 
     stack: str
     lead: int
     period: int
     tail: int | None = None
+    edge: int | None = None
 
     @property
     def pivots(self) -> tuple[int, ...]:
-        """First layer, in each stretch, of the period to repeat: the second one, as the first is at an edge."""
-        first = self.lead + self.period
-        return (first,) if self.tail is None else (first, self.tail + self.period)
+        """First layer, in each stretch, of the period to repeat, which comes after the edge."""
+        edge = self.period if self.edge is None else self.edge
+        first = self.lead + edge
+        return (first,) if self.tail is None else (first, self.tail + edge)
 
     @property
     def afters(self) -> tuple[int, ...]:
