@@ -84,16 +84,16 @@ def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:
         recipe: for its settings about layers.
         model: the whole model, on the meta device.
     """
-    usual = shallow_model(recipe, model)
+    usual = _shallow_model(recipe, model)
     if usual is None:
         return []
     if usual.layers.tail is not None:  # a deeper stand-in of two stretches costs more than all layers
-        smaller = shallow_model(recipe, model, edge=EDGE_LAYERS)
+        smaller = _shallow_model(recipe, model, edge=EDGE_LAYERS)
         return [smaller, usual] if smaller and smaller.num_layers < usual.num_layers else [usual]
     return [usual, usual.deeper()] if usual.more[0] > 1 else [usual]
 
 
-def shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None) -> ShallowModel | None:
+def _shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None) -> ShallowModel | None:
     """Return the smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
     Settings that a recipe gives in numbers of layers must not reach beyond the stand-in. The last layers that it treats

@@ -39,7 +39,7 @@ _SUFFIX = ".trace.npz"
 
 
 class _Proof:
-    """How layers repeat, as was shown for a trace, and that trace, of which only the outline is kept once it is needed.
+    """Repetition of layers, as shown for a trace, with that trace, or only its outline once that was needed.
 
     Args:
         repetition: how they repeat.

@@ -8,7 +8,7 @@ makes the call's results in the same way.
 It asks torch each time for calls that do not determine their results: where these depend on values or their number,
 where an argument changes its shape or gives its storage away, for tensors of other classes or with values of torch's
 own, for arguments that are not plain values, and for operators from elsewhere, unless their author has declared the
-arguments that matter (``operator_costs.py``).
+arguments that matter (``operator_costs.py``), or their rules were read and are listed here.
 """
 
 from __future__ import annotations
@@ -40,6 +40,17 @@ _DEPENDS_ON_MORE = (
     torch.Tag.inplace_view,
 )
 _KEEPS_VALUES = frozenset({aten.lift.default, aten.lift_fresh.default, aten.lift_fresh_copy.default})
+_BY_CALL = frozenset(
+    {
+        *("torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"),
+        *("bitsandbytes::quantize_4bit", "bitsandbytes::dequantize_4bit"),
+        *("bitsandbytes::quantize_blockwise", "bitsandbytes::dequantize_blockwise"),
+    }
+)
+"""Operators from elsewhere whose fake rules and costs look at shapes, types and plain arguments alone.
+
+Sources: pytorch 2.13, torch/nn/attention/varlen.py; bitsandbytes 0.50.2, ``_ops.py``.
+"""
 _VIEWS_BY_ANOTHER_NAME = frozenset({aten._unsafe_view.default})
 
 _WithoutDispatch: Any = torch._C._DisableTorchDispatch  # type: ignore[attr-defined]
@@ -290,7 +301,7 @@ def _kind(func: Any) -> Literal["view", "by call", "other"]:
     cost = registered_cost(func)
     if func in _VIEWS_BY_ANOTHER_NAME and cost is None:
         return "view"
-    is_told = cost is not None and cost.irrelevant is not None
+    is_told = func.name() in _BY_CALL if cost is None else cost.irrelevant is not None
     if (func.namespace != "aten" and not is_told) or any(tag in func.tags for tag in _DEPENDS_ON_MORE):
         return "other"
     if not func.is_view:

@@ -7,7 +7,7 @@ from torch import nn
 from transformers import Gemma3TextConfig, GPT2Config, LlamaConfig
 
 from lowmem_ft.estimator.runtime import model_on_meta
-from lowmem_ft.estimator.traces.repeated_layers import shallow_model, stand_ins, with_num_layers
+from lowmem_ft.estimator.traces.repeated_layers import stand_ins, with_num_layers
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import load_recipe
 
@@ -24,7 +24,7 @@ def gemma(num_layers: int) -> Gemma3TextConfig:
 
 def shallow(config, *settings: str):
     recipe = load_recipe(None, ["model=any", *settings])
-    return shallow_model(recipe, model_on_meta(ModelConfig(name_or_path="any"), config))
+    return next(iter(stand_ins(recipe, model_on_meta(ModelConfig(name_or_path="any"), config))), None)
 
 
 def test_a_model_of_equal_layers_repeats_from_the_first_with_period_one():
@@ -76,12 +76,13 @@ def test_alternating_layers_in_two_stretches_are_first_tried_with_edges_shorter_
     )
     small, usual = stand_ins(half, model)
     assert small.num_layers < usual.num_layers
-    assert usual == shallow_model(half, model)
+    assert (small.layers.edge, usual.layers.edge) == (2, None)
     for one in (small, usual):
         assert one.num_layers + 6 * sum(one.more) == 120
         assert one.layers.pivots[1] + 6 <= one.num_layers - 2
     usual, deeper = stand_ins(plain, model)
-    assert (usual, deeper) == (shallow_model(plain, model), usual.deeper())
+    assert usual.layers.edge is None
+    assert deeper == usual.deeper()
 
 
 def test_of_two_kinds_of_last_layers_the_fewer_are_a_margin():
@@ -124,13 +125,12 @@ def test_an_odd_layer_in_front_is_the_lead():
     layers = model.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
     layers[0].get_submodule("mlp").register_parameter("odd", nn.Parameter(torch.empty(3, device="meta")))
-    found = shallow_model(load_recipe(None, ["model=any"]), model)
-    assert found is not None
+    found, *_ = stand_ins(load_recipe(None, ["model=any"]), model)
     assert (found.layers.lead, found.layers.period) == (1, 1)
 
 
 def test_a_model_without_a_stack_of_layers_is_traced_whole():
-    assert shallow_model(load_recipe(None, ["model=any"]), nn.Linear(2, 2)) is None
+    assert stand_ins(load_recipe(None, ["model=any"]), nn.Linear(2, 2)) == []
 
 
 def test_a_config_with_fewer_layers_is_cut_everywhere_and_the_original_is_left_alone():

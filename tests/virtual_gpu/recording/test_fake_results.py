@@ -6,12 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.attention import varlen
 
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording import fake_results
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
+from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
 
 aten = torch.ops.aten
 
@@ -245,3 +247,42 @@ def test_operators_from_elsewhere_are_asked_unless_their_author_says_what_counts
         ops.told(hidden[1:], 0)
         assert asked == [0, 1, 2, 0, 0]
     assert [entry.num_bytes for entry in gpu.work.entries if entry.name == "told"] == [7] * 4
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The names of operators whose results torch's fake mode was asked for."""
+    names: list[str] = []
+    ask = FakeMode.__torch_dispatch__
+
+    def spy(self, func, types, args=(), kwargs=None):
+        names.append(func.name())
+        return ask(self, func, types, args, kwargs)
+
+    monkeypatch.setattr(fake_results, "_SEEN", {})
+    monkeypatch.setattr(FakeMode, "__torch_dispatch__", spy)
+    return names
+
+
+def test_attention_over_documents_is_asked_once_for_each_length_of_the_longest(asked):
+    with VirtualGPU("a100-80gb") as gpu:
+        rows = torch.zeros(16, 2, 16, dtype=torch.bfloat16, device=gpu.device)
+        for longest in (8, 8, 12, 8):
+            borders = torch.tensor([0, longest, 16], dtype=torch.int32).to(gpu.device)
+            varlen.varlen_attn(rows, rows, rows, borders, borders, longest, longest)
+    flops = [entry.flops for entry in gpu.work.entries if "_varlen_attn" in entry.name]
+    assert flops[0] == flops[1] == flops[3] < flops[2]
+    assert asked.count("torch_attn::_varlen_attn") == 2
+
+
+def test_unpacking_four_bits_is_asked_once_for_each_shape(asked):
+    pytest.importorskip("bitsandbytes")
+    with VirtualGPU("a100-80gb") as gpu:
+        for rows in (8, 8, 4, 8):
+            packed = torch.zeros(8 * rows, 1, dtype=torch.uint8, device=gpu.device)
+            scales = torch.zeros(rows // 4, device=gpu.device)
+            weight = torch.ops.bitsandbytes.dequantize_4bit(
+                packed, scales, 64, "nf4", [rows, 16], torch.bfloat16
+            )
+            assert weight.shape == (rows, 16)
+    assert asked.count("bitsandbytes::dequantize_4bit") == 2

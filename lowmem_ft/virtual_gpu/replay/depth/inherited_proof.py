@@ -39,7 +39,7 @@ _SEES_NO_OTHER_WEIGHTS = frozenset({"load", "forward", "backward", "evaluation"}
 
 @dataclass(frozen=True, kw_only=True)
 class Outline:
-    """What a trace's births do, without their bytes.
+    """Outline of a trace: everything that its births do, without their bytes.
 
     Args:
         segments: the layers that each segment visits, in order; ``OUTSIDE`` alone for births outside the layers.

@@ -104,7 +104,7 @@ def test_what_a_batch_or_the_head_does_more_often_is_no_matter_of_depth(other: d
     [{"kept": 2}, {"updates": 2}, {"lists_in_head": 1}],
     ids=["in-the-layers", "in-the-optimizer's-step", "lists-of-tensors"],
 )
-def test_what_may_depend_on_the_depth_is_proved_anew(other: dict[str, int]) -> None:
+def test_what_may_depend_on_the_depth_is_proved_again(other: dict[str, int]) -> None:
     assert inherited(program(SHORT, **other)) is None
 
 
@@ -113,6 +113,6 @@ def test_what_grows_must_be_met_unchanged() -> None:
     assert inherited(program(SHORT), norms_by_chunk=1) is None
 
 
-def test_another_number_of_layers_or_passes_is_proved_anew() -> None:
+def test_another_number_of_layers_or_passes_is_proved_again() -> None:
     assert inherited(program(SHORT + 1)) is None
     assert inherited(program(2)) is None
