@@ -261,7 +261,7 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
     times = replays.clock.times_on(gpu, processes and link_between(gpu, processes.num_machines))
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
-    sent = _sent_bytes(trace, first, last)
+    sent = replays.clock.sent_bytes(first, last)
     by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = surroundings.micro_batches_per_step
@@ -273,7 +273,7 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
         each = times.between(*repeated)
         each_seconds = each.seconds
         spans.append((others, each))
-        sent += others * _sent_bytes(trace, *repeated)
+        sent += others * replays.clock.sent_bytes(*repeated)
         for name, spent in replays.clock.seconds_by_operator(times, *repeated).items():
             by_operator[name] = by_operator.get(name, 0.0) + others * spent
     clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
@@ -293,13 +293,6 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
         by_kind=by_kind,
     )
     return found, clock
-
-
-def _sent_bytes(trace: Trace, first: int, last: int) -> int:
-    """Return the bytes that the rank sends to others in a stretch of the log."""
-    return sum(
-        entry.num_bytes * entry.times for entry in trace.work[first:last] if entry.kind == "collective"
-    )
 
 
 def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:

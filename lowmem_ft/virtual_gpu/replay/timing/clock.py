@@ -11,7 +11,7 @@ round that represents several is replayed as often, so that copies overlap with 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, get_args
@@ -25,7 +25,20 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.replay.timing.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
-from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import LoggedRound, rounds_of
+from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import (
+    COLLECTIVE,
+    COPY_TO_DEVICE,
+    COPY_TO_HOST,
+    HOST_COPY,
+    KERNELS,
+    RECORD,
+    ROUND,
+    SYNCHRONIZE,
+    WAIT,
+    LoggedRound,
+    Program,
+    program_of,
+)
 
 Bound = Literal["compute", "memory bandwidth", "kernel launches", "host copies", "communication"]
 
@@ -141,19 +154,25 @@ class Clock:
 
     def __init__(self, entries: Sequence[Work]) -> None:
         self._entries = entries
+        kinds, of_kind = _encode([entry.kind for entry in entries])
         self._is_kernel, self._is_collective, self._is_copy, self._is_host_copy = (
-            np.array([entry.kind == kind for entry in entries], dtype=bool)
+            of_kind == (kinds.index(kind) if kind in kinds else -1)
             for kind in ("kernel", "collective", "copy", "host copy")
         )
         self._times = np.array([entry.times for entry in entries], dtype=np.float64)
-        self._launches = np.array([entry.num_launches for entry in entries], dtype=np.float64)
+        # Nearly all have one launch: no arithmetic for those.
+        launches = [1 if entry.launches == 1 else entry.num_launches for entry in entries]
+        self._launches = np.array(launches, dtype=np.float64)
         self._python_operators = np.array([entry.python_operators for entry in entries], dtype=np.float64)
         self._by_triton = np.array([entry.by_triton for entry in entries], dtype=bool)
         self._flops = np.array([entry.flops for entry in entries], dtype=np.float64)
         self._bytes = np.array([entry.num_bytes for entry in entries], dtype=np.float64)
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
         self._runs: dict[tuple[float, float, float], _KernelRuns] = {}
-        self._is_attention = np.array(["attention" in entry.name for entry in entries], dtype=bool)
+        self._operators, self._of_operator = _encode([entry.name for entry in entries])
+        self._is_attention = np.array(["attention" in name for name in self._operators], dtype=bool)[
+            self._of_operator
+        ]
         self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
     def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
@@ -180,16 +199,17 @@ class Clock:
         durations = np.maximum(compute, traffic) + copies + collectives + host_copies
 
         main = self._busiest_stream(durations * self._times)
+        copying, exchanging = self._side_streams
+        numbers = self._program.streams
         replay = _Replay(
-            self._entries,
+            self._program,
             durations,
             self._runs_at(reached),
-            main,
+            numbers.get(main, -1),
             operator_seconds=reached.operator_seconds,
-            copying=set(self._streams[self._is_copy].tolist()),
-            exchanging=set(self._streams[self._is_collective].tolist()) - {main},
+            copying={numbers[stream] for stream in copying},
+            exchanging={numbers[stream] for stream in exchanging - {main}},
         )
-        replay.go_through(self._program)
         starts, ends = replay.times()
 
         times_on_main = np.where(self._streams == main, self._times, 0.0)
@@ -211,21 +231,33 @@ class Clock:
 
     def seconds_by_operator(self, times: Times, first: int, last: int) -> dict[str, float]:
         """Return the seconds that kernels take by the operator's name, in entries from ``first`` up to ``last``."""
-        names, codes = self._operators
-        seconds = np.bincount(codes[first:last], times.computing[first:last], len(names))
-        return {name: float(seconds[code]) for code, name in enumerate(names) if seconds[code]}
+        names = self._operators
+        seconds = np.bincount(self._of_operator[first:last], times.computing[first:last], len(names)).tolist()
+        return {name: spent for name, spent in zip(names, seconds, strict=True) if spent}
+
+    def sent_bytes(self, first: int, last: int) -> int:
+        """Return the bytes that the rank sends to others in entries from ``first`` up to ``last``."""
+        sending = [
+            self._entries[first + index] for index in np.flatnonzero(self._is_collective[first:last]).tolist()
+        ]
+        return sum(entry.num_bytes * entry.times for entry in sending)
 
     def _busiest_stream(self, durations: Seconds) -> int:
         """Return the stream that computes; side streams carry copies, and kernels on the way."""
-        streams = self._streams[self._is_kernel]
-        if not len(streams):
+        names, places = self._computing_streams
+        if not len(names):
             return 0
-        names, places = np.unique(streams, return_inverse=True)
         return int(names[np.bincount(places, weights=durations[self._is_kernel]).argmax()])
 
     @cached_property
-    def _operators(self) -> tuple[list[str], NDArray[np.int64]]:
-        return _encode([entry.name for entry in self._entries])
+    def _computing_streams(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The streams with kernels, and for each kernel the index of its stream among them."""
+        return np.unique(self._streams[self._is_kernel], return_inverse=True)
+
+    @cached_property
+    def _side_streams(self) -> tuple[set[int], set[int]]:
+        """The streams with copies, and those with collectives."""
+        return set(self._streams[self._is_copy].tolist()), set(self._streams[self._is_collective].tolist())
 
     @cached_property
     def _cuts(self) -> list[int]:
@@ -234,9 +266,9 @@ class Clock:
         return [0, *(np.flatnonzero(~together) + 1).tolist(), len(self._entries)] if self._entries else []
 
     @cached_property
-    def _program(self) -> LoggedRound:
+    def _program(self) -> Program:
         """The log in its rounds: runs of kernels, and every other entry by itself."""
-        return rounds_of(self._entries, itertools.pairwise(self._cuts))
+        return program_of(self._entries, self._cuts[:-1])
 
     def _runs_at(self, rates: ClockRates) -> _KernelRuns:
         """Return the runs of kernels as a host with these rates issues them; most GPUs share one."""
@@ -339,18 +371,18 @@ class _Replay:
     """The state of host, streams, copy engines and events while a log is replayed.
 
     Args:
-        entries: the log.
+        program: the log as instructions.
         durations: seconds of each entry.
         runs: runs of its kernels.
-        main: the stream whose stalls count.
+        main: the stream whose stalls count, by its number in the program; -1: it has no entry.
         operator_seconds: seconds of the host for an operator.
-        copying: the streams that carry copies.
-        exchanging: the other streams that carry collectives, and perhaps copies.
+        copying: the streams that carry copies, by number.
+        exchanging: the other streams that carry collectives, and perhaps copies, by number.
     """
 
     def __init__(
         self,
-        entries: Sequence[Work],
+        program: Program,
         durations: Seconds,
         runs: _KernelRuns,
         main: int,
@@ -361,132 +393,127 @@ class _Replay:
     ) -> None:
         # Lists: access to single numbers of an array is slow.
         self._starts, self._ends, self.copy_stalls, self.exchange_stalls = (
-            [0.0] * len(entries) for _ in range(4)
+            [0.0] * len(durations) for _ in range(4)
         )
-        self._entries = entries
         self._durations = durations.tolist()
         self._runs = runs
         self._done, self._held = runs.done_and_held(durations)
         lasts = [last - 1 for _, last in runs.bounds]
-        of_runs = zip(
-            *(column[lasts].tolist() for column in (self._done, self._held, runs.last_issued)), strict=True
-        )
-        self._of_run = dict(zip((first for first, _ in runs.bounds), of_runs, strict=True))
-        self._begun: dict[int, tuple[float, float]] = {}  # times of host and stream, for each run
+        self._of_run = [column[lasts].tolist() for column in (self._done, self._held, runs.last_issued)]
+        self._begun = [[0.0] * len(lasts) for _ in range(2)]  # times of host and of the stream, for each run
         self._main = main
         self._operator_seconds = operator_seconds
         self._stalls = dict.fromkeys(copying, self.copy_stalls)
         self._stalls.update(dict.fromkeys(exchanging, self.exchange_stalls))
         self._exchange_ready = 0.0
-        self._host = 0.0
-        self._stream_ready: dict[int, float] = {}
-        self._engines = {False: DmaEngine(), True: DmaEngine()}  # to the device, to the host
-        self._events: dict[int, tuple[float, int]] = {}  # time, and the stream it was recorded on
-        self._steps: dict[str, Callable[[int, Work, float], None]] = {
-            "kernel": self._run_kernels,
-            "copy": self._copy,
-            "collective": self._exchange,
-            "record": self._record,
-            "wait": self._wait,
-            "synchronize": self._synchronize,
-            "host copy": self._copy_on_host,
-            "mark": self._mark,
-        }
+        self._stream_ready = [0.0] * len(program.streams)
+        self._engines = DmaEngine(), DmaEngine()  # to the device, to the host
+        # Of each event, the time, and the stream it was recorded on. CUDA lets pass one that was never recorded.
+        self._reached, self._sources = [0.0] * program.num_events, [-1] * program.num_events
+        self._go_through(program.whole, 0.0)
 
-    def go_through(self, logged: LoggedRound) -> None:
-        """Replay a round as often as it repeats."""
-        entries, steps, stream_ready = self._entries, self._steps, self._stream_ready
-        for repetition in range(logged.times):
+    def _go_through(self, stretch: LoggedRound, host: float) -> float:
+        """Replay a stretch as often as it repeats.
+
+        Millions of entries go through this loop, for each GPU: the frequent ones are dealt with on the spot, in local
+        variables, which is several times as fast as a call for each.
+
+        Args:
+            stretch: the stretch.
+            host: the time of the host.
+
+        Returns:
+            The time of the host afterwards.
+        """
+        starts, ends, durations = self._starts, self._ends, self._durations
+        stream_ready, reached_of, sources = self._stream_ready, self._reached, self._sources
+        (done, held, issued), (begun_on_host, begun_on_stream) = self._of_run, self._begun
+        carry_to_device, carry_to_host = (engine.carry for engine in self._engines)
+        main, stalls, operator_seconds = self._main, self._stalls, self._operator_seconds
+        for repetition in range(stretch.times):
             if repetition:
-                for event, next_event in logged.follow:
-                    self._events[event] = self._events[next_event]
-            for part in logged.parts:
-                if isinstance(part, LoggedRound):
-                    self.go_through(part)
-                else:
-                    entry = entries[part[0]]
-                    steps[entry.kind](part[0], entry, stream_ready.get(entry.stream, 0.0))
+                for event, next_event in stretch.follow:
+                    reached_of[event], sources[event] = reached_of[next_event], sources[next_event]
+            for step, index, stream, other in stretch.instructions:
+                if step == RECORD:
+                    reached = stream_ready[stream]
+                    if reached < host:
+                        reached = host
+                    reached_of[other], sources[other] = reached, stream
+                    starts[index] = ends[index] = reached
+                elif step in (COPY_TO_DEVICE, COPY_TO_HOST):
+                    host += operator_seconds
+                    ready = stream_ready[stream]
+                    if ready < host:
+                        ready = host
+                    carry = carry_to_device if step == COPY_TO_DEVICE else carry_to_host
+                    starts[index], end = carry(ready, durations[index], host)
+                    ends[index] = stream_ready[stream] = end
+                    if other:  # the host waits for its end
+                        host = self._held_host(host, index, end, stream)
+                elif step == WAIT:
+                    ready, reached, source = stream_ready[stream], reached_of[other], sources[other]
+                    if stream == main and source in stalls:
+                        late = reached - (ready if ready > host else host)
+                        if late > 0.0:
+                            stalls[source][index] += late
+                    starts[index] = ready
+                    if reached > ready:
+                        ready = reached
+                    ends[index] = stream_ready[stream] = ready
+                elif step == KERNELS:
+                    ready = stream_ready[stream]
+                    begun_on_host[other], begun_on_stream[other] = host, ready
+                    until = host + held[other]
+                    stream_ready[stream] = done[other] + (until if until > ready else ready)
+                    host += issued[other]
+                elif step == ROUND:
+                    host = self._go_through(stretch.rounds[other], host)
+                elif step == SYNCHRONIZE:
+                    starts[index] = host
+                    if other >= 0:
+                        host = self._held_host(host, index, reached_of[other], sources[other])
+                    else:
+                        for each, until in enumerate(stream_ready):
+                            host = self._held_host(host, index, until, each)
+                    ends[index] = host
+                elif step == COLLECTIVE:
+                    host += operator_seconds
+                    # Those of one communicator run one after the other, in the order of their issue.
+                    starts[index] = start = max(host, stream_ready[stream], self._exchange_ready)
+                    ends[index] = stream_ready[stream] = self._exchange_ready = start + durations[index]
+                elif step == HOST_COPY:
+                    starts[index] = host
+                    has_work_until = max(host, self._main_ready)
+                    host += durations[index]
+                    self.copy_stalls[index] += max(0.0, host - has_work_until)
+                    ends[index] = host
+                else:  # a mark
+                    starts[index] = ends[index] = host
+        return host
+
+    @property
+    def _main_ready(self) -> float:
+        return self._stream_ready[self._main] if self._main >= 0 else 0.0
+
+    def _held_host(self, host: float, index: int, until: float, source: int) -> float:
+        """Let the host wait for a stream; the main stream may run out of work, unless the host waits for that one."""
+        if source != self._main and source in self._stalls:
+            self._stalls[source][index] += max(0.0, until - max(host, self._main_ready))
+        return max(host, until)
 
     def times(self) -> tuple[Seconds, Seconds]:
         """Return the start and end of each entry."""
         starts, ends = np.array(self._starts), np.array(self._ends)
         bounds = np.array(self._runs.bounds, dtype=np.int64).reshape(-1, 2)
-        begun = np.array([self._begun.get(first, (0.0, 0.0)) for first in bounds[:, 0].tolist()]).reshape(
-            -1, 2
-        )
         lengths = bounds[:, 1] - bounds[:, 0]
-        host, ready = np.repeat(begun, lengths, axis=0).T
+        host, ready = (np.repeat(np.array(begun), lengths) for begun in self._begun)
         kernels = self._runs.kernels
         ends[kernels] = self._done[kernels] + np.maximum(host + self._held[kernels], ready)
         starts[kernels[1:]] = ends[kernels[:-1]]
-        starts[bounds[:, 0]] = begun[:, 1]
+        starts[bounds[:, 0]] = self._begun[1]
         starts[kernels] = np.maximum(starts[kernels], host + self._runs.first_issued[kernels])
         return starts, ends
-
-    def _run_kernels(self, first: int, entry: Work, ready: float) -> None:
-        done, held, issued = self._of_run[first]
-        self._begun[first] = self._host, ready
-        self._stream_ready[entry.stream] = done + max(self._host + held, ready)
-        self._host += issued
-
-    def _record(self, index: int, entry: Work, ready: float) -> None:
-        reached = max(ready, self._host)
-        self._events[entry.event] = (reached, entry.stream)
-        self._starts[index] = self._ends[index] = reached
-
-    def _mark(self, index: int, entry: Work, ready: float) -> None:
-        self._starts[index] = self._ends[index] = self._host
-
-    def _copy(self, index: int, entry: Work, ready: float) -> None:
-        self._host += self._operator_seconds
-        engine = self._engines[entry.to_host]
-        engine.forget(self._host)
-        start, end = engine.carry(max(self._host, ready), self._durations[index])
-        self._starts[index], self._ends[index] = start, end
-        self._stream_ready[entry.stream] = end
-        if entry.blocking:
-            self._hold_host(index, end, entry.stream)
-
-    def _copy_on_host(self, index: int, entry: Work, ready: float) -> None:
-        """Keep the host busy; the main stream may run out of work meanwhile."""
-        self._starts[index] = self._host
-        has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
-        self._host += self._durations[index]
-        self.copy_stalls[index] += max(0.0, self._host - has_work_until)
-        self._ends[index] = self._host
-
-    def _exchange(self, index: int, entry: Work, ready: float) -> None:
-        """Run collectives of one communicator one after the other, in the order of their issue, on whatever stream."""
-        self._host += self._operator_seconds
-        start = max(self._host, ready, self._exchange_ready)
-        end = start + self._durations[index]
-        self._starts[index], self._ends[index] = start, end
-        self._stream_ready[entry.stream] = self._exchange_ready = end
-
-    def _wait(self, index: int, entry: Work, ready: float) -> None:
-        # CUDA lets a stream pass an event that was never recorded.
-        reached, source = self._events.get(entry.event, (0.0, entry.stream))
-        if entry.stream == self._main and source in self._stalls:
-            self._stalls[source][index] += max(0.0, reached - max(ready, self._host))
-        self._starts[index], self._ends[index] = ready, max(ready, reached)
-        self._stream_ready[entry.stream] = max(ready, reached)
-
-    def _synchronize(self, index: int, entry: Work, ready: float) -> None:
-        self._starts[index] = self._host
-        if entry.event != -1:
-            reached, source = self._events.get(entry.event, (0.0, entry.stream))
-            self._hold_host(index, reached, source)
-        else:
-            for stream, until in self._stream_ready.items():
-                self._hold_host(index, until, stream)
-        self._ends[index] = self._host
-
-    def _hold_host(self, index: int, until: float, source: int) -> None:
-        """Let the host wait for a stream; the main stream may run out of work, unless the host waits for that one."""
-        if source != self._main and source in self._stalls:
-            has_work_until = max(self._host, self._stream_ready.get(self._main, 0.0))
-            self._stalls[source][index] += max(0.0, until - has_work_until)
-        self._host = max(self._host, until)
 
 
 def _encode(words: list[str]) -> tuple[list[str], NDArray[np.int64]]:

@@ -17,41 +17,43 @@ class DmaEngine:
         self._starts = [0.0]
         self._stops = [float("inf")]
 
-    def carry(self, ready: float, seconds: float) -> tuple[float, float]:
+    def carry(self, ready: float, seconds: float, now: float = 0.0) -> tuple[float, float]:
         """Give a copy the first free times from a moment on.
 
         Args:
             ready: the moment from which it may begin.
             seconds: seconds that it takes in all.
+            now: a moment before which this copy and later ones are not ready; free times before it are forgotten.
 
         Returns:
             The moments at which it begins and at which it is done.
         """
-        index = bisect_right(self._stops, ready)
-        start = at = max(ready, self._starts[index])
-        while at + seconds > self._stops[index]:
-            seconds -= self._stops[index] - at
-            index = self._take(index, at, self._stops[index])
-            at = self._starts[index]
-        self._take(index, at, at + seconds)
-        return start, at + seconds
-
-    def forget(self, moment: float) -> None:
-        """Forget free times before a moment, as no later copy will be ready before it."""
-        if self._stops[0] <= moment:  # rarely
-            num_over = bisect_right(self._stops, moment)
-            del self._starts[:num_over], self._stops[:num_over]
-
-    def _take(self, index: int, start: float, stop: float) -> int:
-        """Use a part of a free time, and return the index of the next one."""
-        is_rest_before, is_rest_behind = self._starts[index] < start, stop < self._stops[index]
-        if is_rest_before and is_rest_behind:
-            self._starts.insert(index + 1, stop)
-            self._stops.insert(index, start)
-        elif is_rest_before:
-            self._stops[index] = start
-        elif is_rest_behind:
-            self._starts[index] = stop
+        starts, stops = self._starts, self._stops
+        if stops[0] <= now:  # rarely
+            num_over = bisect_right(stops, now)
+            del starts[:num_over], stops[:num_over]
+        index = bisect_right(stops, ready)
+        start = at = starts[index]
+        if at < ready:
+            start = at = ready
+        stop = stops[index]
+        while at + seconds > stop:
+            seconds -= stop - at
+            if starts[index] < at:
+                stops[index] = at
+                index += 1
+            else:
+                del starts[index], stops[index]
+            at, stop = starts[index], stops[index]
+        end = at + seconds
+        if starts[index] < at:  # some of this free time is left before the copy
+            if end < stop:
+                starts.insert(index + 1, end)
+                stops.insert(index, at)
+            else:
+                stops[index] = at
+        elif end < stop:
+            starts[index] = end
         else:
-            del self._starts[index], self._stops[index]
-        return index + is_rest_before + is_rest_behind
+            del starts[index], stops[index]
+        return start, end
