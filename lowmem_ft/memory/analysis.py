@@ -39,12 +39,18 @@ def peak_by_phase(timeline: Timeline, live_bytes: Sequence[int]) -> dict[Phase, 
         Bytes by phase; phases without an allocation are missing.
     """
     peaks: dict[Phase, int] = {}
+    phases: list[Phase] = [allocation.phase for allocation in timeline.allocations]
     phase: Phase | None = None
+    peak = 0
     for (kind, index), live in zip(timeline.events, live_bytes, strict=False):
-        if kind == "malloc":
-            phase = timeline.allocations[index].phase
-        if phase is not None:
-            peaks[phase] = max(peaks.get(phase, 0), live)
+        if kind == "malloc" and (latest := phases[index]) != phase:
+            if phase is not None:
+                peaks[phase] = peak
+            phase, peak = latest, peaks.setdefault(latest, 0)
+        if live > peak:
+            peak = live
+    if phase is not None:
+        peaks[phase] = peak
     return peaks
 
 

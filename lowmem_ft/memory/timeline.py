@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -66,12 +67,13 @@ class Timeline:
 
     def live_bytes(self, places: Sequence[Place] = ("device",)) -> Iterator[int]:
         """Yield bytes alive in some places after each event, unrounded: what an exact allocator would hold."""
-        live = 0
-        for kind, index in self.events:
-            if kind != "empty_cache" and self.allocations[index].place in places:
-                size = self.allocations[index].size_bytes
-                live += size if kind == "malloc" else -size
-            yield live
+        sizes = [one.size_bytes if one.place in places else 0 for one in self.allocations]
+        return itertools.accumulate(
+            [
+                sizes[index] if kind == "malloc" else -sizes[index] if kind == "free" else 0
+                for kind, index in self.events
+            ]
+        )
 
     def alive_at(self, position: int) -> list[int]:
         """Return indices of the allocations alive right after the event at ``position``, in order of birth."""

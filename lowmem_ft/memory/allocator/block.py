@@ -44,6 +44,12 @@ class Block:
         """True if the segment holds other blocks too."""
         return self.previous is not None or self.next is not None
 
+    @property
+    def grown_size(self) -> int:
+        """Its bytes, with those of the address space behind it that has no memory yet."""
+        following = self.next
+        return self.size + (following.size if following is not None and not following.is_mapped else 0)
+
     def copied(self, pool: BlockPool, after: Block | None) -> Block:
         """Copy the block into another pool, after another neighbour; adds the copy to the pool if it is free."""
         other = Block(pool, self.address, self.size, self.is_mapped)
@@ -59,33 +65,29 @@ class Block:
     def split(self, size: int) -> Block:
         """Keep the first ``size`` bytes; return the rest as a block of its own."""
         rest = Block(self.pool, self.address + size, self.size - size, self.is_mapped)
-        rest.previous, rest.next = self, self.next
-        if self.next is not None:
-            self.next.previous = rest
+        rest.previous, rest.next = self, (behind := self.next)
+        if behind is not None:
+            behind.previous = rest
         self.size, self.next = size, rest
         return rest
 
     def merge_free_neighbours(self) -> Block:
         """Join with neighbours that are free and mapped alike, taking them out of the pool; return the joint block."""
-        following = self.next
-        if following is not None and self._joins(following):
+        following, previous, is_mapped = self.next, self.previous, self.is_mapped
+        if following is not None and not following.is_allocated and following.is_mapped == is_mapped:
             self.pool.discard(following)
             self._absorb_next(following)
-        previous = self.previous
-        if previous is None or not self._joins(previous):
+        if previous is None or previous.is_allocated or previous.is_mapped != is_mapped:
             return self
         self.pool.discard(previous)
         previous._absorb_next(self)
         return previous
 
-    def _joins(self, neighbour: Block) -> bool:
-        return not neighbour.is_allocated and neighbour.is_mapped == self.is_mapped
-
     def _absorb_next(self, following: Block) -> None:
         self.size += following.size
-        self.next = following.next
-        if self.next is not None:
-            self.next.previous = self
+        self.next = behind = following.next
+        if behind is not None:
+            behind.previous = self
 
 
 class BlockPool:
@@ -136,6 +138,23 @@ class BlockPool:
         key = block.size << _ADDRESS_BITS | block.address
         del self._keys[bisect_left(self._keys, key)]
         del self._block_by_key[key]
+
+    def best_fit(self, size: int) -> int | None:
+        """Return the position of the block that serves a size: the smallest that holds it; None if none does.
+
+        Blocks that can grow are compared by their grown size: while that shrinks, larger blocks are preferred.
+        """
+        keys, blocks = self._keys, self._block_by_key
+        position, last = bisect_left(keys, size << _ADDRESS_BITS), len(keys) - 1
+        if position > last:
+            return None
+        following = blocks[keys[position]].next
+        # One that cannot grow is no larger, grown, than those behind it.
+        if following is not None and not following.is_mapped:
+            grown = blocks[keys[position]].grown_size
+            while position < last and (behind := blocks[keys[position + 1]].grown_size) < grown:
+                position, grown = position + 1, behind
+        return position
 
     def pop(self, position: int) -> Block:
         """Remove and return the block at a position."""

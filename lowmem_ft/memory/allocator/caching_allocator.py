@@ -97,6 +97,8 @@ class CachingAllocator:
         self._pools: dict[tuple[bool, int], BlockPool] = {}
         self._num_large_searches = 0
         self._rounds_to_divisions = max(self.config.roundup_power2_divisions) > 1
+        self._is_expandable = self.config.expandable_segments
+        self._max_split_size = self.config.max_split_size_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -124,12 +126,17 @@ class CachingAllocator:
         if size_bytes == 0:
             return Block(self._pool(True, stream), 0, 0)
         size = self._rounded(size_bytes)
-        pool = self._pool(size <= SMALL_SIZE, stream)
+        is_small = size <= SMALL_SIZE
+        pool = self._pools.get((is_small, stream))
+        if pool is None:
+            pool = self._pool(is_small, stream)
         block = self._cached_block(pool, size) or self._new_block(pool, size)
         if block is None:
             raise self._out_of_memory(size_bytes, size, stream)
-        if self._should_split(block, size):
-            self._add_to_pool(block.split(size))
+        if block.size != size and self._should_split(block, size):
+            rest = block.split(size)
+            rest.freed_at = self._num_large_searches
+            pool.add(rest)
         block.is_allocated = True
         block.requested_bytes = size_bytes
         self.allocated_bytes += block.size
@@ -150,7 +157,9 @@ class CachingAllocator:
             for action in ("free_requested", "free_completed"):
                 self._driver.record(action, block.address, block.requested_bytes, block.pool.stream)
         block.requested_bytes = 0
-        self._add_to_pool(block.merge_free_neighbours())
+        block = block.merge_free_neighbours()
+        block.freed_at = self._num_large_searches
+        block.pool.add(block)
 
     def empty_cache(self) -> None:
         """Give cached memory that is not tied to a block in use back to the driver."""
@@ -186,8 +195,6 @@ class CachingAllocator:
     # --- choosing a block --------------------------------------------------------------------------------------------
 
     def _rounded(self, size: int) -> int:
-        if size < MIN_BLOCK_SIZE:
-            return MIN_BLOCK_SIZE
         if self._rounds_to_divisions:
             divisions = self.config.roundup_divisions(size)
             if divisions > 1 and size > MIN_BLOCK_SIZE * divisions:
@@ -208,12 +215,10 @@ class CachingAllocator:
         """Return the best fit among the free blocks, taken out of the pool; None if there is no fit."""
         if not pool.is_small:
             self._num_large_searches += 1
-        position = pool.position_of_at_least(size)
-        if position == len(pool):
+        position = pool.best_fit(size)
+        if position is None:
             return None
-        if self.config.expandable_segments:
-            position = _least_expandable(pool, position)
-        if self.config.max_split_size_bytes is not None and not self._may_serve(pool[position], size):
+        if self._max_split_size is not None and not self._may_serve(pool[position], size):
             return None
         return pool.pop(position)
 
@@ -229,14 +234,10 @@ class CachingAllocator:
 
     def _should_split(self, block: Block, size: int) -> bool:
         rest = block.size - size
-        if block.pool.is_small or self.config.expandable_segments:
+        if self._is_expandable or block.pool.is_small:
             return rest >= MIN_BLOCK_SIZE
-        max_split_size = self.config.max_split_size_bytes
+        max_split_size = self._max_split_size
         return rest > SMALL_SIZE and (max_split_size is None or size < max_split_size)
-
-    def _add_to_pool(self, block: Block) -> None:
-        block.freed_at = self._num_large_searches
-        block.pool.add(block)
 
     # --- taking from the driver, and giving back to it ---------------------------------------------------------------
 
@@ -328,18 +329,6 @@ def _round_up_to_division(size: int, divisions: int) -> int:
     power = 1 << (size.bit_length() - 1)
     part = power // divisions
     return -(-size // part) * part
-
-
-def _least_expandable(pool: BlockPool, position: int) -> int:
-    """Compare blocks that can grow by their grown size: move to larger ones as long as that size shrinks."""
-    while position + 1 < len(pool) and _grown_size(pool[position + 1]) < _grown_size(pool[position]):
-        position += 1
-    return position
-
-
-def _grown_size(block: Block) -> int:
-    following = block.next
-    return block.size + (following.size if following is not None and not following.is_mapped else 0)
 
 
 def _mapped_stretches(head: Block) -> Iterator[list[Block]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -81,13 +82,17 @@ class Replaying:
 
     def run(self, until: int | None = None) -> None:
         """Continue to the event at a position, or to the end; stop early at the first request that does not fit."""
-        allocator, live = self._allocator, self._live
+        allocator, live, block_bytes = self._allocator, self._live, self._block_bytes
         allocations, events = self._timeline.allocations, self._timeline.events
         is_served = [allocation.place in self._places for allocation in allocations]
-        for position in range(len(self._allocated), len(events) if until is None else until):
-            kind, index = events[position]
+        peak_allocated, peak_reserved = self._peak_allocated[0], self._peak_reserved[0]
+        reserved = allocator.reserved_bytes
+        add_allocated, add_reserved = self._allocated.append, self._reserved.append
+        begin = len(self._allocated)
+        for position, (kind, index) in enumerate(itertools.islice(events, begin, until), begin):
             if kind == "empty_cache":
                 allocator.empty_cache()
+                reserved = allocator.reserved_bytes
             elif not is_served[index]:
                 pass
             elif kind == "free":
@@ -96,17 +101,20 @@ class Replaying:
                 request = allocations[index]
                 try:
                     live[index] = block = allocator.malloc(request.size_bytes, request.stream)
-                    self._block_bytes[index] = block.size
+                    block_bytes[index] = block.size
                 except OutOfMemory as error:
                     self._failure = error
-                if allocator.allocated_bytes > self._peak_allocated[0]:
-                    self._peak_allocated = allocator.allocated_bytes, position
-                if allocator.peak_reserved_bytes > self._peak_reserved[0]:
-                    self._peak_reserved = allocator.peak_reserved_bytes, position
+                reserved = allocator.reserved_bytes
+                if allocator.allocated_bytes > peak_allocated:
+                    peak_allocated = allocator.allocated_bytes
+                    self._peak_allocated = peak_allocated, position
+                if allocator.peak_reserved_bytes > peak_reserved:
+                    peak_reserved = allocator.peak_reserved_bytes
+                    self._peak_reserved = peak_reserved, position
                 if self._failure is not None:
                     break
-            self._allocated.append(allocator.allocated_bytes)
-            self._reserved.append(allocator.reserved_bytes)
+            add_allocated(allocator.allocated_bytes)
+            add_reserved(reserved)
 
     def counters(self) -> Replay:
         """Return the counters so far."""

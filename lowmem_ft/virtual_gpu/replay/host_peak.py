@@ -37,6 +37,8 @@ class HostTensors:
     @classmethod
     def of(cls, timeline: Timeline) -> HostTensors:
         """Return the peaks of the tensors in a trace."""
+        if not any(allocation.place in ON_HOST for allocation in timeline.allocations):
+            return cls()
         position = {True: -1, False: -1}
         most = {True: 0, False: 0}
         is_load = True
