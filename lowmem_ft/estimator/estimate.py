@@ -210,6 +210,7 @@ class SharedTraces:
         self._traced_on = traced_on
         self._traces: dict[object, TracedRecipe | UserError] = {}
         self._replays: dict[object, Replays] = {}
+        self._first_replays: dict[int, Replays] = {}
         self._is_cut_unevenly = is_cut_unevenly(recipe)
         several = _with_several_documents(recipe)
         self._of_several = several and SharedTraces(several, budget=self._budget, kind=kind, kept=kept)
@@ -240,7 +241,9 @@ class SharedTraces:
         alike = (id(traced), workspace, gpu.segments_grow)
         if alike not in self._replays:
             trace = with_workspaces(traced.trace, workspace)
-            self._replays[alike] = Replays(trace, allocator_config_of_runs(gpu))
+            first = self._first_replays.get(id(traced))
+            self._replays[alike] = Replays(trace, allocator_config_of_runs(gpu), first)
+            self._first_replays.setdefault(id(traced), self._replays[alike])
         on_gpu = dataclasses.replace(traced, trace=self._replays[alike].trace)
         seconds = time.perf_counter() - start
         return estimate_of_trace(self._recipe, on_gpu, gpu, self._budget, seconds, "", self._replays[alike])

@@ -60,11 +60,14 @@ class Replays:
     Args:
         trace: the trace to replay; not changed from here on.
         allocator: settings of the caching allocator.
+        alike: replays of the same program whose trace differs at most in sizes on the device; its log of work and its
+            tensors on the host are the same.
     """
 
-    def __init__(self, trace: Trace, allocator: AllocatorConfig) -> None:
+    def __init__(self, trace: Trace, allocator: AllocatorConfig, alike: Replays | None = None) -> None:
         self.trace = trace
         self.allocator = allocator
+        self._alike = alike
         self._peaks: dict[tuple[Place, ...], int] = {}
 
     @property
@@ -117,12 +120,12 @@ class Replays:
     @cached_property
     def clock(self) -> Clock:
         """The log of work, ready to be timed on a GPU."""
-        return Clock(self.trace.work)
+        return Clock(self.trace.work) if self._alike is None else self._alike.clock
 
     @cached_property
     def host_tensors(self) -> HostTensors:
         """Peaks of the tensors on the host."""
-        return HostTensors.of(self.trace.timeline)
+        return HostTensors.of(self.trace.timeline) if self._alike is None else self._alike.host_tensors
 
     def within(self, capacity_bytes: int, allowed_bytes: int | None) -> Replay:
         """Return the replay by an allocator with limits, in the long run; it depends on the GPU and is not cached."""

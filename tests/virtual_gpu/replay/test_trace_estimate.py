@@ -11,12 +11,15 @@ from lowmem_ft.catalog.clock_rates import unmeasured_share
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
+from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate, ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
+from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
+from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     OTHERS,
@@ -284,6 +287,38 @@ def test_the_hosts_peak_is_that_of_loading_or_that_of_the_run_with_files_being_w
     assert loading == {"parameter": 80, "process": 5, "loading": 10}
     saving = tensors.peak_with(HostOutside(process_bytes=5, loading_bytes=10, saving_bytes=60))
     assert saving == {"parameter": 30, "gradient": 20, "process": 5, "saving": 60}
+
+
+def test_replays_with_other_workspaces_share_what_these_do_not_change():
+    timeline = Timeline()
+    timeline.malloc(Allocation(size_bytes=3 * MIB, category="parameter", phase="load", place="pinned"))
+    for size in CUBLAS_WORKSPACES_BYTES:
+        timeline.malloc(Allocation(size_bytes=size, category="workspace"))
+    work = [
+        Work("copy", 2, 1, "copy_", num_bytes=10**6),
+        Work("record", 2, 1, event=7),
+        Work("wait", 2, 0, event=7),
+        Work("kernel", 2, 0, "mm", flops=10**9, dtype="bfloat16"),
+        Work("mark", 3, name=STEP_END),
+    ]
+    traces = [
+        Trace(timeline=timeline, work=work, model=ModelSize(name="m", parameters=1, trainable_parameters=1))
+    ]
+    traces += [with_workspaces(traces[0], size) for size in sorted(CUBLAS_WORKSPACES_BYTES)]
+    first = Replays(traces[0], AllocatorConfig())
+    arguments = (
+        GPU,
+        BudgetVerdict(device_bytes=None, host_bytes=None),
+        Surroundings(allocator=AllocatorConfig()),
+    )
+    reserved = []
+    for trace in traces[1:]:
+        shared = Replays(trace, AllocatorConfig(), alike=first)
+        assert shared.clock is first.clock
+        together = estimate_on_gpu(trace, *arguments, replays=shared)
+        assert together == estimate_on_gpu(trace, *arguments)
+        reserved.append(together.reserved_peak_bytes)
+    assert len(set(reserved)) == len(reserved), "their memory differs"
 
 
 def test_the_parts_of_the_hosts_peak_sum_to_it():
