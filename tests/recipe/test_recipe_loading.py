@@ -273,6 +273,13 @@ def test_no_rule_is_applied_to_a_value_that_nobody_could_read(write):
     assert problems == ("training.max_steps must be a whole number; got 'many'.",)
 
 
+def test_a_file_that_was_read_before_is_read_again_once_it_has_changed(write):
+    path = write(MINIMAL + "training: {seed: 7}\n")
+    assert load_recipe(path) == load_recipe(path)
+    write(MINIMAL + "training: {seed: 8}\n")
+    assert load_recipe(path).training.seed == 8
+
+
 def test_yaml_that_does_not_parse_names_file_and_line(write):
     path = write("model:\n  name_or_path: [a\ntraining: 3\n")
     (problem,) = problems_of(path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import io
 import os
 import re
@@ -151,7 +153,12 @@ def _read(path: Path) -> RecipeFile:
 
 def _read_yaml(path: Path) -> dict[str, Any]:
     """Return what the file says, word for word."""
-    text = path.read_text(encoding="utf-8")
+    return copy.deepcopy(_parsed(path, path.read_text(encoding="utf-8")))
+
+
+@functools.lru_cache(maxsize=64)
+def _parsed(path: Path, text: str) -> dict[str, Any]:
+    """Return what a file of this text says; a ladder of settings reads the same few files hundreds of times."""
     config = OmegaConf.load(io.StringIO(text))
     if problems := [f"{path}, line {line}: {ambiguity(word)}" for line, word in ambiguous_numbers(text)]:
         raise RecipeError(*problems)
