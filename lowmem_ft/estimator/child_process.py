@@ -36,7 +36,14 @@ logger = logging.getLogger(__name__)
 _RESULT, _ERROR, _PROGRESS, _WARNING = "result", "error", "progress", "warning"
 
 
-_PROGRAM = "import sys; sys.path[:] = {path!r}; from lowmem_ft.estimator.child_process import serve; serve()"
+_PROGRAM = """
+import sys
+sys.path[:] = {path!r}
+from lowmem_ft.system.garbage_collector import libraries_imported
+with libraries_imported():
+    from lowmem_ft.estimator.child_process import serve
+serve()
+"""
 """Code of the process, run without ``-m``, which would import a user's own ``datasets.py`` from the current folder."""
 
 

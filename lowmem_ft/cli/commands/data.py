@@ -8,7 +8,7 @@ import sys
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.console.spinner import libraries_loading
 from lowmem_ft.cli.estimating.estimate_options import file_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST, raise_problems
 from lowmem_ft.system.signals import if_stopped
@@ -62,7 +62,7 @@ def _show(arguments: list[str]) -> int:
 
     take_over_library_logs()
     check_small_local_data(recipe.data)
-    with progress_line("loading torch and transformers"):
+    with libraries_loading():
         import datasets
 
         from lowmem_ft.reports.data_table import data_table

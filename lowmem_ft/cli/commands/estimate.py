@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
-from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
 from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_model import (
     OF_DEFAULTS,
@@ -72,7 +72,7 @@ def main(arguments: list[str]) -> int:
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
-    with progress_line("loading torch and transformers"):
+    with libraries_loading():
         recipe = load_recipe(recipe_name, of_model_alone(settings) if is_by_method else settings)
         if options.gpu not in (ALL_GPUS, CPU) and not is_by_method:
             recipe, options.gpu = on_gpus(recipe, options.gpu)

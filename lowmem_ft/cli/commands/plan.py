@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     add_own_data,
@@ -77,7 +77,7 @@ def main(arguments: list[str]) -> int:
 
     set_up_logging()
     asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
-    with progress_line("loading torch and transformers"):
+    with libraries_loading():
         recipe = load_recipe(recipe_name, asked)
         recipe, options.gpu = on_gpus(recipe, options.gpu, is_planned=True)
         is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu

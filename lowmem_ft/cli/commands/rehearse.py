@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
 from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, file_problems, gpu_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, raise_problems, raise_together
 from lowmem_ft.system.signals import if_stopped, stops_remembered
@@ -82,7 +82,7 @@ def _rehearse(arguments: list[str]) -> int:
 
     take_over_library_logs()
     check_small_local_data(recipe.data)
-    with progress_line("loading torch and transformers"):
+    with libraries_loading():
         import lowmem_ft.rehearsal
         from lowmem_ft.estimator.traces.trace_cache import KeptTraces
         from lowmem_ft.reports.estimate_table import way_to_a_plan

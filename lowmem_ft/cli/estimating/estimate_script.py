@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.output import Output
-from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
 from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
@@ -67,7 +67,7 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
 
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
-    with progress_line("loading torch and transformers"):
+    with libraries_loading():
         import lowmem_ft.estimator.script
 
     take_over_library_logs()
