@@ -1,159 +1,212 @@
-"""Seconds that an estimate takes, from 1B to 405B parameters: in a fresh process, the next one, without extension.
+"""Processor seconds that answers take: whole commands in fresh processes, with nothing kept from before.
 
-    python scripts/bench_estimator.py [--models llama-3.1-8b ...] [--full-up-to 8] [--gpu h100-80gb] [--skip-all-gpus]
-    python scripts/bench_estimator.py --recipes 8b-24gb=rtx-4090 8b-bf16=h200 ...
+    python scripts/bench_estimator.py [--only full all ...] [--times 3] [--against REVISION]
     python scripts/bench_estimator.py --preflight 8b-24gb=rtx-4090 8b-bf16=h100-80gb ...
 
-With ``--recipes``: for each, the first estimate, a variant of it (one more row in a micro-batch), and the same again
-from kept traces, in processor seconds without imports. With ``--preflight``: the time that the estimate before a run
-adds to the start of ``lowmem-ft train``: from the start of the other process to its answer, and from the question to
-the answer if imports are over before the run's data is there; first and from kept traces.
+A command's seconds are those of all its processes, user and system, the median of several runs; the clock on the wall
+depends on what else the machine does. ``beyond_imports`` leaves out what the imports of torch, transformers, accelerate
+and a model class take by themselves. A plan's ``first_output`` are the seconds that have passed, likewise of all its
+processes, when it prints its first line: its first answer, if it has one before the last.
 
-Architectures come from the catalogue: no weights, no data, no network. Every row has a process of its own. In addition
-to importing torch, a user waits for the imports and the first estimate; a search pays only for the next ones. Tracing
-every layer takes minutes for the largest models, so it is left out above ``--full-up-to`` billion parameters.
+With ``--against``: the same commands of another revision, in a git worktree of its own, in turns with those of this
+one: seconds of two runs at different times cannot be compared on a machine that others use.
+
+With ``--preflight``: the time that the estimate before a run adds to the start of ``lowmem-ft train``: from the start
+of the other process to its answer, and from the question to the answer if imports are over before the run's data is
+there; first and from kept traces.
+
+Architectures come from the catalogue: no weights, no data, no network.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import os
+import shlex
+import statistics
 import subprocess
 import sys
+import tempfile
+import threading
 import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-MODELS = ["llama-3.2-1b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b"]
-RECIPE = "8b-bf16"
+REPOSITORY = Path(__file__).resolve().parents[1]
+IMPORTS = "imports"
+_PROGRAM_OF_IMPORTS = "import torch, transformers, accelerate; from transformers import LlamaForCausalLM"
+
+COMMANDS = {
+    "full": "estimate recipe=8b-bf16 --gpu h100-80gb",
+    "lora": "estimate recipe=7b-lora --gpu rtx-4090",
+    "bare": "estimate model=llama-3.1-8b --gpu rtx-4090",
+    "all": "estimate model=qwen3-14b --gpu all",
+    # Two models of 32 layers by the same recipe.
+    "hybrid": "estimate recipe=qwen3.5-9b-qlora --gpu rtx-4090",
+    "dense": "estimate recipe=qwen3.5-9b-qlora model=llama-3.1-8b --gpu rtx-4090",
+    "plan": "plan model=qwen3-8b adapter.name=lora --gpu rtx-4090 budget.host=64GiB",
+}
+"""Commands of ``lowmem-ft`` by a short name."""
+
+_DOES_NOT_FIT = 3
+"""An exit code that is an answer, too."""
 
 
 def main() -> None:
-    """Measure every model and print one JSON object."""
+    """Measure the commands and print one JSON object."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--models", nargs="+", default=MODELS, help="names in the catalogue")
-    parser.add_argument("--full-up-to", type=float, default=8.5, help="billion parameters")
-    parser.add_argument("--gpu", default="h100-80gb")
-    parser.add_argument("--skip-all-gpus", action="store_true")
-    parser.add_argument("--recipes", nargs="+", metavar="NAME=GPU", help="shipped recipes, each on a GPU")
-    parser.add_argument("--preflight", nargs="+", metavar="NAME=GPU", help="likewise")
-    parser.add_argument("--in-this-process", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--only", nargs="+", choices=[IMPORTS, *COMMANDS], help="some of the commands")
+    parser.add_argument(
+        "--times", type=int, default=3, help="runs of each command, of which the median counts"
+    )
+    parser.add_argument(
+        "--against", metavar="REVISION", help="compare with another revision of this repository"
+    )
+    parser.add_argument("--preflight", nargs="+", metavar="NAME=GPU", help="shipped recipes, each on a GPU")
+    parser.add_argument("--in-this-process", nargs=2, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.in_this_process:
-        name, gpu, mode = arguments.in_this_process
-        timers = {"kept": time_kept, "preflight": time_preflight}
-        timed = timers[mode](name, gpu) if mode in timers else time_estimates(name, gpu, mode)
-        print(json.dumps(timed))
+        print(json.dumps(time_preflight(*arguments.in_this_process)))
         return
-    if arguments.recipes or arguments.preflight:
-        mode = "kept" if arguments.recipes else "preflight"
-        pairs = [named.rpartition("=") for named in arguments.recipes or arguments.preflight]
-        rows = [in_new_process(name, gpu, mode) for name, _, gpu in pairs]
+    if arguments.preflight:
+        pairs = [named.rpartition("=") for named in arguments.preflight]
+        rows = [preflight_in_new_process(name, gpu) for name, _, gpu in pairs]
         print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
         return
+    names = arguments.only or [IMPORTS, *COMMANDS]
+    with contextlib.ExitStack() as stack:
+        trees = {"this": REPOSITORY}
+        if arguments.against:
+            trees["against"] = stack.enter_context(worktree_of(arguments.against))
+        rows = [row for name in names for row in rows_of(name, trees, arguments.times)]
+    of_imports = {row["files"]: row["cpu_seconds"] for row in rows if row["name"] == IMPORTS}
+    for row in rows:
+        if row["name"] != IMPORTS and row["files"] in of_imports:
+            row["beyond_imports"] = round(row["cpu_seconds"] - of_imports[row["files"]], 2)
+    print(json.dumps({**_measured_on_cpu(), "against": arguments.against, "rows": rows}, indent=2))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run of a command.
+
+    Args:
+        cpu_seconds: processor seconds of all its processes.
+        first_output_cpu_seconds: those that had passed at its first line of output; None: it printed none.
+    """
+
+    cpu_seconds: float
+    first_output_cpu_seconds: float | None
+
+
+def rows_of(name: str, trees: dict[str, Path], times: int) -> list[dict[str, Any]]:
+    """Return the seconds of a command in each tree of files, which take turns."""
+    runs: dict[str, list[Run]] = {which: [] for which in trees}
+    for _ in range(times):
+        for which, tree in trees.items():
+            runs[which].append(run(name, tree))
+            print(f"{name}, {which}: {runs[which][-1].cpu_seconds:.1f} s", file=sys.stderr, flush=True)
     rows = []
-    for model in arguments.models:
-        row = in_new_process(model, arguments.gpu, "extended")
-        if row["billion_parameters"] <= arguments.full_up_to:
-            full = in_new_process(model, arguments.gpu, "full")
-            row["full_trace_seconds"] = full["next_estimate_seconds"]
+    for which, made in runs.items():
+        row: dict[str, Any] = {"name": name, "command": _in_words(name), "files": which}
+        row["cpu_seconds"] = round(statistics.median(one.cpu_seconds for one in made), 2)
+        row["runs"] = [round(one.cpu_seconds, 2) for one in made]
+        firsts = [one.first_output_cpu_seconds for one in made]
+        if name != IMPORTS and None not in firsts:
+            row["first_output_cpu_seconds"] = round(statistics.median(first for first in firsts if first), 2)
         rows.append(row)
-    result: dict[str, Any] = {"recipe": RECIPE, "gpu": arguments.gpu, "rows": rows}
-    if not arguments.skip_all_gpus:
-        result["all_gpus"] = in_new_process("llama-3.1-8b", "all", "extended")
-    print(json.dumps({**_measured_on_cpu(), **result}, indent=2))
+    return rows
 
 
-def in_new_process(model: str, gpu: str, mode: str) -> dict[str, Any]:
-    """Run :func:`time_estimates` in a process that has imported nothing yet."""
-    command = [sys.executable, __file__, "--in-this-process", model, gpu, mode]
+def run(name: str, tree: Path) -> Run:
+    """Run a command once, with the files of a tree and with folders for kept results that are empty.
+
+    Raises:
+        RuntimeError: if it gives no answer.
+    """
+    command = [sys.executable, *_arguments(name)]
+    with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryFile() as errors:
+        environment = {key: value for key, value in os.environ.items() if key != "LOWMEM_FT_TRACE_CACHE"}
+        environment |= {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(tree)}
+        # A session of its own, by which its processes are found.
+        process = subprocess.Popen(
+            command,
+            cwd=tree,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        at_first = _cpu_seconds_of_session(process.pid) if first else None
+        drain = threading.Thread(target=process.stdout.read)
+        drain.start()
+        _, status, used = os.wait4(process.pid, 0)  # with the children that it has waited for
+        process.returncode = os.waitstatus_to_exitcode(status)
+        drain.join()
+        process.stdout.close()
+        if process.returncode not in (0, _DOES_NOT_FIT):
+            errors.seek(0)
+            raise RuntimeError(f"{_in_words(name)} in {tree}: {errors.read().decode(errors='replace')}")
+    return Run(cpu_seconds=used.ru_utime + used.ru_stime, first_output_cpu_seconds=at_first)
+
+
+def _arguments(name: str) -> list[str]:
+    return (
+        ["-c", _PROGRAM_OF_IMPORTS] if name == IMPORTS else ["-m", "lowmem_ft", *shlex.split(COMMANDS[name])]
+    )
+
+
+def _in_words(name: str) -> str:
+    return _PROGRAM_OF_IMPORTS if name == IMPORTS else f"lowmem-ft {COMMANDS[name]}"
+
+
+def _cpu_seconds_of_session(session: int) -> float | None:
+    """Return the processor seconds so far of all processes of a session; None where the system does not tell.
+
+    Source: proc_pid_stat(5): fields 6, and 14 to 17, the last two of which are those of children that have ended.
+    """
+    ticks = 0
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):  # it has ended
+            fields = file.read_text().rpartition(")")[2].split()  # the name before it may hold anything
+            if int(fields[3]) == session:
+                ticks += sum(int(field) for field in fields[11:15])
+    return ticks / os.sysconf("SC_CLK_TCK") if ticks else None
+
+
+@contextlib.contextmanager
+def worktree_of(revision: str) -> Iterator[Path]:
+    """Check a revision out into a folder that is removed afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder) / "tree"
+        _git("worktree", "add", "--detach", "--quiet", str(tree), revision)
+        try:
+            yield tree
+        finally:
+            _git("worktree", "remove", "--force", str(tree))
+
+
+def _git(*arguments: str) -> None:
+    subprocess.run(["git", *arguments], cwd=REPOSITORY, check=True)
+
+
+def preflight_in_new_process(recipe: str, gpu: str) -> dict[str, Any]:
+    """Run :func:`time_preflight` in a process that has imported nothing yet."""
+    command: Sequence[str] = [sys.executable, __file__, "--in-this-process", recipe, gpu]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def time_estimates(model: str, gpu: str, mode: str) -> dict[str, Any]:
-    """Return seconds of each part of a first estimate, and of a second one."""
-    start = time.perf_counter()
-    import torch  # noqa: F401
-
-    torch_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    from lowmem_ft.recipe import load_recipe
-
-    run = _estimator(mode)
-    recipe = load_recipe(RECIPE, [f"model={model}"])
-    imports_seconds = time.perf_counter() - start
-    start = time.perf_counter()
-    num_parameters = run(recipe, gpu)
-    first_seconds = time.perf_counter() - start
-    if gpu != "all":  # for all GPUs once is enough
-        start = time.perf_counter()
-        run(recipe, gpu)
-    next_seconds = time.perf_counter() - start
-    beyond_torch = imports_seconds + first_seconds
-    return {
-        "model": model,
-        "billion_parameters": round(num_parameters / 1e9, 2),
-        "torch_import_seconds": round(torch_seconds, 2),
-        "imports_seconds": round(imports_seconds, 2),
-        "first_estimate_seconds": round(first_seconds, 2),
-        "next_estimate_seconds": round(next_seconds, 2),
-        "beyond_torch_seconds": round(beyond_torch, 2),
-        "imports_share": round(imports_seconds / beyond_torch, 2),
-    }
-
-
-def time_kept(recipe_name: str, gpu: str) -> dict[str, Any]:
-    """Return seconds of a recipe's first estimate, of a variant, and of both again by another reader of the same files.
-
-    Also of a first one that asks torch about every operator, not only about new ones
-    (``virtual_gpu/recording/fake_results.py``).
-    """
-    import tempfile
-    from pathlib import Path
-    from unittest import mock
-
-    from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
-
-    recipe = load_recipe(recipe_name)
-    rows = recipe.training.per_device_train_batch_size + 2
-    variants = [
-        load_recipe(recipe_name, [f"training.per_device_train_batch_size={rows + more}"]) for more in (0, 1)
-    ]
-    estimate_memory(load_recipe("tiny"), gpu)  # does the imports of the first estimate
-    seconds: dict[str, Any] = {"recipe": recipe_name, "gpu": gpu}
-    with tempfile.TemporaryDirectory() as folder:
-        kept = KeptTraces(Path(folder))
-        for name, which, traces in (
-            ("first", recipe, kept),
-            ("other_rows", variants[0], kept),
-            ("variant", variants[1], kept),
-            ("again", recipe, kept),
-            ("from_disk", recipe, KeptTraces(Path(folder))),
-        ):
-            start = time.process_time()
-            estimate_memory(which, gpu, kept=traces)
-            seconds[f"{name}_seconds"] = round(time.process_time() - start, 2)
-        seconds["file_bytes"] = max(file.stat().st_size for file in Path(folder).iterdir())
-    asks_torch = mock.patch.object(
-        FakeResults, "call", lambda self, func, args, kwargs: (func(*args, **kwargs), None)
-    )
-    with tempfile.TemporaryDirectory() as folder, asks_torch:
-        start = time.process_time()
-        estimate_memory(recipe, gpu, kept=KeptTraces(Path(folder)))
-        seconds["first_asking_torch_seconds"] = round(time.process_time() - start, 2)
-    return seconds
-
-
 def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Return wall-clock seconds of the process that estimates before a run, twice with, twice without its imports."""
-    import os
-    import tempfile
-
     from lowmem_ft.estimator.child_process import EstimatingProcess, estimate_without_timeline
     from lowmem_ft.recipe import load_recipe
 
@@ -175,32 +228,6 @@ def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
                 seconds[name] = round(time.perf_counter() - start, 2)
                 process.close()
     return seconds
-
-
-def _estimator(mode: str) -> Any:
-    """Return the estimate to be timed, as a function of recipe and GPU that returns the model's parameters."""
-    import functools
-
-    from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-    from lowmem_ft.estimator import estimate_memory, estimate_on_gpus
-    from lowmem_ft.estimator.traces.tracing import trace_recipe
-    from lowmem_ft.memory.memory_estimate import MemoryEstimate
-    from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-
-    def on_one(recipe: Any, gpu: str) -> int:
-        return estimate_memory(recipe, gpu).model.parameters
-
-    def on_all(recipe: Any, gpu: str) -> int:
-        if gpu != "all":
-            return on_one(recipe, gpu)
-        results = estimate_on_gpus(recipe, list(load_gpus().values()))
-        return next(result for result in results if isinstance(result, MemoryEstimate)).model.parameters
-
-    def full(recipe: Any, gpu: str) -> int:
-        traced = trace_recipe(recipe, functools.partial(VirtualGPU, find_gpu(gpu)), extend=False)
-        return traced.trace.model.parameters
-
-    return full if mode == "full" else on_all
 
 
 def _measured_on_cpu() -> dict[str, Any]:
