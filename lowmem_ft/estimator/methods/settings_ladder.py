@@ -2,8 +2,9 @@
 
 More rows spare the host launches, and the device work that every micro-batch repeats; a layer that keeps its
 activations spares their recomputation. Both take memory. On a GPU the ladder begins with one row and the most layers
-that fit, and climbs to more rows for as long as a step gains by them. Settings that other GPUs have shown to need more
-than a GPU has are not estimated there, and what no GPU asks for is not traced.
+that fit, and climbs to more rows for as long as a step gains by them. Settings that others have shown to need more than
+a GPU has are not estimated there, nor those that would leave it too little to spare where only one with enough would be
+taken; and what no GPU asks for is not traced.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import NamedTuple
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.estimate import CannotRun
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.memory.uncertainty import with_headroom
 
 QUARTERS = 4
 """Parts of the layers that keep their activations together: a quarter of them is worth about a twelfth of a step."""
@@ -123,7 +125,7 @@ class SettingsLadder:
         before = best.setting.kept
         gain = _GAIN_OF_DEVICE / max(1e-9, 1 - best.host_share)
         as_many = Setting(rows, before)
-        if not self._is_surely_too_much(as_many, gpu) and (before == self._kept[0] or gain >= _WORTH_A_TRY):
+        if not self._is_surely_tight(as_many, gpu) and (before == self._kept[0] or gain >= _WORTH_A_TRY):
             found = self._found(as_many, gpu)
             if found.rank == 0:
                 return found
@@ -145,8 +147,10 @@ class SettingsLadder:
         best: Found | None = None
         for setting in dict.fromkeys((most, least, *between)):
             is_least = setting == least
-            if not is_least and self._is_surely_too_much(setting, gpu):
+            if setting == most and not is_least and self._is_surely_too_much(setting, gpu):
                 continue
+            if setting not in (most, least) and self._is_surely_tight(setting, gpu):
+                continue  # the least has room to spare, and only what has it too is better
             found = self._found(setting, gpu)
             if found.rank == 0 and not is_least:
                 return found
@@ -166,6 +170,10 @@ class SettingsLadder:
 
     def _is_surely_too_much(self, setting: Setting, gpu: Gpu) -> bool:
         return self._least_bytes(setting) > self._room_bytes(gpu)
+
+    def _is_surely_tight(self, setting: Setting, gpu: Gpu) -> bool:
+        """Return whether a setting does not fit with room to spare: the share of it also counts what is not tensors."""
+        return with_headroom(self._least_bytes(setting)) > self._room_bytes(gpu)
 
     def _least_bytes(self, setting: Setting) -> float:
         """Return what a setting takes, or the least that it can by what others take."""

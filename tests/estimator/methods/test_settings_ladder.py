@@ -114,6 +114,21 @@ def test_what_others_have_shown_not_to_fit_is_not_estimated():
     assert all(setting.rows in (1, 2) for _, setting in model.asked)  # more rows were no gain
 
 
+def test_what_would_surely_be_tight_is_not_estimated_next_to_what_has_room_to_spare():
+    model = Model()
+    assert model.ladder().fastest(card(22)).setting == Setting(1, 2)
+    assert [setting for _, setting in model.asked] == [Setting(1, 4), Setting(1, 0), Setting(1, 2)]
+    with_more_rows = Model(host_seconds=6)
+    assert with_more_rows.ladder().fastest(card(33)).answer.fits
+    assert Setting(2, 4) not in [setting for _, setting in with_more_rows.asked]
+
+
+def test_a_card_on_which_even_the_leanest_is_tight_gets_that():
+    model = Model()
+    found = model.ladder().fastest(card(17.5))
+    assert (found.setting, found.rank) == (Setting(1, 0), 1)
+
+
 def test_a_card_is_told_what_it_is_told_alone():
     for host_seconds in (0, 6):
         together = Model(host_seconds).ladder()
