@@ -20,6 +20,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
+
+import numpy as np
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.memory.least_memory import StepParts
@@ -66,8 +69,22 @@ SHARES = _shares()
 """The shares of ``expected_shares.json``."""
 
 
-def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts, shares: Shares = SHARES) -> float:
-    """Return the expected bytes of the process at its peak, without its context."""
+READ_KEYS = (
+    *("training", "model", "adapter", "checkpointing", "tiling", "accumulation", "loss", "distributed", "data"),
+    *("optimizer.in_backward", "offload.activations", "offload.parameters"),
+)
+"""Keys and groups that an expectation reads itself; what others change, it takes from the parts of the step."""
+
+
+def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts, shares: Shares = SHARES) -> Any:
+    """Return the expected bytes of the process at its peak, without its context.
+
+    Args:
+        recipe: what is expected to need them.
+        shape: the model's sizes.
+        parts: of the recipe, or of many that differ from it in no key of ``READ_KEYS``, as arrays.
+        shares: the shares.
+    """
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
     token_bytes = _kept_of_a_token(recipe, shape, shares)
     kept_tokens = _kept_tokens(recipe, shape)
@@ -86,31 +103,32 @@ def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts, shares: Sh
     return (
         working
         + bounds.weight_and_state_bytes(parts)
-        + max(_gradient_bytes(recipe, shape, parts), before + waiting)
+        + np.maximum(_gradient_bytes(recipe, shape, parts), before + waiting)
     )
 
 
-def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, shares: Shares = SHARES) -> float:
+def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, shares: Shares = SHARES) -> Any:
     """Return the expected seconds of a step: products, other traffic of device memory, and exposed copies.
 
-    All layers together recompute a third of what they compute without checkpointing.
+    All layers together recompute a third of what they compute without checkpointing. Arguments are those of
+    :func:`device_bytes`.
     """
     third_again = 1 + recipe.checkpointing.share_of(shape.num_layers) / 3
     products = bounds.product_seconds(recipe, shape, gpu)
     tiles = (shares.tiled_mlp if recipe.tiling.mlp > 1 else 0.0) + (
         shares.tiled_head if recipe.tiling.head > 1 else 0.0
     )
+    if recipe.adapter.name != "none":  # a forward pass again is half of the products without checkpointing, not a third
+        tiles *= 1.5
     products *= 1 + tiles / third_again
     moved = _moved_bytes(recipe, shape, parts, third_again, shares)
     computed = products + moved / (gpu.bandwidth * gpu.rates.bandwidth)
     state, weights = parts["state"].link, parts["layers"].link + parts["outer"].link + parts["rest"].link
     weights *= recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
     waited = (0.0 if recipe.optimizer.in_backward else state) + weights
-    return max(
-        computed + waited / host_link_rate(gpu),
-        (state + 2 * weights) / host_link_rate(gpu),
-        _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu),
-    )
+    copied = (state + 2 * weights) / host_link_rate(gpu)
+    sent = _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu)
+    return np.maximum(np.maximum(computed + waited / host_link_rate(gpu), copied), sent)
 
 
 _PASSES_OF_A_PRODUCT = 3
@@ -119,7 +137,7 @@ _PASSES_OF_A_PRODUCT = 3
 
 def _moved_bytes(
     recipe: Recipe, shape: ModelShape, parts: StepParts, third_again: float, shares: Shares
-) -> float:
+) -> Any:
     """Return the bytes moved by all kernels other than products: activations, casts, summed gradients, an update."""
     training, itemsize = recipe.training, shape.dtype_of(recipe).itemsize
     num_micro_batches = training.gradient_accumulation_steps
@@ -194,12 +212,12 @@ def _kept_of_a_token(recipe: Recipe, shape: ModelShape, shares: Shares) -> float
     return itemsize * max(0.0, shares.kept * tiled * shape.outputs - again) / max(1, shape.num_layers)
 
 
-def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> float:
+def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> Any:
     """Return the device bytes of gradients at the end of backward: of several micro-batches they are float32 sums."""
     itemsize = 4 if recipe.accumulation.dtype == "float32" else shape.dtype_of(recipe).itemsize
     is_sum = recipe.training.gradient_accumulation_steps > 1 and not recipe.optimizer.in_backward
     own = parts["gradients"].device * (itemsize / shape.dtype_of(recipe).itemsize if is_sum else 1.0)
-    return max(own, float(bounds.gradient_bytes(parts)))
+    return np.maximum(own, bounds.gradient_bytes(parts))
 
 
 def _layers_at_work(recipe: Recipe, shape: ModelShape, shares: Shares) -> float:

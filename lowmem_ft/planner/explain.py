@@ -27,8 +27,9 @@ def explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
     assert best is not None, "at least one estimate was made"
     need = found.needs[best]
     over_device, over_host = findings.limits.missing(need.device_bytes, need.host_bytes)
+    chosen = need.recipe or space.recipe_of(space.combinations[best])
     return MemoryPlan(
-        recipe=space.recipe_of(space.combinations[best]),
+        recipe=chosen,
         estimate=need.estimate,
         fits=need.fits,
         overrides=findings.changes(best),
@@ -51,6 +52,6 @@ def explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
         given_up=tuple(
             word
             for word in space.recipe.plan.allow
-            if word in words_of(space.recipe, space.recipe_of(space.combinations[best]))
+            if word in words_of(space.recipe, chosen)
         ),
     )

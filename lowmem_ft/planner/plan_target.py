@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,9 @@ from lowmem_ft.estimator.worst_batch import row_length
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config, weights_dtype
-from lowmem_ft.planner.bounds import ModelShape, shape_of
-from lowmem_ft.planner.search.estimated_needs import Limits
+from lowmem_ft.planner.bounds import ModelShape, micro_batch_tokens, shape_of
+from lowmem_ft.planner.search.estimated_needs import Limits, Need, need_from
+from lowmem_ft.planner.search.most_layers import with_most_layers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import keys_with
 from lowmem_ft.recipe.rules.budget_limits import refuse_budget
@@ -31,6 +32,9 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 Answer = tuple[MemoryEstimate, int]
+
+COMMON_EVENTS = 1500
+"""Events per layer in a trace of common length, such as an 8B's; an estimate with more counts as several."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +87,7 @@ class Target:
                 device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
             ),
             shape=shape,
-            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape)),
+            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape), _rule_of_chunks(shape)),
             kept=KeptTraces.of_user(),
         )
 
@@ -104,6 +108,22 @@ class Target:
         """
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
         return estimate_in_full(recipe, other or self.gpu, budget, self.kept)
+
+    def need(self, recipe: Recipe, counted: Sequence[str] = (), kept: KeptTraces | None = None) -> Need:
+        """Return what a recipe needs.
+
+        Args:
+            recipe: with the settings to try.
+            counted: numbers of last layers, of which it takes as many as fit.
+            kept: cached traces; None: the target's own.
+        """
+
+        def need_of(one: Recipe) -> Need:
+            estimate, num_events = estimate_in_full(one, self.gpu, self.budget, kept or self.kept)
+            effort = num_events / COMMON_EVENTS / max(1, self.shape.num_layers)
+            return need_from(estimate, effort, one)
+
+        return with_most_layers(recipe, counted, self.limits, need_of) if counted else need_of(recipe)
 
 
 def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
@@ -133,6 +153,18 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
     def rule(recipe: Recipe) -> Iterator[str]:
         if recipe.checkpointing.mlp_activation != "keep" and not shape.activated:
             yield "checkpointing.mlp_activation=recompute needs MLPs of linear layers, and the model has none."
+
+    return rule
+
+
+def _rule_of_chunks(shape: ModelShape) -> Rule:
+    """Return the rule that a chunk is smaller than a micro-batch, as otherwise there is a single one."""
+
+    @reads("loss.chunk_tokens", "training.per_device_train_batch_size", "data.max_length")
+    def rule(recipe: Recipe) -> Iterator[str]:
+        chunk, tokens = recipe.loss.chunk_tokens, micro_batch_tokens(recipe, shape)
+        if chunk is not None and chunk >= tokens:
+            yield f"loss.chunk_tokens={chunk} gains nothing with {tokens} tokens in a micro-batch."
 
     return rule
 

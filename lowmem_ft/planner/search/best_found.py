@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from lowmem_ft.planner.search.candidates import Bools, Candidates
 from lowmem_ft.planner.search.estimated_needs import Searched
 
-NEARLY_AS_FAST = 0.01
+NEARLY_AS_FAST = 0.005
 """Share of the fastest's seconds by which the best may be slower, if it is simpler."""
 
 

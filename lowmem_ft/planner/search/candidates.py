@@ -84,7 +84,8 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
     seconds_N = device_bytes_N = host_bytes_N = nothing_N
     if gpu is not None:
         unknown = [key.path for key in bounds.unknown_knobs()]
-        parts = _parts(space, choices_ND, shape)
+        # As many layers as fit take at least the bytes of the fewest, and the seconds of the most.
+        parts, least_parts = (_parts(each, choices_ND, shape) for each in (space, space.with_fewest_layers))
         (products_N,) = _by_what_is_read(
             space,
             choices_ND,
@@ -92,8 +93,8 @@ def candidates_of(space: Space, shape: bounds.ModelShape, gpu: Gpu | None) -> Ca
             lambda recipe: (bounds.product_seconds(recipe, shape, gpu),),
         )
         seconds_N = np.maximum(products_N, bounds.link_seconds(parts, gpu))
-        device_bytes_N = bounds.device_bytes(parts, gpu) + nothing_N
-        host_bytes_N = bounds.host_bytes(parts) + nothing_N
+        device_bytes_N = bounds.device_bytes(least_parts, gpu) + nothing_N
+        host_bytes_N = np.minimum(bounds.host_bytes(parts), bounds.host_bytes(least_parts)) + nothing_N
     given_up_N, price_N = _ranks(space, choices_ND)
     return Candidates(
         choices_ND=choices_ND,
@@ -126,25 +127,67 @@ def _held(space: Space, choices_ND: Ints, part: Part, shape: bounds.ModelShape) 
 def prior_of(
     space: Space, candidates: Candidates, limits: Limits, shape: bounds.ModelShape, gpu: Gpu | None
 ) -> Prior:
-    """Return the expected needs of each combination that may fit; a processor has no timing model: bytes alone."""
-    nothing_N = np.zeros(len(candidates))
-    device_N, host_N, seconds_N, effort_N = (nothing_N.copy() for _ in range(4))
-    parts_N: Mapping[Part, Any] = _parts(space, candidates.choices_ND, shape)
-    for place in np.flatnonzero(candidates.may_fit(limits)).tolist():
-        recipe = space.recipe_of(space.combinations[place])
-        parts: StepParts = {part: Held(*(of_N[place] for of_N in held)) for part, held in parts_N.items()}
-        device_N[place], host_N[place] = _expected_bytes(recipe, shape, parts, gpu)
-        effort_N[place] = expectations.effort(recipe)
-        if gpu is not None:
-            seconds_N[place] = expectations.seconds(recipe, shape, parts, gpu)
+    """Return the expected needs of each combination that may fit; a processor has no timing model: bytes alone.
+
+    Where one takes as many last layers as fit, the bytes are those of the fewest, which decide whether it fits, and the
+    seconds are of as many as the other bytes should leave room for.
+    """
+    places = np.flatnonzero(candidates.may_fit(limits))
+    most_4M, fewest_4M = (
+        _expected(each, candidates.choices_ND, places, shape, gpu) for each in (space, space.with_fewest_layers)
+    )
+    room_M, more_M = limits.device_bytes - fewest_4M[0], most_4M[0] - fewest_4M[0]
+    share_M = np.clip(np.where(more_M > 0, room_M / np.maximum(more_M, 1.0), 1.0), 0.0, 1.0)
+    device_N, host_N, seconds_N, effort_N = np.zeros((4, len(candidates)))
+    device_N[places], host_N[places], _, effort_N[places] = fewest_4M
+    seconds_N[places] = fewest_4M[2] + share_M * (most_4M[2] - fewest_4M[2])
     expected: dict[Quantity, tuple[NDArray[np.float64], NDArray[np.float64]]] = {
         "device_bytes": (device_N, candidates.device_bytes_N),
-        "effort": (effort_N, nothing_N),
+        "effort": (effort_N, np.zeros(len(candidates))),
     }
     if gpu is not None:
         expected["host_bytes"] = host_N, candidates.host_bytes_N
         expected["seconds"] = seconds_N, candidates.seconds_N
     return Prior.flat(len(candidates)).expecting(expected)
+
+
+def _expected(
+    space: Space, choices_ND: Ints, places: Ints, shape: bounds.ModelShape, gpu: Gpu | None
+) -> NDArray[np.float64]:
+    """Return the expected device bytes, host bytes, seconds and effort of some combinations, one row each."""
+    parts_N: Mapping[Part, Any] = _parts(space, choices_ND, shape)
+    expected_4M = np.empty((4, len(places)))
+    first_U, inverse_M = _distinct(space, choices_ND[places], expectations.READ_KEYS)
+    order = np.argsort(inverse_M, kind="stable")
+    for first, alike in zip(first_U, np.split(order, np.cumsum(np.bincount(inverse_M))[:-1]), strict=True):
+        recipe = space.recipe_of(space.combinations[places[first]])
+        parts: StepParts = {
+            part: Held(*(np.asarray(of_N)[places[alike]] for of_N in held)) for part, held in parts_N.items()
+        }
+        seconds = 0.0 if gpu is None else expectations.seconds(recipe, shape, parts, gpu)
+        bytes_ = _expected_bytes(recipe, shape, parts, gpu)
+        for row, value in enumerate((*bytes_, seconds, expectations.effort(recipe))):
+            expected_4M[row, alike] = value
+    return expected_4M
+
+
+def _distinct(space: Space, choices_ND: Ints, keys: Sequence[str]) -> tuple[Ints, Ints]:
+    """Return the first of the combinations with each distinct value of some keys, and which of these each one has."""
+    places = _places_of(space, keys)
+    sizes = [len(space.dimensions[place].choices) for place in places]
+    number_N = choices_ND[:, places] @ np.cumprod([1, *sizes], dtype=np.int64)[: len(places)]
+    _, first_U, inverse_N = np.unique(number_N, return_index=True, return_inverse=True)
+    return first_U, inverse_N.reshape(-1)
+
+
+def _places_of(space: Space, keys: Sequence[str]) -> list[int]:
+    """Return the dimensions that set some of the keys or groups."""
+    reader = reads(*keys)(lambda recipe: ())
+    return [
+        place
+        for place, dimension in enumerate(space.dimensions)
+        if any(reader.reads(key) for key in dimension.keys)
+    ]
 
 
 def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) -> Bytes:
@@ -157,7 +200,7 @@ def expected_bytes(recipe: Recipe, shape: bounds.ModelShape, gpu: Gpu | None) ->
 
 def _expected_bytes(recipe: Recipe, shape: bounds.ModelShape, parts: StepParts, gpu: Gpu | None) -> Bytes:
     context_bytes = LIBRARIES_BYTES if gpu is None else gpu.context_bytes
-    host = 0.0 if gpu is None else float(bounds.host_bytes(parts))
+    host = 0.0 if gpu is None else bounds.host_bytes(parts)
     return with_headroom(context_bytes + expectations.device_bytes(recipe, shape, parts)), with_headroom(host)
 
 
@@ -212,15 +255,8 @@ def _by_what_is_read(
     space: Space, choices_ND: Ints, keys: Sequence[str], of: Callable[[Recipe], Sequence[float]]
 ) -> NDArray[np.float64]:
     """Return numbers for each combination, one row per number, computed once per distinct value of the keys read."""
-    reader = reads(*keys)(lambda recipe: ())
-    places = [
-        place
-        for place, dimension in enumerate(space.dimensions)
-        if any(reader.reads(key) for key in dimension.keys)
-    ]
-    sizes = [len(space.dimensions[place].choices) for place in places]
-    number_N = choices_ND[:, places] @ np.cumprod([1, *sizes], dtype=np.int64)[: len(places)]
-    _, first_U, inverse_N = np.unique(number_N, return_index=True, return_inverse=True)
+    places = _places_of(space, keys)
+    first_U, inverse_N = _distinct(space, choices_ND, keys)
     values = []
     for read in choices_ND[first_U][:, places].tolist():
         settings: dict[str, Any] = {}

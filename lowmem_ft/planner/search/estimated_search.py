@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.search.candidates import Bytes, Candidates, prior_of
 from lowmem_ft.planner.search.estimated_needs import Limits, Need
@@ -22,9 +21,6 @@ MAX_EFFORT = 18
 """Effort of the search for the fastest, in estimates of common length, which take a second or two each.
 
 The neighbours of the best are estimated in addition. What is left then is counted and reported."""
-
-COMMON_EVENTS = 1500
-"""Events per layer in a trace of common length, such as an 8B's; an estimate with more counts as several."""
 
 LEAST_PROMISE = 0.006
 """Share of a step's seconds: a search ends when it expects less improvement from any other combination."""
@@ -71,8 +67,9 @@ def search_in(
         num_ahead: processes in addition to this one that estimate what the search should ask for next.
     """
 
-    def recipe_of(place: int) -> Recipe:
-        return space.recipe_of(space.combinations[place])
+    def asked_of(place: int) -> tuple[Recipe, Sequence[str]]:
+        combination = space.combinations[place]
+        return space.recipe_of(combination), space.counted(combination)
 
     def need_of(place: int) -> Need | str:
         raise_if_stopped()
@@ -85,12 +82,11 @@ def search_in(
             )
         )
         try:
-            estimate, num_events = ahead.take(place) or target.estimate(recipe_of(place))
-            return need_from(estimate, num_events / COMMON_EVENTS / max(1, target.shape.num_layers))
+            return ahead.take(place) or target.need(*asked_of(place))
         except UserError as error:
             return " ".join(error.problems)
 
-    others = EstimatesAhead(num_ahead, target.gpu, target.budget)
+    others = EstimatesAhead(num_ahead, target)
     with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
         search = Search(
             candidates,
@@ -101,28 +97,9 @@ def search_in(
             least_promise=LEAST_PROMISE,
             nearest_tried=NEAREST_TRIED,
             simpler_tried=SIMPLER_TRIED,
-            look_ahead=lambda places: ahead.guess(places, recipe_of),
+            look_ahead=lambda places: ahead.guess(places, asked_of),
         )
         yield search
-
-
-def need_from(estimate: MemoryEstimate, effort: float = 1.0) -> Need:
-    """Return the needs by an estimate, with the headroom that keeps it from being a tight fit.
-
-    Args:
-        estimate: estimate of one combination.
-        effort: effort of making it, in common estimates; each counts as at least one.
-    """
-    peak, high_bytes = with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes
-    host = with_headroom(estimate.host_peak_bytes)
-    return Need(
-        seconds=0.0 if estimate.step is None else estimate.step.seconds,
-        device_bytes=max(peak, high_bytes),
-        host_bytes=max(host, high_bytes) if estimate.is_of_cpu else host,
-        fits=estimate.fits and not estimate.tight,
-        effort=max(1.0, effort),
-        estimate=estimate,
-    )
 
 
 def estimate_nearest(

@@ -42,10 +42,12 @@ class Neighbours:
         while self._search.found.best != looked_at:
             self._search.look_around()
             looked_at = self._search.found.best
+            assert looked_at is not None, "something fits"
             places = [self.place_of(combination) for combination in self._next_cheaper()]
             open_ = [place for place in places if place is not None and self._search.is_open(place)]
-            for number, place in enumerate(open_, 1):
-                self._search.estimate(place, then=open_[number:])
+            worth_it = self._search.worth_it(open_, looked_at)
+            for number, place in enumerate(worth_it, 1):
+                self._search.estimate(place, then=worth_it[number:])
 
     def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
         """Return, for each knob of the best, the reason against the next cheaper value."""

@@ -6,22 +6,22 @@ same order, on the same numbers. A guess that the search does not ask for is was
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
-from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE, processes_at_once
 from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planner.plan_target import Answer, estimate_in_full
+from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.planner.search.estimated_needs import Need
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.host_limits import tightest_host_limit
 
@@ -34,39 +34,42 @@ PROCESS_BYTES = 2 * GIB
 """Bytes of memory that must be free for each process."""
 
 
+Asked = tuple[Recipe, Sequence[str]]
+"""A recipe to estimate, and the numbers of last layers of which it takes as many as fit."""
+
+
 class EstimatesAhead:
     """Other processes that estimate; each starts with its first guess, and all end with :meth:`close`.
 
     Args:
         num_processes: processes in addition to this one; with 0 nothing is guessed.
-        gpu: the device to estimate for; None: this machine's processor.
-        budget: the memory limits.
+        target: the device, the memory limits and the model.
     """
 
-    def __init__(self, num_processes: int, gpu: Gpu | None, budget: Budget) -> None:
+    def __init__(self, num_processes: int, target: Target) -> None:
         self._num_processes = num_processes
-        self._gpu = gpu
-        self._budget = budget
+        # Rules are functions of this process, and traces are kept on disk.
+        self._target = dataclasses.replace(target, rules=(), kept=KeptTraces())
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="estimate-ahead")
         self._of_thread = threading.local()
         self._lock = threading.Lock()
         self._processes: list[EstimatingProcess] = []
         self._is_closed = False
-        self._guessed: dict[int, Future[Answer]] = {}
+        self._guessed: dict[int, Future[Need]] = {}
 
-    def guess(self, places: Iterable[int], recipe_of: Callable[[int], Recipe]) -> None:
+    def guess(self, places: Iterable[int], asked_of: Callable[[int], Asked]) -> None:
         """Begin estimates on as many processes as are idle.
 
         Args:
             places: indices that the search may ask for, the likeliest first.
-            recipe_of: returns the recipe of an index.
+            asked_of: returns the recipe of an index, and of which numbers of layers it takes as many as fit.
         """
         under_way = sum(not future.done() for future in self._guessed.values())
         new = (place for place in places if place not in self._guessed)
         for place in itertools.islice(new, max(0, self._num_processes - under_way)):
-            self._guessed[place] = self._threads.submit(self._estimate, recipe_of(place))
+            self._guessed[place] = self._threads.submit(self._estimate, asked_of(place))
 
-    def take(self, place: int) -> Answer | None:
+    def take(self, place: int) -> Need | None:
         """Return an estimate that was guessed right, waiting for it if it is under way; None if it was not guessed.
 
         Also returns None if the other process refused it: it lacks model types registered in this program alone.
@@ -91,9 +94,9 @@ class EstimatesAhead:
             process.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _estimate(self, recipe: Recipe) -> Answer:
+    def _estimate(self, asked: Asked) -> Need:
         process = self._process()
-        process.ask(_estimate_there, recipe, self._gpu, self._budget)
+        process.ask(_estimate_there, self._target, *asked)
         return process.answer()
 
     def _process(self) -> EstimatingProcess:
@@ -123,5 +126,5 @@ def _kept() -> KeptTraces:
     return KeptTraces.of_user()
 
 
-def _estimate_there(recipe: Recipe, gpu: Gpu | None, budget: Budget) -> Answer:
-    return estimate_in_full(recipe, gpu, budget, _kept())
+def _estimate_there(target: Target, recipe: Recipe, counted: Sequence[str]) -> Need:
+    return target.need(recipe, counted, _kept())

@@ -36,14 +36,14 @@ class Prospects:
         return self.beliefs.knows
 
     def learn(self, place: int, need: Need) -> None:
-        """Take in the needs of one, as estimated."""
-        candidates = self.candidates
+        """Take in the needs of one, as estimated: whether it fits is decided by the bytes of the fewest layers."""
+        candidates, least = self.candidates, need.least or need
         self.beliefs.learn(
             place,
             {
                 "seconds": need.seconds - candidates.seconds_N[place],
-                "device_bytes": need.device_bytes - candidates.device_bytes_N[place],
-                "host_bytes": need.host_bytes - candidates.host_bytes_N[place],
+                "device_bytes": least.device_bytes - candidates.device_bytes_N[place],
+                "host_bytes": least.host_bytes - candidates.host_bytes_N[place],
                 "effort": need.effort,
             },
         )

@@ -36,7 +36,7 @@ from lowmem_ft.planner.search.ranking import Beliefs, Prior
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may give up: the first ones correct the expectations."""
 
-LEAST_GAIN, LEAST_CHANCE = 5e-4, 0.02
+LEAST_GAIN, LEAST_CHANCE = 2e-3, 0.02
 """Thresholds for estimating what differs from the best in one choice.
 
 Either its expected gain in speed, as a share, or its chance to be simpler and nearly as fast has to reach them."""
@@ -115,33 +115,47 @@ class Search:
             self.estimate(place)
 
     def look_around(self) -> None:
-        """Estimate what may be simpler, then what differs from the best in one choice, until none is better."""
+        """Estimate what differs from the fastest in one choice, until none is faster, then what may be simpler."""
         looked_at = None
-        while self.found.best is not None and self.found.best != looked_at:
-            looked_at = self.found.best
-            for _ in range(self._simpler_tried):
-                simpler = self._likely_simpler()
-                if simpler is None:
-                    break
-                self.estimate(simpler)
-            while self.found.best == looked_at and (around := self.around(looked_at)):
+        while (fastest := self.found.fastest) is not None and self._is_faster(fastest, looked_at):
+            looked_at = fastest
+            while not self._is_faster(self.found.fastest, looked_at) and (around := self.around(looked_at)):
                 self.estimate(around[0], then=around[1:])
+        for _ in range(self._simpler_tried):
+            simpler = self._likely_simpler()
+            if simpler is None:
+                break
+            self.estimate(simpler)
+
+    def _is_faster(self, place: int | None, than: int | None) -> bool:
+        """Return whether one is faster than another by a gain that is worth an estimate, or gives up less."""
+        if place is None or than is None or place == than:
+            return than is None
+        before_N, needs = self.candidates.before_N, self.found.needs
+        is_gain = needs[place].seconds <= (1 - LEAST_GAIN) * needs[than].seconds
+        return bool(before_N[place] < before_N[than]) or is_gain
 
     def around(self, place: int) -> list[int]:
-        """Return what differs from one in a single choice and may still be better, the most promising first.
-
-        Leaves out those without prospects: those not expected to fit, and those neither faster nor simpler.
-        """
-        open_, candidates, found = np.flatnonzero(self._open_N), self.candidates, self.found
+        """Return what differs from one in a single choice and is worth an estimate, the most promising first."""
+        open_, candidates = np.flatnonzero(self._open_N), self.candidates
         near = open_[(candidates.choices_ND[open_] != candidates.choices_ND[place]).sum(axis=1) == 1]
+        return self.worth_it(near, place)
+
+    def worth_it(self, places: Ints | Sequence[int], than: int) -> list[int]:
+        """Return which of some that may be better are worth an estimate, the most promising first.
+
+        Leaves out those without prospects: those not expected to fit, and those neither faster nor simpler than
+        another.
+        """
+        near, candidates, found = np.array(places, dtype=np.int64), self.candidates, self.found
         if not len(near) or found.fastest is None:
             return near.tolist()
         fastest = found.needs[found.fastest].seconds
         promise = self._prospects.promise(near, fastest)
-        is_simpler = candidates.changes_N[near] < candidates.changes_N[place]
+        is_simpler = candidates.changes_N[near] < candidates.changes_N[than]
         is_worth_it = promise >= LEAST_GAIN
         is_worth_it |= is_simpler & (self._prospects.chance_to_be_alike(near, fastest) >= LEAST_CHANCE)
-        is_worth_it |= candidates.before_N[near] < candidates.before_N[place]
+        is_worth_it |= candidates.before_N[near] < candidates.before_N[than]
         order = np.lexsort((candidates.after_N[near], -promise))
         return near[order[is_worth_it[order]]].tolist()
 

@@ -44,7 +44,9 @@ class Findings:
 
     def changes(self, place: int) -> dict[str, Any]:
         """Return the settings of a combination that differ from the user's recipe."""
-        changed = self.space.recipe_of(self.space.combinations[place])
+        need = self.found.needs.get(place)
+        changed = need.recipe if need is not None else None
+        changed = changed or self.space.recipe_of(self.space.combinations[place])
         keys = (*DEALT, *(key for dimension in self.space.dimensions for key in dimension.keys))
         values = {key: operator.attrgetter(key)(changed) for key in keys}
         return {key: value for key, value in values.items() if value != operator.attrgetter(key)(self.asked)}

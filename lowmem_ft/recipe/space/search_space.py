@@ -3,6 +3,10 @@
 A dimension is a knob with the values that its ``tries`` name, and the recipe's own. The rows of a micro-batch form one
 dimension with the number of micro-batches, since the mathematics is their product, the rows of an optimizer step. A
 combination takes one choice of each dimension. Each rule is evaluated once per distinct value of the keys it reads.
+
+Of a number of last layers that are treated differently, a combination does not say how many: one choice stands for as
+many as fit, whatever the other choices leave room for. That number is found when the combination is estimated
+(``planner/search/most_layers.py``), and all numbers share a trace.
 """
 
 from __future__ import annotations
@@ -39,10 +43,12 @@ class Dimension:
     Args:
         choices: settings by dotted key, from the most memory to what should be the least.
         own: the index of the recipe's own.
+        is_counted: whether the first choice stands for as many last layers as fit; it names the most, the last none.
     """
 
     choices: tuple[Settings, ...]
     own: int = 0
+    is_counted: bool = False
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -84,6 +90,20 @@ class Space:
     def recipe_of(self, combination: Combination) -> Recipe:
         """Return the recipe with a combination's settings."""
         return with_settings(self.recipe, self.changes(combination))
+
+    def counted(self, combination: Combination) -> tuple[str, ...]:
+        """Return the keys of which a combination takes as many layers as fit."""
+        pairs = zip(self.dimensions, combination, strict=True)
+        return tuple(key for dimension, index in pairs if dimension.is_counted and not index for key in dimension.keys)
+
+    @property
+    def with_fewest_layers(self) -> Space:
+        """The same combinations, each with the fewest layers where it takes as many as fit, and not with the most."""
+        dimensions = tuple(
+            dataclasses.replace(each, choices=(each.choices[-1], *each.choices[1:])) if each.is_counted else each
+            for each in self.dimensions
+        )
+        return dataclasses.replace(self, dimensions=dimensions)
 
     @property
     def own(self) -> Combination:
@@ -212,7 +232,9 @@ def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Itera
     if any(key.path in ROWS for key in keys):
         yield _rows(recipe)
     for key in keys:
-        if key.tries:
+        if key.tries and key.counts_layers == "last":
+            yield from _last_layers(key, recipe, num_layers - 1)
+        elif key.tries:
             values = _values(key, recipe, num_layers, has_bfloat16)
             if len(values) > 1:
                 choices = tuple({key.path: value} for value in values)
@@ -229,6 +251,15 @@ def _rows(recipe: Recipe) -> Dimension:
     ways = [(size, rows // size) for size in range(rows, 0, -1) if rows % size == 0]
     choices: list[Settings] = [{ROWS[0]: size, ROWS[1]: steps} for size, steps in ways]
     return Dimension(choices=tuple(choices), own=ways.index(own))
+
+
+def _last_layers(key: RecipeKey, recipe: Recipe, most: int) -> Iterator[Dimension]:
+    """Yield the choice between as many last layers as fit, the recipe's own number and none."""
+    own = key.value_in(recipe)
+    values = list(dict.fromkeys((most, own, 0))) if own < most else [most, 0]
+    if most > 0:
+        choices = tuple({key.path: value} for value in values)
+        yield Dimension(choices=choices, own=values.index(min(own, most)), is_counted=True)
 
 
 def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool) -> list[Any]:
