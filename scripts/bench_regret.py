@@ -37,7 +37,7 @@ from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.search.best_found import NEARLY_AS_FAST
 from lowmem_ft.planner.search.estimated_needs import Need
-from lowmem_ft.planner.search.estimated_search import need_from
+from lowmem_ft.planner.search.estimated_needs import need_from
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 from lowmem_ft.recipe.space.search_space import Settings, Space, asks_consent, planned_keys, space_of
 

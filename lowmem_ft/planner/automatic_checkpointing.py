@@ -1,26 +1,13 @@
 """Choice of the layers to checkpoint, with all other knobs as in the recipe: ``checkpointing.mode=auto``.
 
-A question to the planner's search whose only dimension is the config of checkpointing: a mode and the number of last
-layers that it skips. Rules, bounds and estimates are the planner's; what to estimate next is decided here, since each
-layer that is not checkpointed costs the bytes of its activations and saves the seconds of its second forward pass:
-skipping more layers never takes less memory or more time, which ``tests/planner/test_automatic_checkpointing.py``
-checks against estimates. So for each mode the largest number of layers that fits is narrowed down, and the step time
-decides between the two. The choice has been estimated in full.
-
-The skipped layers are the last ones, also in models whose layers differ (alternating local and global attention, dense
-layers before experts). Backward reaches them first, so their activations are freed before any other layer is
-recomputed: no other choice of the same number of identical layers takes less. Where layers alternate, the last n are a
-mixture of all kinds; picking one kind would only pay if it saved far more seconds per byte, as with very long rows of
-global attention, and every kind of stack would need a knob of its own. Experts after dense layers are the last layers
-anyway.
+A search of the planner whose dimensions are the mode and the number of last layers that it skips, of which it takes as
+many as fit (``planner/search/most_layers.py``). The choice has been estimated in full.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from typing import Literal
 
 import numpy as np
 
@@ -34,10 +21,8 @@ from lowmem_ft.planner.memory_plan import MemoryPlan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import only_looking
 from lowmem_ft.planner.search.candidates import candidates_of
-from lowmem_ft.planner.search.estimated_needs import Need
 from lowmem_ft.planner.search.estimated_search import OnProgress, search_in
 from lowmem_ft.planner.search.neighbours import Neighbours
-from lowmem_ft.planner.search.search import Search
 from lowmem_ft.planner.search.search_findings import Findings
 from lowmem_ft.planner.smallest_gpu import smallest_fitting_gpu
 from lowmem_ft.recipe import Recipe, check_recipe
@@ -45,11 +30,13 @@ from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.space.search_space import Dimension, Settings, Space, space_over
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
-Mode = Literal["none", "full", "selective"]
-
 _MODE, _SKIPPED = "checkpointing.mode", "checkpointing.skip_last_layers"
 
-_NONE: Settings = {_MODE: "none", _SKIPPED: 0}
+_EVERY = (1, 1)
+"""The combination of the space that checkpoints every layer in full."""
+
+_IN_ORDER = [(0, 1), (1, 0), (2, 0), _EVERY, (2, 1)]
+"""The combinations from the fewest recomputed layers to the most, of equally many with the least memory first."""
 
 _LEAST_GAIN = 0.001
 """Smallest gain, as a share of the step's seconds, that is mentioned."""
@@ -95,11 +82,17 @@ def plan_checkpointing(
     target = Target.of(asked, gpu)
     space = _space(asked, target)
     candidates = candidates_of(space, target.shape, target.gpu)
-    # None counts as simpler than another: the plan is the fastest.
-    candidates = dataclasses.replace(candidates, changes_N=np.zeros_like(candidates.changes_N))
+    # None counts as simpler than another: the plan is the fastest; of equally fast ones the fewest layers are recomputed.
+    candidates = dataclasses.replace(
+        candidates,
+        changes_N=np.zeros_like(candidates.changes_N),
+        after_N=np.array([_IN_ORDER.index(combination) for combination in space.combinations]),
+    )
     with search_in(space, candidates, target, on_progress) as search:
         neighbours = Neighbours(space, search)
-        _Question(space, neighbours, search, target).ask()
+        search.run(neighbours.place_of(_EVERY))
+        if not search.found.needs:
+            raise UserError(next(reversed(search.found.refused.values())))
         findings = Findings.of(search, space, target.limits, asked)
         found = explained(findings, neighbours)
         smallest = None if found.fits else smallest_fitting_gpu(found, target)
@@ -158,110 +151,15 @@ def _refuse_without_limit(recipe: Recipe, gpu: str | Gpu | None) -> None:
 
 
 def _space(recipe: Recipe, target: Target) -> Space:
-    """Return all choices as one dimension, from the fewest recomputed layers to the most.
+    """Return the modes, those that recompute layers with as many last layers left out as fit, or none.
 
     Raises:
         UserError: if the device refuses all of them.
     """
-    skips = range(max(0, target.shape.num_layers - 1), -1, -1)
-    choices: list[Settings] = [
-        {_MODE: mode, _SKIPPED: skip} for skip in skips for mode in ("selective", "full")
-    ]
-    space = space_over(recipe, (Dimension(choices=(_NONE, *choices)),), then=target.rules)
+    modes: tuple[Settings, ...] = ({_MODE: "none"}, {_MODE: "full"}, {_MODE: "selective"})
+    skips: tuple[Settings, ...] = ({_SKIPPED: max(0, target.shape.num_layers - 1)}, {_SKIPPED: 0})
+    dimensions = Dimension(choices=modes), Dimension(choices=skips, is_counted=True)
+    space = space_over(recipe, dimensions, then=target.rules)
     if not space.combinations:
         raise UserError(*(problem for rule in target.rules for problem in rule.problems(recipe)))
     return space
-
-
-class _Question:
-    """The estimates that the choice depends on.
-
-    Args:
-        space: the choices that no rule refuses.
-        neighbours: their indices.
-        search: makes each estimate once.
-        target: the limits, and the model's number of layers.
-    """
-
-    def __init__(self, space: Space, neighbours: Neighbours, search: Search, target: Target) -> None:
-        self._choices = space.dimensions[0].choices
-        self._place_of = neighbours.place_of
-        self._search = search
-        self._limits = target.limits
-        self._num_layers = target.shape.num_layers
-
-    def ask(self) -> None:
-        """Make them.
-
-        Raises:
-            UserError: if nothing could be built.
-        """
-        none_fits, every_fits = self._fits("none", self._num_layers), self._fits("full", 0)
-        if every_fits and not none_fits:  # else nothing in between can fit, or be faster than both
-            self._skip_as_many_as_fit("full", 0)
-            full = self._search.found.fastest
-            assert full is not None, "every layer fits"
-            if self._fits("selective", 0):
-                least = self._least_worth_it(full)
-                if least < self._num_layers and self._fits("selective", least):
-                    self._skip_as_many_as_fit("selective", least)
-        if not self._search.found.needs:
-            raise UserError(next(reversed(self._search.found.refused.values())))
-
-    def _skip_as_many_as_fit(self, mode: Mode, fits: int) -> None:
-        """Narrow down the largest number of skipped layers that fits, from where the memory would run out.
-
-        The first skipped layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most.
-        Linear interpolation between the ends of the interval therefore never overestimates, and is tried first; linear
-        extrapolation from the last two choices on either side never underestimates, and is tried next. If neither
-        gives a number, the search bisects.
-        """
-        beyond, below, above = self._num_layers, fits, self._num_layers
-        while beyond - fits > 1:
-            sides = [(one, other) for one, other in ((below, fits), (beyond, above)) if one < other]
-            told = [self._end_of_room(mode, *side) for side in sides or [(fits, beyond)]]
-            ends = [end for end in told if end is not None]
-            guess = math.floor(min(ends, default=(fits + beyond) / 2))
-            tried = min(max(guess, fits + 1), beyond - 1)
-            if self._fits(mode, tried):
-                below, fits = fits, tried
-            else:
-                above, beyond = beyond, tried
-
-    def _end_of_room(self, mode: Mode, fewer: int, more: int) -> float | None:
-        """Return the number of skipped layers at which memory ends, by a line through two choices; or None."""
-        one, other = self._need(mode, fewer), self._need(mode, more)
-        if one is None or other is None:
-            return None
-        room, less = self._room(one), self._room(other)
-        return fewer + room / (room - less) * (more - fewer) if less < room else None
-
-    def _room(self, need: Need) -> float:
-        """Return the bytes left of device or host memory, whichever has less left."""
-        limits = self._limits
-        return min(limits.device_bytes - need.device_bytes, limits.host_bytes - need.host_bytes)
-
-    def _least_worth_it(self, full: int) -> int:
-        """Return how many layers selective checkpointing has to skip to be faster than the best of full.
-
-        Assumes that each skipped layer saves the same time; only there is selective checkpointing estimated again.
-        """
-        seconds = self._search.found.needs[full].seconds
-        selective, none = self._need("selective", 0), self._need("none", self._num_layers)
-        if not seconds or selective is None:
-            return self._choices[full][_SKIPPED]
-        if none is None or seconds > selective.seconds or none.seconds >= selective.seconds:
-            return 0
-        saved = (selective.seconds - none.seconds) / self._num_layers
-        return math.floor((selective.seconds - seconds) / saved) + 1
-
-    def _fits(self, mode: Mode, skipped: int) -> bool:
-        need = self._need(mode, skipped)
-        return need is not None and need.fits
-
-    def _need(self, mode: Mode, skipped: int) -> Need | None:
-        """Return the needs of a choice, all layers skipped being none; None if it cannot be built."""
-        choice = _NONE if skipped == self._num_layers else {_MODE: mode, _SKIPPED: skipped}
-        place = self._place_of((self._choices.index(choice),))
-        need = None if place is None else self._search.estimate(place, then=())
-        return need if isinstance(need, Need) else None

@@ -49,9 +49,5 @@ def explained(findings: Findings, neighbours: Neighbours) -> MemoryPlan:
         interrupted=found.interrupted,
         missing_device_bytes=over_device,
         missing_host_bytes=over_host,
-        given_up=tuple(
-            word
-            for word in space.recipe.plan.allow
-            if word in words_of(space.recipe, chosen)
-        ),
+        given_up=tuple(word for word in space.recipe.plan.allow if word in words_of(space.recipe, chosen)),
     )

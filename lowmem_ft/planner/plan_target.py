@@ -87,7 +87,7 @@ class Target:
                 device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
             ),
             shape=shape,
-            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape), _rule_of_chunks(shape)),
+            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape), _rule_of_chunks(recipe, shape)),
             kept=KeptTraces.of_user(),
         )
 
@@ -157,13 +157,13 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
     return rule
 
 
-def _rule_of_chunks(shape: ModelShape) -> Rule:
-    """Return the rule that a chunk is smaller than a micro-batch, as otherwise there is a single one."""
+def _rule_of_chunks(asked: Recipe, shape: ModelShape) -> Rule:
+    """Return the rule that a chunk other than the recipe's own is smaller than a micro-batch: else there is only one."""
 
     @reads("loss.chunk_tokens", "training.per_device_train_batch_size", "data.max_length")
     def rule(recipe: Recipe) -> Iterator[str]:
         chunk, tokens = recipe.loss.chunk_tokens, micro_batch_tokens(recipe, shape)
-        if chunk is not None and chunk >= tokens:
+        if chunk not in (None, asked.loss.chunk_tokens) and chunk >= tokens:
             yield f"loss.chunk_tokens={chunk} gains nothing with {tokens} tokens in a micro-batch."
 
     return rule

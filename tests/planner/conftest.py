@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 from transformers import LlamaConfig
 
-from lowmem_ft.estimator.device_target import limits
+from lowmem_ft.estimator.device_target import CPU, limits
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import MemoryEstimate, Processes, ProcessRange, StepTime
+from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, Processes, ProcessRange, StepTime
 from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe, load_recipe
 
@@ -61,12 +61,15 @@ def at_once(monkeypatch):
             asked.append(recipe)
             recipe.model.require_packages()
             device, host = round(device_gib(recipe) * GIB), round(host_gib(recipe) * GIB)
-            allowed = limits(gpu, budget, recipe.distributed.per_machine)
+            place = None if gpu == CPU else gpu
+            allowed = limits(place, budget, recipe.distributed.per_machine)
             limit, host_limit = allowed.device_bytes, allowed.host_bytes
             plain = plain_estimate()
             return dataclasses.replace(
                 plain,
-                gpu=dataclasses.replace(plain.gpu, name=gpu.name, memory_bytes=gpu.memory_bytes),
+                gpu=DeviceLimit(name=CPU, memory_bytes=0)
+                if place is None
+                else dataclasses.replace(plain.gpu, name=place.name, memory_bytes=place.memory_bytes),
                 process_peak_bytes=device,
                 process_range=ProcessRange(
                     low_bytes=device,
@@ -74,10 +77,10 @@ def at_once(monkeypatch):
                     uncertainty=Uncertainty(reserved_share=0.0, outside_share=0.0),
                 ),
                 host_peak_bytes=host,
-                step=StepTime(seconds=seconds(recipe), tokens=2048, bound_by="compute"),
+                step=place and StepTime(seconds=seconds(recipe), tokens=2048, bound_by="compute"),
                 budget=allowed,
                 processes=_processes(recipe),
-                fits=device <= limit and (host_limit is None or host <= host_limit),
+                fits=(limit is None or device <= limit) and (host_limit is None or host <= host_limit),
             )
 
         monkeypatch.setattr(plan_target, "estimate_memory", estimate_memory)
@@ -94,7 +97,7 @@ def _processes(recipe: Recipe) -> Processes | None:
 
 
 def plain_estimate() -> MemoryEstimate:
-    from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, ModelSize
+    from lowmem_ft.memory.memory_estimate import BudgetVerdict, ModelSize
 
     return MemoryEstimate(
         model=ModelSize(name="tiny", parameters=10_000_000, trainable_parameters=10_000_000),

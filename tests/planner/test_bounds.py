@@ -223,10 +223,12 @@ def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):
     space = space_of(recipe, num_layers=2, has_bfloat16=True)
     candidates = candidates_of(space, shape, gpu)
     for place in random.Random(0).sample(range(len(candidates)), 200):
-        one = space.recipe_of(space.combinations[place])
-        parts = bounds.parts_of(one, shape)
-        assert candidates.device_bytes_N[place] == with_headroom(bounds.device_bytes(parts, gpu))
-        assert candidates.host_bytes_N[place] == with_headroom(bounds.host_bytes(parts))
+        combination = space.combinations[place]
+        one, least = space.recipe_of(combination), space.with_fewest_layers.recipe_of(combination)
+        parts, least_parts = bounds.parts_of(one, shape), bounds.parts_of(least, shape)
+        hosts = bounds.host_bytes(parts), bounds.host_bytes(least_parts)
+        assert candidates.device_bytes_N[place] == with_headroom(bounds.device_bytes(least_parts, gpu))
+        assert candidates.host_bytes_N[place] == with_headroom(min(hosts))
         assert candidates.seconds_N[place] == bounds.seconds(one, parts, shape, gpu)
 
 

@@ -26,7 +26,7 @@ from lowmem_ft.training.loop import train
 
 KEEP = (
     "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype,"
-    "checkpointing.mlp_activation]"
+    "checkpointing.mlp_activation,checkpointing.skip_last_layers]"
 )
 """Leaves micro-batches, checkpointing and their order to choose."""
 
@@ -239,7 +239,7 @@ def lora_takes(gib_of_whole: float, gib_of_lora: float):
 
 def test_what_was_searched_before_something_was_given_up_counts(make_recipe, at_once):
     """Those left there need no mathematics given up, and might fit: the plan is no proof."""
-    keep = "plan.keep=[training.mixed_precision,model,offload,tiling,loss]"
+    keep = "plan.keep=[training.mixed_precision,model,offload,tiling,loss,checkpointing.skip_last_layers]"
     asked = at_once(lora_takes(9.0, 5.0))
     result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4")
     assert result.given_up == ("lora",)
@@ -308,8 +308,7 @@ def test_the_same_plan_twice(make_recipe, at_once):
 def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
-    once_more = sum(recipe.model.kernels == "liger" for recipe in asked)  # the plan with fused kernels
-    assert len(asked) - once_more == result.counts.estimated <= 50
+    assert result.counts.estimated <= len(asked) <= 60, "some take as many layers as fit: one or two in this model"
     assert result.searched > 200
     assert result.counts.left == 0 or not result.is_proven
     everything = result.counts.considered + result.counts.left
@@ -486,7 +485,10 @@ def test_what_is_kept_may_make_it_impossible(make_recipe, at_once):
 
 def test_a_real_plan_is_the_fastest_that_really_fits(make_recipe):
     """By the real estimator, over a space small enough to look at everything."""
-    kept = "model,training,optimizer,offload,tiling,loss,accumulation,checkpointing.mlp_activation"
+    kept = (
+        "model,training,optimizer,offload,tiling,loss,accumulation,checkpointing.mlp_activation,"
+        "checkpointing.skip_last_layers"
+    )
     recipe = make_recipe(
         f"plan.keep=[{kept}]", "training.per_device_train_batch_size=16", "loss.chunk_tokens=128"
     )

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator.child_process import EstimatingProcess
 from lowmem_ft.estimator.estimating_processes import PROCESSES_VARIABLE
 from lowmem_ft.foundation.errors import UserError
@@ -17,7 +16,8 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planner import plan, planning
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.search import prefetch as ahead_module
-from lowmem_ft.planner.search.prefetch import EstimatesAhead, num_processes_ahead
+from lowmem_ft.planner.search.estimated_needs import Need
+from lowmem_ft.planner.search.prefetch import Asked, EstimatesAhead, num_processes_ahead
 from lowmem_ft.system.host_limits import HostLimit
 
 BUDGET = Budget(device="4GiB")
@@ -54,9 +54,20 @@ def kept_running(running, monkeypatch):
     monkeypatch.setattr(EstimatingProcess, "close", lambda self: None)
 
 
+def _alike(one: Need | None, other: Need) -> bool:
+    assert one is not None
+    mine, others = (need.estimate.to_json() for need in (one, other))
+    return _without_clock(mine) == _without_clock(others) and one.effort == other.effort
+
+
 @pytest.fixture
-def ahead(kept_running):
-    with contextlib.closing(EstimatesAhead(1, find_gpu("l4"), BUDGET)) as processes:
+def target(make_recipe) -> Target:
+    return Target.of(make_recipe(f"budget.device={BUDGET.device}"), "l4")
+
+
+@pytest.fixture
+def ahead(kept_running, target):
+    with contextlib.closing(EstimatesAhead(1, target)) as processes:
         yield processes
 
 
@@ -78,36 +89,44 @@ def test_a_plan_is_the_same_with_another_process(kept_running, make_recipe, monk
     assert any(taken), "nothing was guessed rightly"
 
 
-def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ahead, make_recipe):
+def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ahead, make_recipe, target):
+    counted = ("checkpointing.skip_last_layers",)
     recipes = {
         0: make_recipe(),
-        1: make_recipe("checkpointing.mode=full"),
+        1: make_recipe("checkpointing.mode=full", "checkpointing.skip_last_layers=1"),
         2: make_recipe("model.name_or_path=/gone"),
         3: make_recipe("data.max_length=256"),
     }
-    ahead.guess(iter([0, 1]), recipes.__getitem__)
-    assert ahead.take(1) is None, "there is one process, which is busy with the likelier guess"
-    target = Target.of(make_recipe(f"budget.device={BUDGET.device}"), "l4")
-    here, num_events = target.estimate(recipes[0])
-    answer = ahead.take(0)
-    assert answer is not None
-    assert [_without_clock(answer[0].to_json()), answer[1]] == [_without_clock(here.to_json()), num_events]
-    assert ahead.take(0) is None
 
-    ahead.guess(iter([2]), recipes.__getitem__)
+    def asked(place: int) -> Asked:
+        return recipes[place], counted if place == 1 else ()
+
+    ahead.guess(iter([0, 1]), asked)
+    assert ahead.take(1) is None, "there is one process, which is busy with the likelier guess"
+    assert _alike(ahead.take(0), target.need(recipes[0]))
+    assert ahead.take(0) is None
+    ahead.guess(iter([1]), asked)
+    there = ahead.take(1)
+    assert _alike(there, target.need(recipes[1], counted))
+    assert there is not None
+    assert there.recipe == recipes[1], "the layer fits"
+    assert there.least is not None
+    assert there.least.device_bytes < there.device_bytes
+
+    ahead.guess(iter([2]), asked)
     assert ahead.take(2) is None, "who asks meets the reason, if it is one here too"
 
-    ahead.guess(iter([3]), recipes.__getitem__)
+    ahead.guess(iter([3]), asked)
     for process in ahead._processes:
         process._process.kill()
     assert ahead.take(3) is None
-    ahead.guess(iter([1]), recipes.__getitem__)
+    ahead.guess(iter([1]), asked)
     assert ahead.take(1) is None, "a process that fails once is not started again"
 
 
-def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe):
-    with contextlib.closing(EstimatesAhead(1, find_gpu("l4"), BUDGET)) as ahead:
-        ahead.guess(iter([0]), lambda place: make_recipe("data.max_length=1024"))
+def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe, target):
+    with contextlib.closing(EstimatesAhead(1, target)) as ahead:
+        ahead.guess(iter([0]), lambda place: (make_recipe("data.max_length=1024"), ()))
         while not ahead._processes:
             time.sleep(0.01)
     assert ahead._processes[0]._process.returncode, "it was not killed"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from lowmem_ft.planner.search.best_found import NEARLY_AS_FAST
 from lowmem_ft.planner.search.candidates import Candidates
 from lowmem_ft.planner.search.estimated_needs import Limits, Need, Searched
 from lowmem_ft.planner.search.estimated_search import LEAST_PROMISE, MAX_EFFORT, NEAREST_TRIED, SIMPLER_TRIED
@@ -32,7 +33,7 @@ class MadeUp:
         choices_ND = valid if len(valid) else choices_ND
         num = len(choices_ND)
         # Few numbers, so that some are equal, and some nearly.
-        self.seconds = random.integers(1, 30, num) * random.choice([1.0, 1.006, 1.012], num)
+        self.seconds = random.integers(1, 30, num) * random.choice([1.0, 1.003, 1.006], num)
         self.device = random.gamma(2.0, 10.0, num)
         self.host = random.gamma(2.0, 10.0, num)
         self.breaks = random.random(num) < 0.05
@@ -83,7 +84,7 @@ class MadeUp:
             [
                 place
                 for place in fitting
-                if self.candidates.before_N[place] == before and self.seconds[place] <= 1.01 * seconds
+                if self.candidates.before_N[place] == before and self.seconds[place] <= (1 + NEARLY_AS_FAST) * seconds
             ]
         )
 
@@ -140,7 +141,7 @@ def test_a_bound_that_holds_for_nothing_is_no_reason_to_leave_something_out():
 
 
 def test_more_memory_never_makes_the_best_slower():
-    """Though a simpler one may be the best that is slower than the fastest, by a hundredth at most."""
+    """Though a simpler one may be the best that is slower than the fastest, by half a hundredth at most."""
     num_simpler = 0
     for seed in range(40):
         made_up = MadeUp(seed, num_dimensions=3)
@@ -152,16 +153,16 @@ def test_more_memory_never_makes_the_best_slower():
                 continue
             if before is not None:
                 assert made_up.key(found.best)[:2] <= made_up.key(before)[:2], (seed, size)
-            assert made_up.seconds[found.best] <= 1.01 * made_up.seconds[found.fastest]
+            assert made_up.seconds[found.best] <= (1 + NEARLY_AS_FAST) * made_up.seconds[found.fastest]
             num_simpler += bool(made_up.seconds[found.best] > made_up.seconds[found.fastest])
             before = found.best
     assert num_simpler
 
 
 def test_something_simpler_is_not_chosen_where_less_memory_has_something_faster():
-    """Of the four the first needs most memory, changes least, and is slower by half a hundredth."""
+    """Of the four the first needs most memory, changes least, and is slower by a little."""
     gib = np.array([40.0, 30.0, 20.0, 10.0])
-    seconds = np.array([4.02, 4.0, 4.0, 4.5])
+    seconds = np.array([4.01, 4.0, 4.0, 4.5])
     candidates = Candidates(
         choices_ND=np.arange(4)[:, None],
         before_N=np.zeros(4, dtype=np.int64),
@@ -236,7 +237,7 @@ def test_whatever_differs_from_the_best_in_one_choice_and_may_be_better_has_been
 def is_nearly_the_fastest(made_up: MadeUp, found: Searched, place: int) -> bool:
     before, seconds, _ = made_up.key(found.fastest)
     is_alike = made_up.candidates.before_N[place] == before
-    return found.needs[place].fits and is_alike and made_up.seconds[place] <= 1.01 * seconds
+    return found.needs[place].fits and is_alike and made_up.seconds[place] <= (1 + NEARLY_AS_FAST) * seconds
 
 
 def test_a_search_that_is_ended_early_says_what_it_left():
@@ -405,7 +406,7 @@ def test_it_ends_where_little_is_to_be_hoped_for_unless_all_can_be_asked():
     modest = made_up.searched(max_effort=200, least_promise=0.005)
     assert len(modest.needs) < len(greedy.needs) / 2
     assert modest.left > 200 - len(modest.needs)
-    assert made_up.seconds[modest.best] <= 1.01 * made_up.seconds.min()
+    assert made_up.seconds[modest.best] <= (1 + NEARLY_AS_FAST) * made_up.seconds.min()
     assert Products(1, (3, 3, 3), share_that_fits=1.0).searched(max_effort=40).is_proven
 
 

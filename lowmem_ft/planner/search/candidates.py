@@ -134,7 +134,8 @@ def prior_of(
     """
     places = np.flatnonzero(candidates.may_fit(limits))
     most_4M, fewest_4M = (
-        _expected(each, candidates.choices_ND, places, shape, gpu) for each in (space, space.with_fewest_layers)
+        _expected(each, candidates.choices_ND, places, shape, gpu)
+        for each in (space, space.with_fewest_layers)
     )
     room_M, more_M = limits.device_bytes - fewest_4M[0], most_4M[0] - fewest_4M[0]
     share_M = np.clip(np.where(more_M > 0, room_M / np.maximum(more_M, 1.0), 1.0), 0.0, 1.0)
@@ -158,8 +159,8 @@ def _expected(
     parts_N: Mapping[Part, Any] = _parts(space, choices_ND, shape)
     expected_4M = np.empty((4, len(places)))
     first_U, inverse_M = _distinct(space, choices_ND[places], expectations.READ_KEYS)
-    order = np.argsort(inverse_M, kind="stable")
-    for first, alike in zip(first_U, np.split(order, np.cumsum(np.bincount(inverse_M))[:-1]), strict=True):
+    for number, first in enumerate(first_U):
+        alike = inverse_M == number
         recipe = space.recipe_of(space.combinations[places[first]])
         parts: StepParts = {
             part: Held(*(np.asarray(of_N)[places[alike]] for of_N in held)) for part, held in parts_N.items()

@@ -94,13 +94,17 @@ class Space:
     def counted(self, combination: Combination) -> tuple[str, ...]:
         """Return the keys of which a combination takes as many layers as fit."""
         pairs = zip(self.dimensions, combination, strict=True)
-        return tuple(key for dimension, index in pairs if dimension.is_counted and not index for key in dimension.keys)
+        return tuple(
+            key for dimension, index in pairs if dimension.is_counted and not index for key in dimension.keys
+        )
 
     @property
     def with_fewest_layers(self) -> Space:
         """The same combinations, each with the fewest layers where it takes as many as fit, and not with the most."""
         dimensions = tuple(
-            dataclasses.replace(each, choices=(each.choices[-1], *each.choices[1:])) if each.is_counted else each
+            dataclasses.replace(each, choices=(each.choices[-1], *each.choices[1:]))
+            if each.is_counted
+            else each
             for each in self.dimensions
         )
         return dataclasses.replace(self, dimensions=dimensions)

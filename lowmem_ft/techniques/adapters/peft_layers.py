@@ -54,6 +54,8 @@ def without_pefts_warnings() -> Iterator[None]:
         )  # PEFT then does what is right
         # What is missing from a file is an error here, not a warning.
         warnings.filterwarnings("ignore", message="Found missing adapter keys")
+        # PEFT gives patterns of its own to experts that are one parameter, and then looks for modules of that name.
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")
         # PEFT asks a transformers 5 model by an old name.
         warnings.filterwarnings("ignore", message="`is_gradient_checkpointing` is deprecated")
         yield
