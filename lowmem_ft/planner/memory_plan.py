@@ -119,6 +119,7 @@ class MemoryPlan:
         knobs: for each knob that was moved, the reason against the next cheaper value.
         purchases: what more device or host memory would buy.
         fused_kernels: the plan with Liger's kernels, where they are known to make a step faster; else None.
+        packing: the plan with several documents in a row, where that makes a step of as many tokens faster; else None.
         binds: what keeps a step from being faster.
         counts: combinations by what became of them.
         left_seconds: least seconds of a step of the combinations left; 0 if none is left.
@@ -142,6 +143,7 @@ class MemoryPlan:
     knobs: tuple[KnobChoice, ...] = ()
     purchases: tuple[Purchase, ...] = ()
     fused_kernels: Choice | None = None
+    packing: Choice | None = None
     binds: tuple[Binding, ...] = ()
     counts: Counts = field(
         default_factory=lambda: Counts(estimated=0, refused=0, beyond_bytes=0, beyond_seconds=0, left=0)
@@ -182,6 +184,7 @@ class MemoryPlan:
             "knobs": [asdict(knob) for knob in self.knobs],
             "purchases": [asdict(purchase) for purchase in self.purchases],
             "fused_kernels": None if self.fused_kernels is None else asdict(self.fused_kernels),
+            "packing": None if self.packing is None else asdict(self.packing),
             "binds": list(self.binds),
             "given_up": list(self.given_up),
             "searched": self.searched,

@@ -87,7 +87,11 @@ class Target:
                 device_bytes=_or_infinite(verdict.device_bytes), host_bytes=_or_infinite(verdict.host_bytes)
             ),
             shape=shape,
-            rules=(_device_rule(gpu, hf_config), _rule_of_linear_layers(shape), _rule_of_chunks(recipe, shape)),
+            rules=(
+                _device_rule(gpu, hf_config),
+                _rule_of_linear_layers(shape),
+                _rule_of_chunks(recipe, shape),
+            ),
             kept=KeptTraces.of_user(),
         )
 

@@ -14,7 +14,7 @@ from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.traces import tracing
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planner.explain import explained
-from lowmem_ft.planner.fused_kernels import with_fused_kernels
+from lowmem_ft.planner.further_gains import with_fused_kernels, with_packing
 from lowmem_ft.planner.memory_plan import Counts, MemoryPlan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.rows_per_gpu import numbers_up_to, on_number
@@ -91,14 +91,14 @@ def plan(
     check_recipe(recipe)
     places = _places(recipe, gpu, numbers_up_to(max_gpus, recipe))
     tiers: list[MemoryPlan] = []
-    is_interrupted, smallest_gpu, fused = False, None, None
+    is_interrupted, smallest_gpu, fused, packed = False, None, None, None
     try:
         for tier in _tiers(recipe, places, on_progress):
             tiers.append(tier)
         result = min(tiers, key=_missing)
         target = places[result.num_gpus]
         if result.fits and not tiers[-1].interrupted:
-            fused = with_fused_kernels(result, target)
+            fused, packed = with_fused_kernels(result, target), with_packing(result, target)
         elif not tiers[-1].interrupted:
             smallest_gpu = smallest_fitting_gpu(result, target)
     except KeyboardInterrupt:
@@ -114,6 +114,7 @@ def plan(
         interrupted=is_interrupted or tiers[-1].interrupted,
         smallest_gpu=smallest_gpu,
         fused_kernels=fused,
+        packing=packed,
         seconds=time.perf_counter() - start,
     )
 

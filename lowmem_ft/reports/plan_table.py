@@ -41,7 +41,7 @@ def plan_table(plan: MemoryPlan, recipe: Recipe) -> Document:
     if plan.fits:
         sections["Simpler settings that were rejected, everything else as chosen"] = _knobs(plan)
         sections["Gains from more memory"] = _purchases(plan, recipe)
-        sections["Gains from fused kernels, which round otherwise"] = _fused_kernels(plan, recipe)
+        sections["Gains that a plan does not take by itself"] = _gains(plan, recipe)
         sections["Others that fit"] = _alternatives(plan, recipe)
     sections["Nearest plans that do not fit"] = _rejected(plan, recipe)
     return Document(
@@ -263,12 +263,14 @@ def _purchases(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
         )
 
 
-def _fused_kernels(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
-    if (choice := plan.fused_kernels) is not None:
-        yield (
-            _difference(choice.overrides, plan, recipe),
-            f"{choice.step_seconds:.3g} s a step, {format_bytes(choice.device_bytes)}; needs the package liger-kernel",
-        )
+def _gains(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:
+    for choice, condition in (
+        (plan.fused_kernels, "needs the package liger-kernel, rounds otherwise"),
+        (plan.packing, "several documents in a row, as many tokens"),
+    ):
+        if choice is not None:
+            needs = f"{choice.step_seconds:.3g} s a step, {format_bytes(choice.device_bytes)}"
+            yield _difference(choice.overrides, plan, recipe), f"{needs}; {condition}"
 
 
 def _alternatives(plan: MemoryPlan, recipe: Recipe) -> Iterator[tuple[str, str]]:

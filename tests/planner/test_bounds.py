@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import random
 
+import numpy as np
 import pytest
 from transformers import GPT2Config, LlamaConfig
 
@@ -13,8 +15,9 @@ from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.models.hf_config import load_model_config
-from lowmem_ft.planner import bounds
-from lowmem_ft.planner.search.candidates import candidates_of
+from lowmem_ft.planner import bounds, expectations
+from lowmem_ft.planner.search.candidates import candidates_of, expected_bytes, prior_of
+from lowmem_ft.planner.search.estimated_needs import Limits
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import space_of, with_settings
@@ -230,6 +233,25 @@ def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):
         assert candidates.device_bytes_N[place] == with_headroom(bounds.device_bytes(least_parts, gpu))
         assert candidates.host_bytes_N[place] == with_headroom(min(hosts))
         assert candidates.seconds_N[place] == bounds.seconds(one, parts, shape, gpu)
+
+
+def test_what_is_expected_of_many_combinations_is_what_is_expected_of_each(make_recipe, shape):
+    """It is computed once for all that differ only in what a step's parts tell of them."""
+    recipe, gpu = make_recipe("plan.allow=[qlora,bf16_sums]", "adapter.name=lora"), find_gpu(GPU)
+    space = space_of(recipe, num_layers=2, has_bfloat16=True)
+    candidates = candidates_of(space, shape, gpu)
+    logs_N = prior_of(space, candidates, Limits(), shape, gpu).logs_N
+    for place in random.Random(1).sample(range(len(candidates)), 100):
+        combination = space.combinations[place]
+        device, host = expected_bytes(space.with_fewest_layers.recipe_of(combination), shape, gpu)
+        most = space.recipe_of(combination)  # all fit without limits
+        seconds = expectations.seconds(most, shape, bounds.parts_of(most, shape), gpu)
+        bound = candidates.device_bytes_N[place], candidates.host_bytes_N[place], candidates.seconds_N[place]
+        for quantity, expected, least in zip(
+            ("device_bytes", "host_bytes", "seconds"), (device, host, seconds), bound, strict=True
+        ):
+            floor = max(0.01 * least, 1e-4 if quantity == "seconds" else 2.0**20)
+            assert math.isclose(np.exp(logs_N[quantity][place]), max(expected - least, floor)), quantity
 
 
 def test_a_bound_of_other_weights_that_is_a_seventh_too_high_is_seen(tmp_path):

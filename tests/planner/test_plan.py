@@ -8,6 +8,7 @@ import re
 import signal
 
 import pytest
+from transformers import LlamaConfig
 
 import lowmem_ft
 from lowmem_ft.budget import Budget
@@ -243,7 +244,7 @@ def test_what_was_searched_before_something_was_given_up_counts(make_recipe, at_
     asked = at_once(lora_takes(9.0, 5.0))
     result = plan(make_recipe(keep, "plan.allow=[lora]"), budget(6), "l4")
     assert result.given_up == ("lora",)
-    assert result.counts.estimated == len(asked) > MAX_EFFORT
+    assert result.counts.estimated == len([one for one in asked if not one.data.packing]) > MAX_EFFORT
     assert result.counts.left > 0
     assert not result.is_proven
     last_tier = space_of(make_recipe(keep, "plan.allow=[lora]"), num_layers=2, has_bfloat16=True)
@@ -308,7 +309,9 @@ def test_the_same_plan_twice(make_recipe, at_once):
 def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
-    assert result.counts.estimated <= len(asked) <= 60, "some take as many layers as fit: one or two in this model"
+    assert result.counts.estimated <= len(asked) <= 60, (
+        "some take as many layers as fit: one or two in this model"
+    )
     assert result.searched > 200
     assert result.counts.left == 0 or not result.is_proven
     everything = result.counts.considered + result.counts.left
@@ -393,6 +396,56 @@ def test_nothing_is_told_of_kernels_without_their_package_or_where_they_do_not_f
     assert plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(22), "l4").fused_kernels is not None
     monkeypatch.setattr(packages, "is_installed", lambda package: package != "liger-kernel")
     assert plan(make_recipe(KEEP_ALL_BUT_KERNELS), budget(22), "l4").fused_kernels is None
+
+
+@pytest.mark.parametrize("share, is_told", [(0.9, True), (0.995, False)])
+def test_what_packed_rows_would_gain_is_told_and_not_taken(make_recipe, at_once, share, is_told):
+    """They are as many tokens, but a step sees other documents together."""
+    at_once(made_up_bytes, seconds=lambda recipe: 10.0 * (share if recipe.data.packing else 1.0))
+    result = plan(make_recipe(KEEP), budget(20), "l4")
+    assert not result.recipe.data.packing
+    assert (result.packing is not None) == is_told
+    if result.packing is not None:
+        assert result.packing.overrides == {**result.overrides, "data.packing": True}
+    assert plan(make_recipe(KEEP), budget(20), "l4", keep=["data"]).packing is None
+    assert plan(make_recipe(KEEP, "data.packing=true"), budget(20), "l4").packing is None
+
+
+def test_as_many_layers_as_fit_are_left_out_and_it_says_what_one_more_lacks(folder, tmp_path, at_once):
+    deep = LlamaConfig.from_pretrained(folder)
+    deep.num_hidden_layers = 30
+    deep.save_pretrained(tmp_path)
+    keep = (
+        "plan.keep=[model,training,optimizer,offload,tiling,loss,accumulation,checkpointing.mlp_activation]"
+    )
+    recipe = load_recipe(
+        None,
+        [f"model={tmp_path}", "model.weights=random", keep, "checkpointing.mode=full", "data.max_length=512"],
+    )
+
+    def left_out(recipe) -> int:
+        config = recipe.checkpointing
+        return 30 if config.mode == "none" else config.skip_last_layers - 2 * (config.mode == "selective")
+
+    at_once(lambda recipe: 4.0 + 0.3 * left_out(recipe), seconds=lambda recipe: 10.0 - 0.1 * left_out(recipe))
+    result = plan(recipe, budget(10), "l4")
+    most = math.floor((10 * 0.94 - 4) / 0.3)
+    assert result.overrides == {"checkpointing.skip_last_layers": most}
+    one_more = f"checkpointing.skip_last_layers={most + 1}"
+    (knob,) = [knob for knob in result.knobs if knob.cheaper == one_more]
+    assert knob.setting == f"checkpointing.skip_last_layers={most}"
+    assert "too much for the device" in knob.reason
+
+
+@pytest.mark.parametrize("own", [None, 64])
+def test_chunks_of_a_whole_micro_batch_are_not_tried(make_recipe, at_once, own):
+    asked = at_once(made_up_bytes, seconds=made_up_seconds)
+    keep = f"{KEEP[:-1]}]".replace("loss,", "")
+    chunk = "loss.chunk_tokens=4096" if own is None else f"loss.chunk_tokens={own}"
+    plan(make_recipe(keep, chunk), budget(20), "l4")
+    for recipe in asked:
+        number = recipe.loss.chunk_tokens
+        assert number in (None, own or 4096) or number < 512 * rows(recipe)
 
 
 def test_json_has_the_published_names(make_recipe, at_once):

@@ -84,7 +84,8 @@ class MadeUp:
             [
                 place
                 for place in fitting
-                if self.candidates.before_N[place] == before and self.seconds[place] <= (1 + NEARLY_AS_FAST) * seconds
+                if self.candidates.before_N[place] == before
+                and self.seconds[place] <= (1 + NEARLY_AS_FAST) * seconds
             ]
         )
 

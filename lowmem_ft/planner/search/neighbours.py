@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, KnobChoice, typed
+from lowmem_ft.planner.search.estimated_needs import Need
 from lowmem_ft.planner.search.search import Search
 from lowmem_ft.planner.search.search_findings import Findings
+from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import Combination, Space
 
 
@@ -51,11 +54,11 @@ class Neighbours:
 
     def knobs(self, findings: Findings) -> tuple[KnobChoice, ...]:
         """Return, for each knob of the best, the reason against the next cheaper value."""
-        return tuple(
-            self._knob(findings, place, combination)
+        rows = (
+            self._knob(findings, place, combination) if combination else self._one_more(findings, place)
             for place, combination in enumerate(self._next_cheaper(each=True))
-            if combination
         )
+        return tuple(row for row in rows if row is not None)
 
     def _next_cheaper(self, *, each: bool = False) -> Iterator[Combination]:
         """Yield each dimension's next cheaper combination; with ``each``, an empty one if nothing is cheaper."""
@@ -84,16 +87,34 @@ class Neighbours:
         best = self._search.found.best
         assert best is not None, "neighbours need a best plan"
         dimension, chosen = self._space.dimensions[place], self._space.combinations[best]
-        changed = [
-            setting
-            for each, old, new in zip(self._space.dimensions, chosen, combination, strict=True)
-            if old != new
-            for setting in typed(each.choices[new])
-        ]
+        other = self.place_of(combination)
+        need = None if other is None else findings.found.needs.get(other)
+        changed: dict[str, Any] = {}
+        for each, old, new in zip(self._space.dimensions, chosen, combination, strict=True):
+            if old != new and each.is_counted and not new:
+                changed |= {key: _number_of(key, need) or 1 for key in each.keys}
+            elif old != new:
+                changed |= each.choices[new]
         return KnobChoice(
             setting=" ".join(typed(dimension.choices[chosen[place]])),
-            cheaper=" ".join(changed),
+            cheaper=" ".join(typed(changed)),
             reason=self._against(findings, combination),
+        )
+
+    def _one_more(self, findings: Findings, place: int) -> KnobChoice | None:
+        """Return why the best does not take one more layer; None if nobody asked, or this is no number of layers."""
+        best, dimension = self._search.found.best, self._space.dimensions[place]
+        need = None if best is None else findings.found.needs[best]
+        if need is None or need.one_more is None or not dimension.is_counted:
+            return None
+        (key,) = dimension.keys
+        number, more = _number_of(key, need), _number_of(key, need.one_more)
+        if number == more:
+            return None
+        return KnobChoice(
+            setting=" ".join(typed({key: number})),
+            cheaper=" ".join(typed({key: more})),
+            reason=findings.reason(need.one_more),
         )
 
     def _against(self, findings: Findings, combination: Combination) -> str:
@@ -123,6 +144,11 @@ class Neighbours:
                 else "another change, whose gain cannot be timed on this device"
             )
         return NOT_ESTIMATED
+
+
+def _number_of(key: str, need: Need | None) -> int:
+    """Return the number of layers that some needs are of; 0 without any."""
+    return 0 if need is None or need.recipe is None else recipe_keys()[key].value_in(need.recipe)
 
 
 def _slower(seconds: float, best_seconds: float) -> str:
