@@ -46,7 +46,7 @@ from lowmem_ft.planner.search.estimated_needs import Limits
 from lowmem_ft.planner.search.estimated_needs import need_from
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
-from lowmem_ft.recipe.space.search_space import Settings, space_of, with_settings
+from lowmem_ft.recipe.space.search_space import Combination, Settings, Space, space_of, with_settings
 
 DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
 
@@ -167,7 +167,10 @@ def draw(
         rules=target.rules,
     )
     candidates = candidates_of(space, target.shape, target.gpu)
-    settings = {place: space.changes(space.combinations[place]) for place in range(len(candidates))}
+    settings = {
+        place: _with_some_layers(space, combination, random_numbers)
+        for place, combination in enumerate(space.combinations)
+    }
     drawn: dict[int, float] = {}
     for number, gib in enumerate(sorted(budgets), 1):
         may_fit = candidates.may_fit(Limits(device_bytes=gib * GIB, host_bytes=host_gib * GIB))
@@ -182,6 +185,14 @@ def draw(
         drawn |= dict.fromkeys(random_numbers.sample(places, wanted), gib)
     shuffled = random_numbers.sample(list(drawn), len(drawn))
     return [(drawn[place], settings[place]) for place in shuffled]
+
+
+def _with_some_layers(space: Space, combination: Combination, random_numbers: random.Random) -> Settings:
+    """Return what a combination changes, with a random number of layers where it takes as many as fit."""
+    changes = space.changes(combination)
+    return changes | {
+        key: random_numbers.randint(1, changes[key]) for key in space.counted(combination) if key in changes
+    }
 
 
 def estimated(recipe: Recipe, settings: Settings, gpus: Sequence[str], kept: KeptTraces) -> Row:

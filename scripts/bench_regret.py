@@ -37,7 +37,6 @@ from lowmem_ft.planner import MemoryPlan, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.search.best_found import NEARLY_AS_FAST
 from lowmem_ft.planner.search.estimated_needs import Need
-from lowmem_ft.planner.search.estimated_needs import need_from
 from lowmem_ft.recipe import Recipe, check_recipe, load_recipe
 from lowmem_ft.recipe.space.search_space import Settings, Space, asks_consent, planned_keys, space_of
 
@@ -153,10 +152,11 @@ def _complexity_of(chosen: MemoryPlan, space: Space) -> int:
     def has(settings: Settings) -> bool:
         return all(operator.attrgetter(key)(chosen.recipe) == value for key, value in settings.items())
 
-    choices = [
-        [has(choice) for choice in dimension.choices].index(True) if chosen.fits else dimension.own
-        for dimension in space.dimensions
-    ]
+    choices = []
+    for dimension in space.dimensions:
+        has_each = [has(choice) for choice in dimension.choices]
+        among = 0 if dimension.is_counted and not any(has_each) else has_each.index(True)  # as many as fit
+        choices.append(among if chosen.fits else dimension.own)
     return space.complexity(tuple(choices))
 
 
@@ -164,7 +164,7 @@ def _all_needs(space: Space, target: Target) -> Iterator[tuple[Need, int]]:
     """Yield the needs of each combination that can be built, and how much it changes."""
     for combination in space.combinations:
         with contextlib.suppress(UserError):
-            need = need_from(target.estimate(space.recipe_of(combination))[0])
+            need = target.need(space.recipe_of(combination), space.counted(combination))
             yield need, space.complexity(combination)
 
 
@@ -215,7 +215,7 @@ def _budget_for_one(draw: random.Random, space: Space, target: Target) -> Budget
     share = draw.uniform(1.0, 1.1) if draw.random() < 0.8 else draw.uniform(0.9, 1.0)
     for combination in draw.sample(space.combinations, len(space.combinations)):
         with contextlib.suppress(UserError):
-            estimate, _ = target.estimate(space.recipe_of(combination))
+            estimate = target.need(space.recipe_of(combination), space.counted(combination)).estimate
             device = max(with_headroom(estimate.process_peak_bytes), estimate.process_high_bytes)
             host = (
                 with_headroom(estimate.host_peak_bytes)

@@ -82,7 +82,7 @@ def plan_checkpointing(
     target = Target.of(asked, gpu)
     space = _space(asked, target)
     candidates = candidates_of(space, target.shape, target.gpu)
-    # None counts as simpler than another: the plan is the fastest; of equally fast ones the fewest layers are recomputed.
+    # None counts as simpler than another: the plan is the fastest, and of equally fast ones recomputes least.
     candidates = dataclasses.replace(
         candidates,
         changes_N=np.zeros_like(candidates.changes_N),

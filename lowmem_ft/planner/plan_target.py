@@ -20,6 +20,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planner.bounds import ModelShape, micro_batch_tokens, shape_of
+from lowmem_ft.planner.search.candidates import expected_bytes
 from lowmem_ft.planner.search.estimated_needs import Limits, Need, need_from
 from lowmem_ft.planner.search.most_layers import with_most_layers
 from lowmem_ft.recipe import Recipe
@@ -127,7 +128,12 @@ class Target:
             effort = num_events / COMMON_EVENTS / max(1, self.shape.num_layers)
             return need_from(estimate, effort, one)
 
-        return with_most_layers(recipe, counted, self.limits, need_of) if counted else need_of(recipe)
+        def expected(one: Recipe) -> float:
+            return float(expected_bytes(one, self.shape, self.gpu)[0])
+
+        return (
+            with_most_layers(recipe, counted, self.limits, need_of, expected) if counted else need_of(recipe)
+        )
 
 
 def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
@@ -162,7 +168,7 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
 
 
 def _rule_of_chunks(asked: Recipe, shape: ModelShape) -> Rule:
-    """Return the rule that a chunk other than the recipe's own is smaller than a micro-batch: else there is only one."""
+    """Return the rule that a chunk is smaller than a micro-batch, unless it is the recipe's own."""
 
     @reads("loss.chunk_tokens", "training.per_device_train_batch_size", "data.max_length")
     def rule(recipe: Recipe) -> Iterator[str]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lowmem_ft.planner.search.estimated_needs import Limits, Need
-from lowmem_ft.planner.search.most_layers import most_that_fit, with_most_layers
+from lowmem_ft.planner.search.most_layers import MostLayers, with_most_layers
 from lowmem_ft.recipe import Recipe, load_recipe
 
 LIMITS = Limits(device_bytes=100.0, host_bytes=50.0)
@@ -24,15 +24,33 @@ def test_the_most_layers_that_fit_are_found_in_few_estimates(seed):
     each = np.where(np.arange(most) < free, 0.0, draw.uniform(0.1, 8.0))
     each += draw.random() * (np.arange(most) > 0.8 * most)
     device_bytes = draw.uniform(1.0, 99.0) + np.concatenate([[0.0], np.cumsum(each)])
-    asked: set[int] = set()
+    asked: list[int] = []
 
     def need_at(number: int) -> Need:
-        asked.add(number)
+        asked.append(number)
         return need(float(device_bytes[number]))
 
-    found = most_that_fit(need_at, most, LIMITS)
+    expected = float(device_bytes[0]) * draw.uniform(0.8, 1.2), draw.uniform(0.0, 6.0)
+    layers = MostLayers(need_at=need_at, most=most, limits=LIMITS, expected=expected)
+    found = layers.find()
     assert found == np.flatnonzero(device_bytes <= LIMITS.device_bytes)[-1]
-    assert len(asked) <= 9
+    assert len(set(asked)) == len(asked) <= 10
+    if found < most:
+        assert LIMITS.device_bytes < layers.needed(found + 1).device_bytes <= device_bytes[found + 1] + 1e-9
+
+
+def test_where_all_goes_as_expected_two_estimates_are_enough():
+    """The first where memory should end, and one beside it."""
+    asked: list[int] = []
+
+    def need_at(number: int) -> Need:
+        asked.append(number)
+        return need(40.0 + 3.5 * number)
+
+    layers = MostLayers(need_at=need_at, most=90, limits=LIMITS, expected=(40.0, 3.5))
+    assert layers.find() == 17
+    assert asked == [17, 18]
+    assert layers.least().device_bytes == 40.0
 
 
 def streamed() -> Recipe:
@@ -50,7 +68,10 @@ def test_weights_stay_before_activations_do_and_either_may_be_limited_by_the_hos
         device, host = 40.0 + 8 * resident + 3 * skipped, 10.0 * resident
         return need(device, host, seconds=20.0 - resident - skipped, recipe=recipe)
 
-    found = with_most_layers(streamed(), KEYS, LIMITS, need_of)
+    def expected(recipe: Recipe) -> float:
+        return 30.0 + 9 * recipe.offload.resident_layers + recipe.checkpointing.skip_last_layers
+
+    found = with_most_layers(streamed(), KEYS, LIMITS, need_of, expected)
     assert found.recipe is not None
     assert found.recipe.offload.resident_layers == 5, "the host has room for no more"
     assert found.recipe.checkpointing.skip_last_layers == 6
@@ -70,7 +91,7 @@ def test_where_not_one_layer_fits_the_needs_are_those_of_none():
         asked.append(recipe)
         return need(101.0 + recipe.offload.resident_layers, recipe=recipe)
 
-    found = with_most_layers(streamed(), KEYS, LIMITS, need_of)
+    found = with_most_layers(streamed(), KEYS, LIMITS, need_of, lambda recipe: 101.0)
     assert not found.fits
     assert found.recipe is not None
     assert (found.recipe.offload.resident_layers, found.recipe.checkpointing.skip_last_layers) == (0, 0)
@@ -78,6 +99,8 @@ def test_where_not_one_layer_fits_the_needs_are_those_of_none():
 
 
 def test_where_all_layers_fit_there_is_none_more():
-    found = with_most_layers(streamed(), KEYS, LIMITS, lambda recipe: need(10.0, recipe=recipe))
+    found = with_most_layers(
+        streamed(), KEYS, LIMITS, lambda recipe: need(10.0, recipe=recipe), lambda recipe: 9.0
+    )
     assert found.recipe == streamed()
     assert found.one_more is None

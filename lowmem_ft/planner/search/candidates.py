@@ -159,8 +159,9 @@ def _expected(
     parts_N: Mapping[Part, Any] = _parts(space, choices_ND, shape)
     expected_4M = np.empty((4, len(places)))
     first_U, inverse_M = _distinct(space, choices_ND[places], expectations.READ_KEYS)
-    for number, first in enumerate(first_U):
-        alike = inverse_M == number
+    order, ends = np.argsort(inverse_M, kind="stable"), np.cumsum(np.bincount(inverse_M))
+    for first, start, end in zip(first_U, [0, *ends[:-1]], ends, strict=True) if len(ends) else ():
+        alike = order[start:end]
         recipe = space.recipe_of(space.combinations[places[first]])
         parts: StepParts = {
             part: Held(*(np.asarray(of_N)[places[alike]] for of_N in held)) for part, held in parts_N.items()

@@ -114,7 +114,7 @@ class Neighbours:
         return KnobChoice(
             setting=" ".join(typed({key: number})),
             cheaper=" ".join(typed({key: more})),
-            reason=findings.reason(need.one_more),
+            reason=("" if need.one_more.estimate else "at least ") + findings.reason(need.one_more),
         )
 
     def _against(self, findings: Findings, combination: Combination) -> str:

@@ -36,7 +36,7 @@ from lowmem_ft.planner.search.ranking import Beliefs, Prior
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may give up: the first ones correct the expectations."""
 
-LEAST_GAIN, LEAST_CHANCE = 2e-3, 0.02
+LEAST_GAIN, LEAST_CHANCE = 3e-3, 0.05
 """Thresholds for estimating what differs from the best in one choice.
 
 Either its expected gain in speed, as a share, or its chance to be simpler and nearly as fast has to reach them."""
