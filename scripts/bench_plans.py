@@ -42,8 +42,7 @@ from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planner.plan_target import Target
 from lowmem_ft.planner.planning import only_looking
 from lowmem_ft.planner.search.candidates import candidates_of
-from lowmem_ft.planner.search.estimated_needs import Limits
-from lowmem_ft.planner.search.estimated_needs import need_from
+from lowmem_ft.planner.search.estimated_needs import Limits, need_from
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.space.search_space import Combination, Settings, Space, space_of, with_settings

@@ -109,10 +109,10 @@ class Target:
             other: a GPU to try it on in place of this device, with all of its memory.
 
         Returns:
-            The same as :func:`estimate_in_full`.
+            The same as :func:`_estimate_in_full`.
         """
         budget = self.budget if other is None else dataclasses.replace(self.budget, device=None)
-        return estimate_in_full(recipe, other or self.gpu, budget, self.kept)
+        return _estimate_in_full(recipe, other or self.gpu, budget, self.kept)
 
     def need(self, recipe: Recipe, counted: Sequence[str] = (), kept: KeptTraces | None = None) -> Need:
         """Return what a recipe needs.
@@ -124,7 +124,7 @@ class Target:
         """
 
         def need_of(one: Recipe) -> Need:
-            estimate, num_events = estimate_in_full(one, self.gpu, self.budget, kept or self.kept)
+            estimate, num_events = _estimate_in_full(one, self.gpu, self.budget, kept or self.kept)
             effort = num_events / COMMON_EVENTS / max(1, self.shape.num_layers)
             return need_from(estimate, effort, one)
 
@@ -136,7 +136,7 @@ class Target:
         )
 
 
-def estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
+def _estimate_in_full(recipe: Recipe, gpu: Gpu | None, budget: Budget, kept: KeptTraces) -> Answer:
     """Return an estimate without its allocations, as a search keeps forty of them and these would take too much memory.
 
     Args:

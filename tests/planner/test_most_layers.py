@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lowmem_ft.planner.search import most_layers
 from lowmem_ft.planner.search.estimated_needs import Limits, Need
-from lowmem_ft.planner.search.most_layers import MostLayers, with_most_layers
+from lowmem_ft.planner.search.most_layers import with_most_layers
 from lowmem_ft.recipe import Recipe, load_recipe
 
 LIMITS = Limits(device_bytes=100.0, host_bytes=50.0)
@@ -31,7 +32,7 @@ def test_the_most_layers_that_fit_are_found_in_few_estimates(seed):
         return need(float(device_bytes[number]))
 
     expected = float(device_bytes[0]) * draw.uniform(0.8, 1.2), draw.uniform(0.0, 6.0)
-    layers = MostLayers(need_at=need_at, most=most, limits=LIMITS, expected=expected)
+    layers = most_layers._MostLayers(need_at=need_at, most=most, limits=LIMITS, expected=expected)
     found = layers.find()
     assert found == np.flatnonzero(device_bytes <= LIMITS.device_bytes)[-1]
     assert len(set(asked)) == len(asked) <= 10
@@ -47,7 +48,7 @@ def test_where_all_goes_as_expected_two_estimates_are_enough():
         asked.append(number)
         return need(40.0 + 3.5 * number)
 
-    layers = MostLayers(need_at=need_at, most=90, limits=LIMITS, expected=(40.0, 3.5))
+    layers = most_layers._MostLayers(need_at=need_at, most=90, limits=LIMITS, expected=(40.0, 3.5))
     assert layers.find() == 17
     assert asked == [17, 18]
     assert layers.least().device_bytes == 40.0

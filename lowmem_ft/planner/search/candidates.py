@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -163,8 +163,9 @@ def _expected(
     for first, start, end in zip(first_U, [0, *ends[:-1]], ends, strict=True) if len(ends) else ():
         alike = order[start:end]
         recipe = space.recipe_of(space.combinations[places[first]])
-        parts: StepParts = {
-            part: Held(*(np.asarray(of_N)[places[alike]] for of_N in held)) for part, held in parts_N.items()
+        parts: dict[Part, Any] = {
+            part: Held(*[cast(Any, np.asarray(of_N)[places[alike]]) for of_N in held])
+            for part, held in parts_N.items()
         }
         seconds = 0.0 if gpu is None else expectations.seconds(recipe, shape, parts, gpu)
         bytes_ = _expected_bytes(recipe, shape, parts, gpu)

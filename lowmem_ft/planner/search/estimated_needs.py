@@ -24,7 +24,7 @@ class Need:
         estimate: source of the numbers.
         recipe: what was estimated, with the number of last layers that was found to fit; None: not of a recipe.
         least: needs with none of these layers; None: the same.
-        one_more: needs with one more of these layers than fit; None: nobody asked, or there is no other layer.
+        one_more: needs with one more of these layers than fit; None: not asked for, or there is no other layer.
     """
 
     seconds: float

@@ -45,11 +45,12 @@ def with_most_layers(
         The needs, with those of one layer more; if nothing fits, the needs without such layers.
     """
     settled, one_more = with_settings(recipe, dict.fromkeys(keys, 0)), None
+    found: Need | None = None
     least: Need | None = None
     for key in reversed(keys):
         most = recipe_keys()[key].value_in(recipe)
         expected = [expected_bytes(with_settings(settled, {key: number})) for number in (0, most)]
-        layers = MostLayers(
+        layers = _MostLayers(
             need_at=lambda number, settled=settled, key=key: need_of(with_settings(settled, {key: number})),
             most=most,
             limits=limits,
@@ -63,14 +64,15 @@ def with_most_layers(
         if number < most:
             more = with_settings(settled, {key: number + 1})
             one_more = dataclasses.replace(layers.needed(number + 1), recipe=more)
+    assert found is not None, "there is a key"
     return dataclasses.replace(found, least=least, one_more=one_more)
 
 
-class MostLayers:
+class _MostLayers:
     """The search for the largest number of layers whose needs fit.
 
     The first layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most. So a line through
-    two numbers lies above the bytes between them and below those beyond: linear interpolation never overestimates the
+    two numbers is above the bytes between them and below those beyond: linear interpolation never overestimates the
     number at which memory ends, and linear extrapolation never underestimates it.
 
     Args:
@@ -106,7 +108,7 @@ class MostLayers:
     def needed(self, number: int) -> Need:
         """Return the needs of one layer more than fit: as estimated, or the least, which do not fit either."""
         return self.needs.get(number) or dataclasses.replace(
-            self._on_a_line(*self._fitting[-2:], number), fits=False, estimate=None
+            self._on_a_line(self._fitting[-2], self._fitting[-1], number), fits=False, estimate=None
         )
 
     @property

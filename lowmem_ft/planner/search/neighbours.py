@@ -102,7 +102,7 @@ class Neighbours:
         )
 
     def _one_more(self, findings: Findings, place: int) -> KnobChoice | None:
-        """Return why the best does not take one more layer; None if nobody asked, or this is no number of layers."""
+        """Return why the best does not take one more layer; None if not known, or no number of layers."""
         best, dimension = self._search.found.best, self._space.dimensions[place]
         need = None if best is None else findings.found.needs[best]
         if need is None or need.one_more is None or not dimension.is_counted:
