@@ -25,7 +25,7 @@ _UNKNOWN_LEVEL = 30.0
 
 _OF_NEED: tuple[Quantity, ...] = ("seconds", "device_bytes", "host_bytes")
 
-_NOISE: dict[Quantity, float] = {"seconds": 0.005, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
+_NOISE: dict[Quantity, float] = {"seconds": 0.008, "device_bytes": 0.1, "host_bytes": 0.02, "effort": 0.2}
 """Standard deviation of what the sum over choices leaves out: seconds nearly add up, a peak moves about."""
 
 _LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_bytes": 0.3, "effort": 0.5}
