@@ -91,6 +91,12 @@ def loss_and_gradients(model, adapter):
     )
 
 
+def test_experts_that_get_no_adapter_are_no_warning(recwarn):
+    """PEFT makes rank patterns for experts that are one parameter, and misses modules of that name."""
+    enable_lora(model_of(), AdapterConfig(name="lora", r=4, target_modules=("q_proj", "gate_proj", "up_proj")))
+    assert [str(warning.message) for warning in recwarn] == []
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["float32", "packed"])
 @pytest.mark.parametrize("family", CONFIGS)
 def test_losses_and_gradients_are_those_of_pefts_sum(family, packed):
