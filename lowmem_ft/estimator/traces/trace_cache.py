@@ -130,6 +130,10 @@ class KeptTraces:
         self._look_up(key)
         return self._layers.get(key.family)
 
+    def has(self, key: TraceKey, layers: Layers) -> bool:
+        """Return whether a trace of the same model, by any program, was shown to repeat in a way."""
+        return any(proof.layers == layers for proof in self._proofs.get(key.architecture, {}).values())
+
     def keep(self, key: TraceKey, short: ShortTrace) -> None:
         """Keep a trace; in memory alone where the folder is not writable."""
         self._remember(key, short)

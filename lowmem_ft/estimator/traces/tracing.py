@@ -163,7 +163,7 @@ class _ShortTracing:
     def _of_stand_ins(self, stand_ins: list[ShallowModel]) -> ShortTrace | None:
         """Return the trace of a few layers, if it or another one shows how all of them follow; else None."""
         keys = {stand_in: self._key_of(stand_in) for stand_in in stand_ins}
-        for stand_in in sorted(stand_ins, key=lambda stand_in: not self._is_known(keys[stand_in], stand_in)):
+        for stand_in in sorted(stand_ins, key=lambda stand_in: self._how_unknown(keys[stand_in], stand_in)):
             key = keys[stand_in]
             found = None if key is None else self._kept.find(key)
             if found and found.repetition and found.repetition.layers != stand_in.layers:
@@ -180,9 +180,13 @@ class _ShortTracing:
             return dataclasses.replace(short, more=stand_in.more)
         return None
 
-    def _is_known(self, key: TraceKey | None, stand_in: ShallowModel) -> bool:
-        """Return whether the latest trace of the same program repeats as a stand-in does."""
-        return key is not None and self._kept.layers(key) == stand_in.layers
+    def _how_unknown(self, key: TraceKey | None, stand_in: ShallowModel) -> int:
+        """Rank a stand-in: it repeats as the latest trace of the program does, as another of the model, or neither."""
+        if key is None:
+            return 2
+        return (
+            0 if self._kept.layers(key) == stand_in.layers else 1 + (not self._kept.has(key, stand_in.layers))
+        )
 
     def _shown(self, stand_in: ShallowModel, key: TraceKey | None) -> ShortTrace:
         """Return the stand-in's trace, and how it repeats.

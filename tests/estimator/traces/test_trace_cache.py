@@ -533,6 +533,18 @@ def test_the_files_used_longest_ago_go_first(short: ShortTrace, tmp_path: Path) 
     assert [KeptTraces(tmp_path).find(key) is None for key in (first, second, third)] == [True, False, False]
 
 
+def test_how_layers_repeat_in_another_program_of_the_model_is_a_guess(short: ShortTrace) -> None:
+    """Where the smallest stand-in shows nothing, the next program of the model begins with the larger one."""
+    assert short.repetition is not None
+    kept, layers = KeptTraces(), short.repetition.layers
+    kept.keep(KEY, short)
+    other = KEY._replace(family="another program")
+    assert kept.layers(other) is None
+    assert kept.has(other, layers)
+    assert not kept.has(other, dataclasses.replace(layers, lead=layers.lead + 1))
+    assert not kept.has(KEY._replace(architecture="another model"), layers)
+
+
 def test_memory_holds_the_latest_alone(short: ShortTrace) -> None:
     kept = KeptTraces()
     keys = [TraceKey(KEY.family, str(number)) for number in range(trace_cache.MAX_IN_MEMORY + 1)]

@@ -93,7 +93,9 @@ def loss_and_gradients(model, adapter):
 
 def test_experts_that_get_no_adapter_are_no_warning(recwarn):
     """PEFT makes rank patterns for experts that are one parameter, and misses modules of that name."""
-    enable_lora(model_of(), AdapterConfig(name="lora", r=4, target_modules=("q_proj", "gate_proj", "up_proj")))
+    enable_lora(
+        model_of(), AdapterConfig(name="lora", r=4, target_modules=("q_proj", "gate_proj", "up_proj"))
+    )
     assert [str(warning.message) for warning in recwarn] == []
 
 
