@@ -102,6 +102,7 @@ def knob(
     off: Any = None,
     counts_layers: CountedLayers = "",
     tries: Sequence[Any] = (),
+    planned: Sequence[Any] = (),
     leaves: Leaves | None = None,
     is_kernel: bool = False,
 ) -> Any:
@@ -119,6 +120,8 @@ def knob(
             ``last`` layers, which repeat by themselves.
         tries: the values that a planner may choose from, in addition to the recipe's own, from the one that needs most
             memory to the one meant to need least; empty: the planner leaves the key alone.
+        planned: the values for a planner alone, where it chooses between more than are worth an offer; empty:
+            those of ``tries``.
         leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
             moves (``memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it is on.
         is_kernel: whether its values compute the same mathematics by other kernels, which round differently: a resumed
@@ -135,6 +138,7 @@ def knob(
         "off": off,
         "counts_layers": counts_layers,
         "tries": tuple(tries),
+        "planned": tuple(planned or tries),
         "leaves": leaves,
         "is_kernel": is_kernel,
     }

@@ -50,6 +50,7 @@ class RecipeKey:
     off: Any
     counts_layers: CountedLayers
     tries: tuple[Any, ...]
+    planned: tuple[Any, ...]
     leaves: Leaves | None = field(hash=False)
     is_kernel: bool
 

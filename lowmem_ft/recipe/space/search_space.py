@@ -270,7 +270,9 @@ def _values(key: RecipeKey, recipe: Recipe, num_layers: int, has_bfloat16: bool)
     """Return the values to choose from, the recipe's own among them: first, if the knob does not name it."""
     own = key.value_in(recipe)
     values = [
-        value for value in key.tries if value == own or _may_try(key, value, recipe, num_layers, has_bfloat16)
+        value
+        for value in key.planned
+        if value == own or _may_try(key, value, recipe, num_layers, has_bfloat16)
     ]
     return values if own in values or _is_open(key, own) else [own, *values]
 

@@ -19,7 +19,8 @@ class LossConfig:
         frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
-        tries=(None, 8192, 2048, 1024, 512),
+        tries=(None, 1024),
+        planned=(None, 8192, 2048, 1024, 512),
         leaves={"logits": gone_unless(None)},
     )
     label_smoothing_factor: float = knob(
