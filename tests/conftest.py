@@ -271,3 +271,13 @@ def llama_as_it_was():
 
 def _is_of(each, module):
     return isinstance(each, type) and each.__module__ == module.__name__
+
+
+@pytest.fixture(autouse=True)
+def no_log_handler_outlives_its_test():
+    """A command logs to the captured stderr of its test, which is closed in the next one."""
+    before = logging.root.handlers[:]
+    yield
+    for handler in logging.root.handlers[:]:
+        if type(handler) is logging.StreamHandler and handler not in before:
+            logging.root.removeHandler(handler)
