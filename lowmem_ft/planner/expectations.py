@@ -70,18 +70,8 @@ SHARES = _shares()
 
 
 READ_KEYS = (
-    *(
-        "training",
-        "model",
-        "adapter",
-        "checkpointing",
-        "tiling",
-        "accumulation",
-        "loss",
-        "distributed",
-        "data",
-    ),
-    *("optimizer.in_backward", "offload.activations", "offload.parameters"),
+    *("training", "model", "adapter", "checkpointing", "tiling", "accumulation", "loss", "distributed"),
+    *("data", "optimizer.in_backward", "offload.activations", "offload.parameters"),
 )
 """Keys and groups that an expectation reads itself; what others change, it takes from the parts of the step."""
 
@@ -128,10 +118,8 @@ def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, share
     tiles = (shares.tiled_mlp if recipe.tiling.mlp > 1 else 0.0) + (
         shares.tiled_head if recipe.tiling.head > 1 else 0.0
     )
-    if (
-        recipe.adapter.name != "none"
-    ):  # a forward pass again is half of the products without checkpointing, not a third
-        tiles *= 1.5
+    if recipe.adapter.name != "none":
+        tiles *= 1.5  # a forward pass again is half of the products without checkpointing, not a third
     products *= 1 + tiles / third_again
     moved = _moved_bytes(recipe, shape, parts, third_again, shares)
     computed = products + moved / (gpu.bandwidth * gpu.rates.bandwidth)

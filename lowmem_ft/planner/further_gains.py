@@ -1,7 +1,7 @@
 """The gains on top of a plan that it does not take by itself.
 
 Fused kernels come from a package that the training machine may lack, and round differently. Packing fills rows with
-several documents: which documents an optimizer step sees changes, and none is cut at the end of a row.
+several documents: which documents an optimizer step sees changes.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def with_packing(result: MemoryPlan, target: Target) -> Choice | None:
     """Return a plan's needs with packed rows, by one estimate, for as many tokens.
 
     Returns:
-        Like :func:`with_fused_kernels`; None, too, where the model's attention does not tell documents apart.
+        Like :func:`with_fused_kernels`; None, too, where the recipe or the model refuses packed rows.
     """
     return None if result.recipe.data.packing else _with(_PACKING, result, target)
 

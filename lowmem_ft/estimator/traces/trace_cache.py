@@ -22,7 +22,7 @@ from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.foundation.user_paths import kept_folder
 from lowmem_ft.system.whole_files import whole_file
 from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit
+from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers, structure_of
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
@@ -56,12 +56,12 @@ class _Proof:
         """The way in which they repeat."""
         return self.repetition.layers
 
-    def inherited(self, trace: Trace) -> Repetition | None:
-        """Return how those of another trace repeat; None if this does not tell."""
+    def inherited(self, trace: Trace, outline: Outline | None) -> Repetition | None:
+        """Return how those of another trace, with its outline, repeat; None if this does not tell."""
         if self._trace is not None:
             self._outline, self._trace = Outline.of(self._trace, self.layers), None
         assert self._outline is not None
-        return inherit(self.repetition, self._outline, trace)
+        return inherit(self.repetition, self._outline, outline, trace)
 
 
 class KeptTraces:
@@ -112,8 +112,9 @@ class KeptTraces:
         same = proofs.get(structure_of(trace))
         if same is not None and same.layers == layers and same.repetition.holds_for(trace):
             return same.repetition
-        alike = (proof.inherited(trace) for proof in reversed(proofs.values()) if proof.layers == layers)
-        return next(filter(None, alike), None)
+        others = [proof for proof in reversed(proofs.values()) if proof.layers == layers]
+        outline = outline_of(trace, layers) if others else None
+        return next(filter(None, (proof.inherited(trace, outline) for proof in others)), None)
 
     def _look_up(self, key: TraceKey) -> None:
         """Read the latest trace of the same program, if it is on disk and none was made here."""

@@ -3,7 +3,7 @@
 It knows nothing of recipes. A combination has proven lower bounds of seconds and bytes, is estimated at most once, and
 drops out when it has been estimated, when its bytes cannot fit, or when its seconds allow it to be neither faster nor
 simpler and nearly as fast. Nothing else drops out, so a search that runs to its end has found the best. One that is
-ended early reports so, and has looked at what differs from its choice in one knob and may be better.
+ended early reports so, and has looked at what differs from the fastest in one knob and is worth an estimate.
 
 The best is the simplest of those nearly as fast as the fastest, and no slower than the choice that the same estimates
 would give with less memory: among what a search has found, more memory never makes a step slower.

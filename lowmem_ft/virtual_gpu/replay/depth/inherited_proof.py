@@ -97,19 +97,24 @@ class Outline:
         )
 
 
-def inherit(shown: Repetition, proved: Outline, short: Trace) -> Repetition | None:
+def outline_of(trace: Trace, layers: Layers) -> Outline | None:
+    """Return the outline of a trace; None if it cannot be cut into its passes through the layers."""
+    try:
+        return Outline.of(trace, layers)
+    except NotRegularError:
+        return None
+
+
+def inherit(shown: Repetition, proved: Outline, outline: Outline | None, short: Trace) -> Repetition | None:
     """Return how a trace's layers repeat, by what was proved for another one; None if that does not tell.
 
     Args:
         shown: the proof.
         proved: the outline of the trace for which it was made.
-        short: a trace of as many layers of the same model.
+        outline: that of the other trace, see :func:`outline_of`.
+        short: the other trace, of as many layers of the same model.
     """
-    try:
-        outline = Outline.of(short, shown.layers)
-    except NotRegularError:
-        return None
-    if outline.segments != proved.segments:
+    if outline is None or outline.segments != proved.segments:
         return None
     growing = np.zeros(len(proved.does), bool)
     growing[[*shown.sizes, *shown.work]] = True

@@ -9,7 +9,7 @@ from lowmem_ft.memory.memory_estimate import ModelSize
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, Work, WorkLog
-from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit
+from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
@@ -70,7 +70,7 @@ def program(
 def inherited(short: Trace, **of_proved: int) -> Repetition | None:
     proved = program(SHORT, **of_proved)
     shown = prove(proved, program(SHORT + 1, **of_proved), LAYERS)
-    return inherit(shown, Outline.of(proved, LAYERS), short)
+    return inherit(shown, Outline.of(proved, LAYERS), outline_of(short, LAYERS), short)
 
 
 @pytest.mark.parametrize(
