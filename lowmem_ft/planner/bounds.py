@@ -40,6 +40,7 @@ from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.techniques.checkpointing.recomputed_activation import recomputed_width
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.streaming.parameter_streaming import tensor_of_experts
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
 PRODUCT_KEYS = ("model", "adapter.name", "training", "checkpointing", "data.max_length")
@@ -69,6 +70,7 @@ class ModelShape:
         longest_row: tokens of a row, if ``data.max_length`` is null.
         checkpoint_dtype: type of the weights, if ``model.dtype`` is auto.
         packed_itemsize: least bytes of an element of the layers' weights as the files hold them; None: they are plain.
+        tensor_of_experts: name of a layer's parameter that holds several experts; empty: there is none.
     """
 
     num_layers: int
@@ -86,6 +88,7 @@ class ModelShape:
     longest_row: int
     checkpoint_dtype: torch.dtype
     packed_itemsize: float | None = None
+    tensor_of_experts: str = ""
 
     def dtype_of(self, recipe: Recipe) -> torch.dtype:
         """Return the type of the weights: ``model.dtype``, or the checkpoint's own."""
@@ -127,6 +130,7 @@ def shape_of(model: PreTrainedModel, longest_row: int, checkpoint_dtype: torch.d
         longest_row=longest_row,
         checkpoint_dtype=checkpoint_dtype,
         packed_itemsize=BYTES_OF_LEAST.get(packed_format(model.config) or ""),
+        tensor_of_experts=max(map(tensor_of_experts, layers), default=""),
     )
 
 

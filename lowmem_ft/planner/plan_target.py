@@ -91,6 +91,7 @@ class Target:
             rules=(
                 _device_rule(gpu, hf_config),
                 _rule_of_linear_layers(shape),
+                _rule_of_experts(recipe, shape, gpu),
                 _rule_of_chunks(recipe, shape),
             ),
             kept=KeptTraces.of_user(),
@@ -163,6 +164,23 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
     def rule(recipe: Recipe) -> Iterator[str]:
         if recipe.checkpointing.mlp_activation != "keep" and not shape.activated:
             yield "checkpointing.mlp_activation=recompute needs MLPs of linear layers, and the model has none."
+
+    return rule
+
+
+def _rule_of_experts(asked: Recipe, shape: ModelShape, gpu: Gpu | None) -> Rule:
+    """Return the rule that streamed layers whose experts share a tensor are checkpointed, by numbers of one's own."""
+
+    @reads("offload.parameters", "checkpointing.mode", "checkpointing.skip_last_layers")
+    def rule(recipe: Recipe) -> Iterator[str]:
+        checkpointing, own = recipe.checkpointing, asked.checkpointing
+        if gpu is None or not shape.tensor_of_experts or recipe.offload.parameters != "stream":
+            return
+        if checkpointing.mode == "none" or checkpointing.skip_last_layers not in (0, own.skip_last_layers):
+            yield (
+                f"offload.parameters=stream needs every layer checkpointed, as {shape.tensor_of_experts} holds the "
+                "weights of several experts."
+            )
 
     return rule
 

@@ -114,17 +114,29 @@ TECHNIQUES: dict[str, list[str]] = {
         "tiling.head=3",
     ],
     "lora-some-resident": [*LORA, "offload.parameters=stream", "offload.resident_layers=9"],
+    "three-kinds": [
+        *(*LORA, *SEVERAL, "offload.parameters=stream", "offload.resident_layers=20"),
+        *("checkpointing.skip_last_layers=9", "offload.activations=inputs"),
+    ],
+    "lora-one-streamed": [
+        *(*LORA, "offload.parameters=stream", "offload.resident_layers=21"),
+        "checkpointing.skip_last_layers=10",
+    ],
 }
-COUNTED_BY_LAYERS = ["every-2-layers", "masters-on-host"]
+COUNTED_BY_LAYERS = ["every-2-layers", "masters-on-host", "three-kinds"]
 """Those that `make test` tries; the slow test tries every family with every technique, and two stretches."""
 
-TWO_STRETCHES = ["all-but-9-layers", "some-resident", "some-resident-tiles", "lora-some-resident"]
+SEVERAL_STRETCHES = [
+    *("all-but-9-layers", "some-resident", "some-resident-tiles", "lora-some-resident"),
+    *("three-kinds", "lora-one-streamed"),
+]
 """Where the last layers repeat by themselves."""
 
 DEEPER_TECHNIQUES = {
     "every-2-layers": 20,
     "all-but-2-layers": 20,
-    **dict.fromkeys(TWO_STRETCHES, 22),
+    **dict.fromkeys(SEVERAL_STRETCHES, 22),
+    "three-kinds": 34,
     **dict.fromkeys(("inputs-on-host", "masters-on-host", "streamed-not-clipped", "lora-streamed"), 12),
     **dict.fromkeys(("in-backward-on-host", "streamed", "streamed-all-logits"), 14),
 }
@@ -207,8 +219,8 @@ def check(folder: Path, family: str, technique: str, kind: str, traced_depths: l
     assert_equal_to_full_trace(recipe, kind)
     *for_extension, full = traced_depths
     assert full == num_layers
-    if family in NUM_LAYERS and technique in TWO_STRETCHES:
-        return  # layers that alternate in two stretches are traced whole
+    if family in NUM_LAYERS and technique in SEVERAL_STRETCHES:
+        return  # layers that alternate in several stretches are traced whole
     assert for_extension  # else nothing was extended
     assert max(for_extension) < num_layers
 

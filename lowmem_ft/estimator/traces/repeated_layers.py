@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 import math
 from typing import Any
 
@@ -33,17 +34,14 @@ class ShallowModel:
     Args:
         layers: how the layers repeat.
         num_layers: layers of the stand-in.
-        more: periods that each stretch of the model has beyond the stand-in.
-        counts_last: the key by which the recipe treats the last layers differently; empty: there is no such key, or
-            they are so few that the stand-in contains all of them.
-        num_last: layers of the stand-in that are treated so.
+        more: periods that each repeated stretch of the model has beyond the stand-in.
+        last: numbers of last layers that the recipe treats differently, by key, where they are others than the model's.
     """
 
     layers: Layers
     num_layers: int
     more: tuple[int, ...]
-    counts_last: str = ""
-    num_last: int = 0
+    last: tuple[tuple[str, int], ...] = ()
 
     def deeper(self) -> ShallowModel:
         """Return a stand-in with one more period before the repeated one, to try where this one fails.
@@ -52,29 +50,42 @@ class ShallowModel:
         the first two layers differ from the rest.
         """
         period, (first, *others) = self.layers.period, self.more
-        are_last = bool(self.counts_last) and not others
-        tail = None if self.layers.tail is None else self.layers.tail + period
+        layers = dataclasses.replace(
+            self.layers,
+            lead=self.layers.lead + period,
+            tails=tuple(tail + period for tail in self.layers.tails),
+        )
         return dataclasses.replace(
-            self,
-            layers=dataclasses.replace(self.layers, lead=self.layers.lead + period, tail=tail),
-            num_layers=self.num_layers + period,
-            num_last=self.num_last + are_last * period,
-            more=(first - 1, *others),
+            self, layers=layers, **self._with_periods((1, *(0 for _ in others))), more=(first - 1, *others)
         )
 
     def longer(self) -> ShallowModel:
         """Return a stand-in with one more period in each stretch, which proves the repetition."""
-        stretches = len(self.more)
         return dataclasses.replace(
             self,
-            num_layers=self.num_layers + stretches * self.layers.period,
-            num_last=self.num_last + bool(self.counts_last) * self.layers.period,
+            **self._with_periods((1,) * len(self.more)),
             more=tuple(extra - 1 for extra in self.more),
         )
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe for the stand-in."""
-        return with_settings(recipe, {self.counts_last: self.num_last}) if self.counts_last else recipe
+        return with_settings(recipe, dict(self.last))
+
+    def _with_periods(self, more: tuple[int, ...]) -> dict[str, Any]:
+        """Return the numbers of layers with more periods in each stretch."""
+        period, pivots = self.layers.period, self.layers.pivots
+
+        def grown(last: int) -> int:
+            """Return how many are last: stretches among them get longer."""
+            among = [
+                extra for extra, pivot in zip(more, pivots, strict=True) if pivot >= self.num_layers - last
+            ]
+            return last + period * sum(among)
+
+        return {
+            "num_layers": grown(self.num_layers),
+            "last": tuple((key, grown(last)) for key, last in self.last),
+        }
 
 
 def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:
@@ -87,7 +98,7 @@ def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:
     usual = _shallow_model(recipe, model)
     if usual is None:
         return []
-    if usual.layers.tail is not None:  # a deeper stand-in of two stretches costs more than all layers
+    if usual.layers.tails:  # a deeper stand-in of several stretches costs more than all layers
         smaller = _shallow_model(recipe, model, edge=EDGE_LAYERS)
         return [smaller, usual] if smaller and smaller.num_layers < usual.num_layers else [usual]
     return [usual, usual.deeper()] if usual.more[0] > 1 else [usual]
@@ -96,9 +107,8 @@ def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:
 def _shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None) -> ShallowModel | None:
     """Return the smallest stand-in whose trace can be extended to the model's; None if that would not be less work.
 
-    Settings that a recipe gives in numbers of layers must not reach beyond the stand-in. The last layers that it treats
-    differently (``offload.resident_layers``, ``checkpointing.skip_last_layers``) repeat by themselves. If it sets both,
-    the smaller number counts as a margin and as a period, as all other numbers of layers do.
+    Settings that a recipe gives in numbers of layers count as a margin and as a period. The last layers that it treats
+    differently (``offload.resident_layers``, ``checkpointing.skip_last_layers``) repeat by themselves.
 
     Args:
         recipe: for its settings about layers.
@@ -116,10 +126,7 @@ def _shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None)
         return None
     name = next(name for name, module in model.named_modules() if module is stack)
     lead, period = _repetition([_signature(layer) for layer in stack])
-    (counts_last, num_last), *others = sorted(
-        layer_counts(recipe, "last"), key=lambda count: count[1], reverse=True
-    ) or [("", 0)]
-    counts = [value for _, value in (*layer_counts(recipe, "period"), *others)]
+    counts = [value for _, value in layer_counts(recipe, "period")]
     period = math.lcm(period, *counts)
     margin = 0
     if key_with(recipe, "layers fetched ahead"):
@@ -130,28 +137,31 @@ def _shallow_model(recipe: Recipe, model: nn.Module, *, edge: int | None = None)
     if edge is None or counts or margin or edge > period:
         edge = period
     enough = edge + period + max(edge, EDGE_LAYERS) + sum(counts)
-    first_of_last = len(stack) - num_last
-    short = _shortened(first_of_last, lead + enough, period)
-    short_last = _shortened(num_last, enough, period)
-    has_two_stretches = short_last < num_last
-    if short == first_of_last and has_two_stretches:  # the last layers alone are enough to be repeated
-        lead, has_two_stretches = short, False
-    more = [(first_of_last - short) // period] if short < first_of_last else []
-    more += [(num_last - short_last) // period] if short_last < num_last else []
-    if not more or 2 * (short + short_last) + len(more) * period >= len(stack):
+    last = layer_counts(recipe, "last")
+    starts = sorted({0, *(len(stack) - num for _, num in last if num < len(stack))})
+    lengths = [stop - start for start, stop in itertools.pairwise([*starts, len(stack)])]
+    short = [_shortened(length, enough, period) for length in lengths]
+    short[0] = _shortened(lengths[0], lead + enough, period)
+    short_starts = list(itertools.accumulate(short, initial=0))
+    repeated = [index for index, length in enumerate(lengths) if short[index] < length]
+    more = [(lengths[index] - short[index]) // period for index in repeated]
+    if not more or 2 * sum(short) + len(more) * period >= len(stack):
         return None
+    first, *others = repeated
+    of_stand_in = {
+        key: sum(short) - short_starts[starts.index(max(0, len(stack) - num))] for key, num in last
+    }
     return ShallowModel(
         layers=Layers(
             stack=name,
-            lead=lead,
+            lead=short_starts[first] if first else lead,
             period=period,
-            tail=short if has_two_stretches else None,
+            tails=tuple(short_starts[index] for index in others),
             edge=None if edge == period else edge,
         ),
-        num_layers=short + short_last,
+        num_layers=sum(short),
         more=tuple(more),
-        counts_last=counts_last if short_last < num_last else "",
-        num_last=short_last,
+        last=tuple((key, of_stand_in[key]) for key, num in last if of_stand_in[key] < num),
     )
 
 

@@ -141,7 +141,7 @@ class _ShortTracing:
         self._kept = kept
         self._machine = (machine, process_index) if process_index else machine
         self._process_index = process_index
-        self._traced: dict[tuple[int, int], TracedRecipe] = {}
+        self._traced: dict[tuple[object, ...], TracedRecipe] = {}
 
     def find(self) -> ShortTrace:
         """Return the kept trace, or make one and keep it."""
@@ -167,7 +167,7 @@ class _ShortTracing:
             key = keys[stand_in]
             found = None if key is None else self._kept.find(key)
             if found and found.repetition and found.repetition.layers != stand_in.layers:
-                found = None  # as many layers, which repeat in two stretches there and in one here
+                found = None  # as many layers, which repeat in other stretches there
             try:
                 short = found or self._shown(stand_in, key)
                 assert short.repetition is not None, "anything that does not repeat is kept unchanged"
@@ -207,7 +207,7 @@ class _ShortTracing:
 
     def _key_of(self, stand_in: ShallowModel) -> TraceKey | None:
         """Return the stand-in's own key if the recipe counts its last layers, whose number the trace does not show."""
-        if not stand_in.counts_last:
+        if not stand_in.last:
             return trace_key(self._recipe, self._hf_config, self._machine)
         shallow_config = with_num_layers(self._hf_config, stand_in.num_layers)
         return trace_key(stand_in.recipe(self._recipe), shallow_config, ("stand-in", self._machine))
@@ -230,8 +230,8 @@ class _ShortTracing:
         return self._traced[size]
 
 
-def _size_of(stand_in: ShallowModel) -> tuple[int, int]:
-    return stand_in.num_layers, stand_in.num_last
+def _size_of(stand_in: ShallowModel) -> tuple[object, ...]:
+    return stand_in.num_layers, stand_in.last
 
 
 def trace_layers(

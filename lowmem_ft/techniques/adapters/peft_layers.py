@@ -81,7 +81,7 @@ def _made_in_float32() -> Handle:
 
 @contextlib.contextmanager
 def _experts_as_float32(model: nn.Module) -> Iterator[None]:
-    """Show PEFT, while it adds adapters, one element for each tensor of experts, expanded to the weights' own shape.
+    """Show PEFT, while it adds adapters, one element for all tensors of experts, expanded to the weights' own shapes.
 
     It takes an adapter's shape and type from the parameter, and a packed one has neither.
     """
@@ -91,10 +91,13 @@ def _experts_as_float32(model: nn.Module) -> Iterator[None]:
         for name in weights_of(module)
         if name in module._parameters  # of a base in MXFP4 it has other names
     }
+    elements: dict[torch.device, Tensor] = {}
     for (module, name), weight in own.items():
         assert weight is not None
-        element = torch.zeros((), dtype=torch.float32, device=weight.device)
-        module._parameters[name] = nn.Parameter(element.expand(logical_shape(weight)), requires_grad=False)
+        if weight.device not in elements:
+            elements[weight.device] = torch.zeros((), dtype=torch.float32, device=weight.device)
+        element = elements[weight.device].expand(logical_shape(weight))
+        module._parameters[name] = nn.Parameter(element, requires_grad=False)
     try:
         yield
     finally:

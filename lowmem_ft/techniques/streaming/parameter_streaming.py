@@ -276,15 +276,19 @@ def _refuse_slices_kept_for_backward(layers: Sequence[nn.Module]) -> None:
     the slot. In a checkpointed layer the slices are taken again in the visit in which they are needed.
     """
     for layer in layers:
-        if getattr(layer, "gradient_checkpointing", False):
-            continue
-        for name, parameter in layer.named_parameters():
-            if parameter.dim() > 2 and "expert" in name:
-                raise ModelError(
-                    f"offload.parameters=stream needs every layer of {type(layer).__name__} checkpointed, as the "
-                    f"experts' weights are slices of one tensor ({name}). Set checkpointing.mode=full, "
-                    "every_n_layers=1 and skip_last_layers=0."
-                )
+        name = tensor_of_experts(layer)
+        if name and not getattr(layer, "gradient_checkpointing", False):
+            raise ModelError(
+                f"offload.parameters=stream needs every layer of {type(layer).__name__} checkpointed, as the "
+                f"experts' weights are slices of one tensor ({name}). Set checkpointing.mode=full, "
+                "every_n_layers=1 and skip_last_layers=0."
+            )
+
+
+def tensor_of_experts(layer: nn.Module) -> str:
+    """Return the name of a parameter that holds the weights of several experts; empty if the layer has none."""
+    parameters = layer.named_parameters()
+    return next((name for name, one in parameters if one.dim() > 2 and "expert" in name), "")
 
 
 def _weights_of(embedding: StreamedEmbedding | None, head: StreamedHead | None) -> set[nn.Parameter]:

@@ -134,7 +134,7 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
         return None
     parameters, trainable_parameters = header["parameters"]
     return Repetition(
-        layers=Layers(**header["layers"]),
+        layers=Layers(**header["layers"] | {"tails": _tuples(header["layers"]["tails"])}),
         structure=header["structure"],
         is_relative=arrays["is_relative"],
         goes_with=arrays["goes_with"],

@@ -65,7 +65,7 @@ def test_the_last_layers_that_are_not_checkpointed_repeat_by_themselves():
     assert (found.layers, found.num_layers) == (other.layers, other.num_layers)
     assert found.num_layers <= 10
     recipe = found.recipe(load_recipe(None, ["model=any", "checkpointing.mode=full"]))
-    assert recipe.checkpointing.skip_last_layers == found.num_last < 12
+    assert (recipe.checkpointing.skip_last_layers,) == tuple(dict(found.last).values()) < (12,)
 
 
 def test_alternating_layers_in_two_stretches_are_first_tried_with_edges_shorter_than_a_period():
@@ -85,14 +85,6 @@ def test_alternating_layers_in_two_stretches_are_first_tried_with_edges_shorter_
     assert deeper == usual.deeper()
 
 
-def test_of_two_kinds_of_last_layers_the_fewer_are_a_margin():
-    settings = ("checkpointing.skip_last_layers=2", "offload.resident_layers=20")
-    found = shallow(llama(64), *STREAMED, *settings)
-    assert found is not None
-    assert found.counts_last == "offload.resident_layers"
-    assert found.layers.period == 2
-
-
 STREAMED = ("adapter.name=lora", "checkpointing.mode=full", "offload.parameters=stream")
 
 
@@ -100,24 +92,51 @@ def test_layers_that_stay_on_the_device_repeat_by_themselves_and_any_number_has_
     found, other = (shallow(llama(48), *STREAMED, f"offload.resident_layers={n}") for n in (20, 30))
     assert found is not None
     assert other is not None
-    assert (found.layers, found.num_layers, found.num_last) == (
-        other.layers,
-        other.num_layers,
-        other.num_last,
-    )
-    assert found.more == (28 - found.layers.tail, 20 - found.num_last)
-    assert other.more == (18 - other.layers.tail, 30 - other.num_last)
+    assert (found.layers, found.num_layers, found.last) == (other.layers, other.num_layers, other.last)
+    (tail,), ((key, num_last),) = found.layers.tails, found.last
+    assert key == "offload.resident_layers"
+    assert found.more == (28 - tail, 20 - num_last)
+    assert other.more == (18 - tail, 30 - num_last)
     recipe = found.recipe(load_recipe(None, ["model=any", *STREAMED, "offload.resident_layers=20"]))
-    assert recipe.offload.resident_layers == found.num_last < 20
+    assert recipe.offload.resident_layers == num_last < 20
+
+
+def test_layers_that_stay_and_those_of_them_that_are_not_checkpointed_repeat_each_by_themselves():
+    def stand_in(resident: int, skipped: int):
+        settings = (f"offload.resident_layers={resident}", f"checkpointing.skip_last_layers={skipped}")
+        return shallow(llama(48), *STREAMED, *settings)
+
+    found, other = stand_in(30, 16), stand_in(34, 12)
+    assert found is not None
+    assert other is not None
+    assert (found.layers, found.num_layers, found.last) == (other.layers, other.num_layers, other.last)
+    first, last = found.layers.tails
+    assert found.layers.period == 1
+    assert dict(found.last) == {
+        "offload.resident_layers": found.num_layers - first,
+        "checkpointing.skip_last_layers": found.num_layers - last,
+    }
+    assert found.more == (18 - first, 14 - (last - first), 16 - (found.num_layers - last))
+    longer = found.longer()
+    assert longer.num_layers == found.num_layers + 3
+    assert dict(longer.last) == {
+        "offload.resident_layers": found.num_layers - first + 2,
+        "checkpointing.skip_last_layers": found.num_layers - last + 1,
+    }
+    one_streamed, few_skipped = stand_in(47, 20), stand_in(30, 2)
+    assert one_streamed is not None
+    assert few_skipped is not None
+    assert (one_streamed.layers.lead, len(one_streamed.more)) == (1, 2)
+    assert (len(few_skipped.more), [key for key, _ in few_skipped.last]) == (2, ["offload.resident_layers"])
 
 
 def test_few_that_stay_and_few_that_are_streamed_stand_in_the_stand_in():
     few_stay, few_streamed = (shallow(llama(48), *STREAMED, f"offload.resident_layers={n}") for n in (2, 46))
     assert few_stay is not None
     assert few_streamed is not None
-    assert (few_stay.layers.tail, few_stay.counts_last, len(few_stay.more)) == (None, "", 1)
-    assert (few_streamed.layers.lead, few_streamed.layers.tail, len(few_streamed.more)) == (2, None, 1)
-    assert few_streamed.counts_last == "offload.resident_layers"
+    assert (few_stay.layers.tails, few_stay.last, len(few_stay.more)) == ((), (), 1)
+    assert (few_streamed.layers.lead, few_streamed.layers.tails, len(few_streamed.more)) == (2, (), 1)
+    assert [key for key, _ in few_streamed.last] == ["offload.resident_layers"]
 
 
 def test_an_odd_layer_in_front_is_the_lead():

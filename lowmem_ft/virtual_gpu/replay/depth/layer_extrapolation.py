@@ -94,7 +94,7 @@ class Repetition:
     """Result of a proof from two traces: how a trace with any number of layers follows from the shorter one.
 
     It also holds for other traces of the same structure, if everything that grows has the same size there. Where layers
-    repeat in two stretches, ``more`` is the number of periods that each of them has beyond the short trace.
+    repeat in several stretches, ``more`` is the number of periods that each of them has beyond the short trace.
 
     Args:
         layers: how the layers repeat.

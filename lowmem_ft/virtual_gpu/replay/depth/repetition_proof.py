@@ -1,7 +1,7 @@
 """Proof from two short traces that a program's layers repeat, and how deeper models follow.
 
 The shorter trace, extended by a period, must be the longer one, event for event: the same births with the same sizes,
-deaths, purposes and work. Where layers repeat in two stretches, the longer trace has one more period of each.
+deaths, purposes and work. Where layers repeat in several stretches, the longer trace has one more period of each.
 """
 
 from __future__ import annotations

@@ -30,29 +30,28 @@ class NotRegularError(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """The way a stack of layers repeats: in one stretch, or in two where the last layers are of another kind.
+    """The way a stack of layers repeats: in one stretch, or in several where the last layers are of other kinds.
 
     Args:
         stack: qualified name of the list of layers, such as ``model.layers``.
         lead: layers at the beginning that differ from the others.
         period: layers after which the others repeat.
-        tail: the first of the last layers, if the program treats these differently, for example keeps them on the
-            device while it streams the others; None: there are no such layers.
+        tails: the first layer of each further stretch, which the program treats differently: it keeps them on the
+            device, for example, while it streams those before.
         edge: layers at the beginning of each stretch that are not copied; None: a period.
     """
 
     stack: str
     lead: int
     period: int
-    tail: int | None = None
+    tails: tuple[int, ...] = ()
     edge: int | None = None
 
     @property
     def pivots(self) -> tuple[int, ...]:
         """First layer, in each stretch, of the period to repeat, which comes after the edge."""
         edge = self.period if self.edge is None else self.edge
-        first = self.lead + edge
-        return (first,) if self.tail is None else (first, self.tail + edge)
+        return tuple(start + edge for start in (self.lead, *self.tails))
 
     @property
     def afters(self) -> tuple[int, ...]:

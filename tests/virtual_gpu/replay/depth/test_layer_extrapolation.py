@@ -202,7 +202,7 @@ def test_layers_that_do_not_repeat_are_refused(activation: Callable[[int], Size]
         extended(lambda num_layers: Program(num_layers, activation(num_layers)), 9)
 
 
-TWO_STRETCHES = Layers(stack="model.layers", lead=0, period=1, tail=4)
+TWO_STRETCHES = Layers(stack="model.layers", lead=0, period=1, tails=(4,))
 
 
 def with_last(base: type[Program], num_others: int, num_last: int) -> Program:
@@ -216,12 +216,14 @@ def test_last_layers_of_another_kind_repeat_by_themselves(
     program: type[Program], more: tuple[int, int]
 ) -> None:
     layers = (
-        Layers(stack="model.layers", lead=1, period=1, tail=5) if program is ReadTwiceOver else TWO_STRETCHES
+        Layers(stack="model.layers", lead=1, period=1, tails=(5,))
+        if program is ReadTwiceOver
+        else TWO_STRETCHES
     )
-    assert layers.tail is not None
-    short, longer = with_last(program, layers.tail, 4), with_last(program, layers.tail + 1, 5)
+    (tail,) = layers.tails
+    short, longer = with_last(program, tail, 4), with_last(program, tail + 1, 5)
     mine = extend(short.trace(), longer.trace(), layers, more)
-    assert_equal(mine, with_last(program, layers.tail + more[0], 4 + more[1]).trace())
+    assert_equal(mine, with_last(program, tail + more[0], 4 + more[1]).trace())
 
 
 def test_growth_that_two_stretches_cannot_share_is_refused() -> None:
