@@ -28,6 +28,9 @@ Bools = NDArray[np.bool_]
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+LEAST_EFFECT = 0.003
+"""Share of the expected bytes or seconds by which a choice that matters changes them."""
+
 Bytes = tuple[float, float]
 """Bytes of the device and of the host."""
 
@@ -149,7 +152,29 @@ def prior_of(
     if gpu is not None:
         expected["host_bytes"] = host_N, candidates.host_bytes_N
         expected["seconds"] = seconds_N, candidates.seconds_N
-    return Prior.flat(len(candidates)).expecting(expected)
+    matters_D = _matters(candidates.choices_ND[places], np.vstack([device_N, host_N, seconds_N])[:, places])
+    return Prior.flat(len(candidates)).expecting(expected, matters_D)
+
+
+def _matters(choices_MD: Ints, expected_3M: Floats) -> Bools:
+    """Return for each dimension whether anything is expected to change with it.
+
+    It does not if there are combinations that differ in it alone, and none of them are expected to differ in their
+    needs.
+    """
+    sizes = choices_MD.max(axis=0, initial=0) + 1
+    weights_D = np.cumprod([1, *sizes], dtype=np.int64)[: len(sizes)]
+    number_M, matters_D = choices_MD @ weights_D, np.ones(len(sizes), bool)
+    for place, weight in enumerate(weights_D):
+        order = np.argsort(number_M - choices_MD[:, place] * weight, kind="stable")
+        others_M = (number_M - choices_MD[:, place] * weight)[order]
+        starts = np.flatnonzero(np.diff(others_M, prepend=-1))
+        if len(starts) < len(order):
+            least_3G, most_3G = (
+                reduce.reduceat(expected_3M[:, order], starts, axis=1) for reduce in (np.minimum, np.maximum)
+            )
+            matters_D[place] = bool((most_3G - least_3G > LEAST_EFFECT * most_3G).any())
+    return matters_D
 
 
 def _expected(

@@ -25,7 +25,7 @@ The neighbours of the best are estimated in addition. What is left then is count
 LEAST_PROMISE = 0.006
 """Share of a step's seconds: a search ends when it expects less improvement from any other combination."""
 
-SIMPLER_TRIED = 4
+SIMPLER_TRIED = 2
 """Combinations with fewer changes, expected to be nearly as fast as the best, that are estimated before neighbours."""
 
 NEAREST_TRIED = 2

@@ -91,12 +91,25 @@ class Prospects:
     def near(self, best: int, places: Ints, promise: Floats, least_promise: float) -> Bools:
         """Return those that differ from the best in one choice; if they promise nothing, in two, and so on.
 
-        Small changes are well predicted from what has been estimated, and show what each choice does.
+        Small changes are well predicted from what has been estimated, and show what each choice does. Choices that are
+        expected to change nothing do not count.
         """
-        choices_ND = self.candidates.choices_ND
-        distance = (choices_ND[places] != choices_ND[best]).sum(axis=1)
+        distance, _ = self.distances(best, places)
         worth_it = promise >= min(least_promise, float(promise.max()))
         return distance <= distance[worth_it].min()
+
+    def is_new(self, places: Ints) -> Bools:
+        """Return for which of them nothing was estimated that has the same choices but for those that do not matter."""
+        choices_ND = self.candidates.choices_ND[:, self.beliefs.matters_D]
+        weights_D = np.cumprod([1, *(choices_ND.max(axis=0, initial=0) + 1)], dtype=np.int64)[:-1]
+        seen = choices_ND[self.beliefs.seen] @ weights_D
+        return ~np.isin(choices_ND[places] @ weights_D, seen)
+
+    def distances(self, one: int, places: Ints) -> tuple[Ints, Ints]:
+        """Return in how many choices others differ from one: those that matter, and those that should not."""
+        differs_ND = self.candidates.choices_ND[places] != self.candidates.choices_ND[one]
+        matters_D = self.beliefs.matters_D
+        return differs_ND[:, matters_D].sum(axis=1), differs_ND[:, ~matters_D].sum(axis=1)
 
     def expected(self, place: int) -> Need:
         """Return the needs expected of one combination, by all that is known."""

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
 
 Quantity = Literal["seconds", "device_bytes", "host_bytes", "effort"]
 
@@ -33,6 +34,9 @@ _LEVEL: dict[Quantity, float] = {"seconds": 0.3, "device_bytes": 0.5, "host_byte
 
 _SPREAD: dict[Quantity, float] = {"seconds": 0.015, "device_bytes": 0.15, "host_bytes": 0.05, "effort": 0.3}
 """Standard deviation of the error for one choice relative to another."""
+
+_OF_IDLE = 0.2
+"""Share of that error for choices that are expected to change nothing, such as adapters' optimizer state."""
 
 _LIKELY = 0.9
 
@@ -56,11 +60,13 @@ class Prior:
         logs_N: logarithm of the excess that each is expected to have over its bound.
         level: standard deviation of the error of all of them together.
         spread: standard deviation of a choice's effect on the logarithm, in addition to that.
+        matters_D: for each dimension, whether anything is expected to change with it; None: with all of them.
     """
 
     logs_N: Mapping[Quantity, Floats]
     level: Mapping[Quantity, float]
     spread: Mapping[Quantity, float]
+    matters_D: Bools | None = None
 
     @staticmethod
     def flat(num_combinations: int) -> Prior:
@@ -72,11 +78,12 @@ class Prior:
             spread={"seconds": 0.3, "device_bytes": 0.7, "host_bytes": 0.3, "effort": 0.7},
         )
 
-    def expecting(self, expected: Mapping[Quantity, tuple[Floats, Floats]]) -> Prior:
+    def expecting(self, expected: Mapping[Quantity, tuple[Floats, Floats]], matters_D: Bools) -> Prior:
         """Return this prior with expectations for some quantities.
 
         Args:
             expected: expected value of each combination, and its bound.
+            matters_D: for each dimension, whether any of them changes with it.
 
         Returns:
             A prior that takes these for roughly right.
@@ -89,6 +96,7 @@ class Prior:
             logs_N={**self.logs_N, **logs_N},
             level={**self.level, **{quantity: _LEVEL[quantity] for quantity in expected}},
             spread={**self.spread, **{quantity: _SPREAD[quantity] for quantity in expected}},
+            matters_D=matters_D,
         )
 
     @property
@@ -103,6 +111,10 @@ class Beliefs:
     Args:
         choices_ND: the index of a choice for each dimension.
         prior: what to expect before any estimate.
+
+    Attributes:
+        matters_D: for each dimension, whether anything is expected to change with it.
+        seen: those that were estimated.
     """
 
     def __init__(self, choices_ND: Ints, prior: Prior) -> None:
@@ -111,17 +123,19 @@ class Beliefs:
         self._places_ND = choices_ND + offsets
         self._num_features = int(sizes.sum()) + 1
         self._prior = prior
-        self._seen: list[int] = []
+        self.matters_D = np.ones(len(sizes), bool) if prior.matters_D is None else prior.matters_D
+        self._share_F = np.append(np.repeat(np.where(self.matters_D, 1.0, _OF_IDLE), sizes), 1.0)
+        self.seen: list[int] = []
         self._logs: dict[Quantity, list[float]] = {quantity: [] for quantity in get_args(Quantity)}
 
     @property
     def knows(self) -> bool:
         """True if there is a prior expectation or an estimate to go by."""
-        return bool(self._seen) or self._prior.tells
+        return bool(self.seen) or self._prior.tells
 
     def learn(self, place: int, excess: Mapping[Quantity, float]) -> None:
         """Add one estimate, by the excess over its bounds, and its effort."""
-        self._seen.append(place)
+        self.seen.append(place)
         for quantity, value in excess.items():
             self._logs[quantity].append(float(np.log(max(value, _LEAST[quantity]))))
 
@@ -191,12 +205,12 @@ class Beliefs:
         prior, noise = self._prior, _NOISE[quantity]
         logs_N = prior.logs_N[quantity]
         features_NF = self._features(places)
-        seen_MF = self._features(np.array(self._seen, dtype=np.int64))
-        variance_F = np.full(self._num_features, prior.spread[quantity] ** 2)
+        seen_MF = self._features(np.array(self.seen, dtype=np.int64))
+        variance_F = (prior.spread[quantity] * self._share_F) ** 2
         variance_F[-1] = prior.level[quantity] ** 2
         precision_FF = seen_MF.T @ seen_MF / noise**2 + np.diag(1 / variance_F)
         covariance_FF = np.linalg.inv(precision_FF)
-        surprise_M = np.array(self._logs[quantity]) - logs_N[self._seen]
+        surprise_M = np.array(self._logs[quantity]) - logs_N[self.seen]
         weights_F = covariance_FF @ (seen_MF.T @ surprise_M) / noise**2
         variance_N = np.einsum("nf,nf->n", features_NF @ covariance_FF, features_NF)
         return logs_N[places] + features_NF @ weights_F, np.sqrt(variance_N + noise**2)

@@ -36,10 +36,16 @@ from lowmem_ft.planner.search.ranking import Beliefs, Prior
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may give up: the first ones correct the expectations."""
 
-LEAST_GAIN, LEAST_CHANCE = 3e-3, 0.05
+LEAST_GAIN, LEAST_CHANCE = 3e-3, 0.25
 """Thresholds for estimating what differs from the best in one choice.
 
 Either its expected gain in speed, as a share, or its chance to be simpler and nearly as fast has to reach them."""
+
+WORTH_OF_IDLE = 0.75
+"""Share of its promise that is left to a combination for each choice that should change nothing and yet is another."""
+
+LEAST_LACK = 0.02
+"""Share of the device's memory: if one more layer lacks no more, choices that change little may free it."""
 
 LIKELY_SIMPLER = 0.25
 """Chance to fit and to be nearly as fast that makes something simpler worth an estimate."""
@@ -152,12 +158,20 @@ class Search:
             return near.tolist()
         fastest = found.needs[found.fastest].seconds
         promise = self._prospects.promise(near, fastest)
-        is_simpler = candidates.changes_N[near] < candidates.changes_N[than]
-        is_worth_it = promise >= LEAST_GAIN
+        is_new = self._prospects.is_new(near)
+        is_simpler = is_new & (candidates.changes_N[near] < candidates.changes_N[than])
+        is_worth_it = (promise >= LEAST_GAIN) & (is_new | self._lacks_little(found.fastest))
         is_worth_it |= is_simpler & (self._prospects.chance_to_be_alike(near, fastest) >= LEAST_CHANCE)
         is_worth_it |= candidates.before_N[near] < candidates.before_N[than]
         order = np.lexsort((candidates.after_N[near], -promise))
         return near[order[is_worth_it[order]]].tolist()
+
+    def _lacks_little(self, place: int) -> bool:
+        """Return whether little memory is missing for one more of its last layers, which would be worth an estimate."""
+        need, limit = self.found.needs[place], self._prospects.limits.device_bytes
+        if need.one_more is None or need.one_more.device_bytes - limit > LEAST_LACK * limit:
+            return False
+        return need.one_more.seconds <= (1 - LEAST_GAIN) * need.seconds
 
     def _likely_simpler(self) -> int | None:
         """Return the simplest that should fit and be nearly as fast as the fastest, or None."""
@@ -260,11 +274,16 @@ class Search:
             promise = self._prospects.promise(gives_up_less, None)
             if promise.max() >= self._least_promise:
                 return self._prospects.worthiest(gives_up_less, promise)
+        if len(open_) > self._effort_left:
+            open_ = open_[self._prospects.is_new(open_)]
+            if not len(open_):
+                return None
         promise = self._prospects.promise(open_, self.found.needs[best].seconds)
         if promise.max() < self._least_promise and len(open_) > self._effort_left:
             return None
         near = self._prospects.near(best, open_, promise, self._least_promise)
-        return self._prospects.worthiest(open_[near], promise[near])
+        _, idle = self._prospects.distances(best, open_[near])
+        return self._prospects.worthiest(open_[near], promise[near] * WORTH_OF_IDLE**idle)
 
     def _is_hopeless(self, open_: Ints) -> bool:
         """Return whether none of those left can be expected to fit, after likelier ones did not."""
