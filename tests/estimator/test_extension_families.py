@@ -236,6 +236,16 @@ def test_extended_equals_full_for_techniques_that_count_layers_or_wait_on_the_ho
     check(tmp_path, "llama", technique, "gpu", traced_depths)
 
 
+def test_extended_equals_full_for_adapters_of_streamed_experts(
+    tmp_path: Path, traced_depths: list[int]
+) -> None:
+    """What PEFT is shown in place of the experts' weights is one element, and not one for each layer."""
+    pytest.importorskip("bitsandbytes")
+    experts = [*TECHNIQUES["lora-some-resident"], "model.quantization=nf4"]
+    assert_equal_to_full_trace(recipe_for(tmp_path, FAMILIES["qwen3-moe"](22), experts), "gpu")
+    assert max(traced_depths[:-1]) < 22
+
+
 def test_extended_equals_full_on_a_cpu(tmp_path: Path, traced_depths: list[int]) -> None:
     check(tmp_path, "gpt2", "checkpointed", "cpu", traced_depths)
 
