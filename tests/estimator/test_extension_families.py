@@ -118,12 +118,16 @@ TECHNIQUES: dict[str, list[str]] = {
         *(*LORA, *SEVERAL, "offload.parameters=stream", "offload.resident_layers=20"),
         *("checkpointing.skip_last_layers=9", "offload.activations=inputs"),
     ],
+    "lora-state-on-host": [
+        *(*LORA, *VERTICAL, "optimizer.in_backward=true", "offload.optimizer=host", "optimizer.state=bf16"),
+        "training.max_grad_norm=null",
+    ],
     "lora-one-streamed": [
         *(*LORA, "offload.parameters=stream", "offload.resident_layers=21"),
         "checkpointing.skip_last_layers=10",
     ],
 }
-COUNTED_BY_LAYERS = ["every-2-layers", "masters-on-host", "three-kinds"]
+COUNTED_BY_LAYERS = ["every-2-layers", "masters-on-host", "three-kinds", "lora-state-on-host"]
 """Those that `make test` tries; the slow test tries every family with every technique, and two stretches."""
 
 SEVERAL_STRETCHES = [
@@ -138,6 +142,7 @@ DEEPER_TECHNIQUES = {
     **dict.fromkeys(SEVERAL_STRETCHES, 22),
     "three-kinds": 34,
     **dict.fromkeys(("inputs-on-host", "masters-on-host", "streamed-not-clipped", "lora-streamed"), 12),
+    "lora-state-on-host": 16,
     **dict.fromkeys(("in-backward-on-host", "streamed", "streamed-all-logits"), 14),
 }
 

@@ -417,6 +417,9 @@ class Recorder(TorchDispatchMode):
                 self.attribution.is_accumulating_gradient
                 and tensor.device.type == self.device_type
                 and allocation.category not in ("parameter", "optimizer_state")  # not one updated in a hook
+                and (
+                    allocation.category == "gradient" or allocation.phase != "load"
+                )  # nor what state visits for it
             ):
                 self.mark(tensor, "gradient", self.attribution.module)
             if allocation.size_bytes == storage.nbytes():
@@ -475,11 +478,16 @@ class Recorder(TorchDispatchMode):
         return ""
 
     def _share_module(self, args: tuple[Any, ...]) -> None:
-        """Attribute what updates a parameter, such as a gradient that has come from the host, to its module."""
+        """Attribute what updates a parameter, such as a gradient that has come from the host, to its module.
+
+        Memory that state visits is used by all parameters in turn, and belongs to none.
+        """
         tensors = list(tensors_in(args))
         module = next(filter(None, map(self.module_of, tensors)), "")
         for index in map(self.index_of, tensors):
-            if index is not None and (one := self.timeline.allocations[index]).category == "temporary":
+            if index is None or self._tenants.of(index):
+                continue
+            if (one := self.timeline.allocations[index]).category == "temporary":
                 one.module = one.module or module
 
     def storage_is_resized(self, storage: torch.UntypedStorage) -> None:
