@@ -1,4 +1,4 @@
-"""What users see, kept and compared: before and after a change that must not change it.
+"""Keep what users see, and compare it after a change that must not change it.
 
     python scripts/kept_answers.py keep before.json          # some 10 minutes of a core
     python scripts/kept_answers.py compare before.json       # answers once more, and prints what differs

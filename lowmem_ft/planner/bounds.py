@@ -70,7 +70,7 @@ class ModelShape:
         longest_row: tokens of a row, if ``data.max_length`` is null.
         checkpoint_dtype: type of the weights, if ``model.dtype`` is auto.
         packed_itemsize: least bytes of an element of the layers' weights as the files hold them; None: they are plain.
-        tensor_of_experts: name of a layer's parameter that holds several experts; empty: there is none.
+        tensor_of_experts: name of a layer's parameter that holds several experts; empty: there is no such parameter.
     """
 
     num_layers: int

@@ -99,7 +99,7 @@ class Prospects:
         return distance <= distance[worth_it].min()
 
     def is_new(self, places: Ints) -> Bools:
-        """Return for which of them nothing was estimated that has the same choices but for those that do not matter."""
+        """Return for which of them nothing was estimated that has the same choices except those that do not matter."""
         choices_ND = self.candidates.choices_ND[:, self.beliefs.matters_D]
         weights_D = np.cumprod([1, *(choices_ND.max(axis=0, initial=0) + 1)], dtype=np.int64)[:-1]
         seen = choices_ND[self.beliefs.seen] @ weights_D
