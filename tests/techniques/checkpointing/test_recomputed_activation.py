@@ -175,11 +175,12 @@ class FailsOnce(nn.Module):
         return self.function(x)
 
 
-def test_an_interrupted_forward_is_forgotten():
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_an_interrupted_forward_is_forgotten(layer):
     model = tiny_llama(num_hidden_layers=LAYERS)
     stock = loss_and_gradients(model)
     handle = recompute(model)
-    mlp = model.model.layers[1].mlp
+    mlp = model.model.layers[layer].mlp
     mlp.act_fn = FailsOnce(mlp.act_fn)
     with StorageTracker() as tracker:
         with pytest.raises(torch.OutOfMemoryError):

@@ -55,3 +55,17 @@ def test_two_streams_in_one_column_need_an_order(column, waits):
     assert [str(conflict) for conflict in judge.conflicts] == (
         [] if waits else ["the second does not wait for the first"]
     )
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_write_that_its_own_stream_has_read_still_needs_an_order_with_the_reads_of_others(waits):
+    judge = HappensBefore()
+    memory, other = Memory(), judge.new_agent()
+    judge.access(COMPUTE, memory, Span(0, 64), writes=True, what="the write")
+    judge.access(COMPUTE, memory, Span(0, 64), writes=False, what="its own read")
+    if waits:
+        judge.wait(other, judge.record(COMPUTE))
+    judge.access(other, memory, Span(0, 64), writes=False, what="the other read")
+    assert [str(conflict) for conflict in judge.conflicts] == (
+        [] if waits else ["the other read does not wait for the write"]
+    )
