@@ -1,6 +1,7 @@
 # Two commands do everything on a fresh machine: `make demo` and `make test`; both set up first.
 PYTHON ?= python3
 VENV ?= .venv
+SINCE ?= HEAD
 TORCH ?= # another torch than the tested one, for instance: make test VENV=.venv-2.14 TORCH=2.14.1; it asks for its own Triton
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,7 +21,7 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-deepspeed check docs format gpu-check bench clean
+.PHONY: help setup demo test test-all test-changed test-deepspeed check docs format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -43,6 +44,9 @@ test: setup ## All tests but those marked slow or gpu, on every core up to eight
 
 test-all: setup ## All tests but those marked gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu'
+
+test-changed: setup ## The tests that reach what differs from the last commit, by their imports (SINCE=main: from there)
+	$(BIN)/python -m pytest -m 'not slow and not gpu' $$($(BIN)/python tests/support/reached_tests.py --since $(SINCE))
 
 test-deepspeed: setup ## Install DeepSpeed beside the rest (it compiles with g++ at first use), and run its tests
 	DS_BUILD_OPS=0 $(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,deepspeed]'

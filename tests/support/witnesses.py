@@ -1,0 +1,254 @@
+"""Defects planted one at a time, and the tests that see them: how well the tests would notice.
+
+    python tests/support/witnesses.py --count 24 --seed 1 [--out seen.json]      # some two hours of a core
+    python tests/support/witnesses.py --only 'lowmem_ft.planner.bounds:device_bytes sign 2'
+
+Each defect is a small change by one of four operators, in a function drawn by the seed: first a room of the package,
+then an operator, then a place. It is planted in a copy of the last commit, and the tests that can reach its file run
+against it, nearest first, for six minutes at most: ``seen by`` the one that failed, ``unseen`` if all passed, ``not in
+time`` if those that ran did. A defect that changes nothing is struck by hand, with its reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reached_tests import REPOSITORY, Imports
+
+SECONDS = 360
+"""Seconds of tests against one defect, on the clock."""
+
+OFF_BY = 1.15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Defect:
+    """A change to one file.
+
+    Args:
+        path: the file, from the root of the repository.
+        name: module and qualified name, operator, and number of the place among those of the same name and operator.
+        start: offset of the text to replace, in bytes of UTF-8.
+        stop: offset of its end.
+        text: what comes in its place.
+    """
+
+    path: str
+    name: str
+    start: int
+    stop: int
+    text: str
+
+    def planted(self, source: bytes) -> bytes:
+        """Return the file's text with the defect."""
+        return source[: self.start] + self.text.encode() + source[self.stop :]
+
+
+class _File:
+    """A file and its syntax tree.
+
+    Args:
+        path: where it is.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.source = path.read_bytes()
+        self.tree = ast.parse(self.source)
+        self._lines = [0]
+        for line in self.source.splitlines(keepends=True):
+            self._lines.append(self._lines[-1] + len(line))
+
+    def span(self, node: ast.AST) -> tuple[int, int]:
+        start, stop = self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1]
+        return start, stop + node.end_col_offset
+
+    def between(self, one: ast.AST, other: ast.AST) -> tuple[int, int]:
+        return self.span(one)[1], self.span(other)[0]
+
+    def text(self, start: int, stop: int) -> str:
+        return self.source[start:stop].decode()
+
+
+Change = tuple[int, int, str]
+
+
+def _wrong_signs(file: _File, node: ast.AST) -> Iterator[Change]:
+    """Yield sums that become differences, and the reverse."""
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add | ast.Sub):
+        is_text = any(
+            isinstance(one, ast.JoinedStr | ast.List | ast.Tuple | ast.Dict) for one in ast.walk(node)
+        )
+        is_text |= any(isinstance(one, ast.Constant) and isinstance(one.value, str) for one in ast.walk(node))
+        start, stop = file.between(node.left, node.right)
+        sign, other = ("+", "-") if isinstance(node.op, ast.Add) else ("-", "+")
+        if not is_text and file.text(start, stop).count(sign) == 1:
+            yield start, stop, file.text(start, stop).replace(sign, other)
+
+
+def _dropped_conditions(file: _File, node: ast.AST) -> Iterator[Change]:
+    """Yield one of several conditions that is left out, and a case that never happens."""
+    if isinstance(node, ast.BoolOp):
+        for before, dropped in zip(node.values, node.values[1:], strict=False):
+            yield file.span(before)[1], file.span(dropped)[1], ""
+    if isinstance(node, ast.If) and not isinstance(node.test, ast.BoolOp) and _ends(node.body):
+        yield *file.span(node.test), "False"
+
+
+def _ends(body: list[ast.stmt]) -> bool:
+    return isinstance(body[-1], ast.Return | ast.Raise | ast.Continue | ast.Break)
+
+
+def _bounds_off(file: _File, node: ast.AST) -> Iterator[Change]:
+    """Yield numbers that are 15% too large, in comparisons and products."""
+    if isinstance(node, ast.Compare | ast.BinOp):
+        for one in ast.iter_child_nodes(node):
+            if isinstance(one, ast.Constant) and type(one.value) in (int, float) and abs(one.value) > 4:
+                yield *file.span(one), repr(type(one.value)(one.value * OFF_BY))
+
+
+def _forgotten_restores(file: _File, node: ast.AST) -> Iterator[Change]:
+    """Yield statements that put something back, left out: those of ``finally``, and those after a ``yield``."""
+    if isinstance(node, ast.Try) and node.finalbody:
+        yield *file.span(node.finalbody[0]), "pass"
+    if isinstance(node, ast.FunctionDef):
+        is_yield = [isinstance(one, ast.Expr) and isinstance(one.value, ast.Yield) for one in node.body]
+        if True in is_yield[:-1] and "contextmanager" in "".join(map(ast.unparse, node.decorator_list)):
+            yield *file.span(node.body[is_yield.index(True) + 1]), "pass"
+
+
+OPERATORS: dict[str, Callable[[_File, ast.AST], Iterator[Change]]] = {
+    "sign": _wrong_signs,
+    "condition": _dropped_conditions,
+    "bound": _bounds_off,
+    "restore": _forgotten_restores,
+}
+
+
+def defects_in(path: Path, repository: Path = REPOSITORY) -> list[Defect]:
+    """Return every defect that could be planted in a file."""
+    file, found = _File(path), []
+    place = path.relative_to(repository)
+    module = ".".join(place.with_suffix("").parts)
+    numbers: dict[str, int] = {}
+
+    def visit(node: ast.AST, names: tuple[str, ...]) -> None:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names = (*names, node.name)
+        for operator, changes in OPERATORS.items():
+            for start, stop, text in changes(file, node) if names else ():
+                name = f"{module}:{'.'.join(names)} {operator}"
+                numbers[name] = numbers.get(name, 0) + 1
+                found.append(
+                    Defect(path=str(place), name=f"{name} {numbers[name]}", start=start, stop=stop, text=text)
+                )
+        for child in ast.iter_child_nodes(node):
+            visit(child, names)
+
+    visit(file.tree, ())
+    return found
+
+
+def drawn(count: int, seed: int, repository: Path = REPOSITORY) -> list[Defect]:
+    """Return defects of as many rooms as there are, before a second one of a room."""
+    rooms: dict[str, list[Defect]] = {}
+    for path in sorted((repository / "lowmem_ft").rglob("*.py")):
+        room = path.relative_to(repository).parts[1]
+        rooms.setdefault(room, []).extend(defects_in(path, repository))
+    chance, chosen = random.Random(seed), []
+    while len(chosen) < count:
+        for room in chance.sample(sorted(rooms), len(rooms)):
+            operators = sorted({one.name.split()[1] for one in rooms[room]})
+            if operators:
+                operator = chance.choice(operators)
+                one = chance.choice([one for one in rooms[room] if one.name.split()[1] == operator])
+                rooms[room].remove(one)
+                chosen.append(one)
+    return chosen[:count]
+
+
+def _named(name: str, repository: Path) -> list[Defect]:
+    path = repository / f"{name.partition(':')[0].replace('.', '/')}.py"
+    return [one for one in defects_in(path, repository) if one.name == name]
+
+
+def seen_by(defect: Defect, tree: Path) -> str:
+    """Plant a defect in a checkout, run the tests that reach it, and take it out again.
+
+    Returns:
+        The test that failed, or why there is none.
+    """
+    path = tree / defect.path
+    source = path.read_bytes()
+    tests = [str(test.relative_to(tree)) for test in Imports(tree).tests_of([path])]
+    path.write_bytes(defect.planted(source))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+        *tests,
+    ]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=tree,
+            env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=SECONDS,
+        )
+    except subprocess.TimeoutExpired:
+        return "not in time"
+    finally:
+        path.write_bytes(source)
+    if done.returncode == 0:
+        return "unseen"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return f"seen by {failed[0].split(' ', 1)[1] if failed else 'tests that do not start'}"
+
+
+def main() -> None:
+    """Plant, and print what each test run said."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--count", type=int, default=24)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="the name of one defect")
+    parser.add_argument("--list", action="store_true", help="name those that would be planted")
+    parser.add_argument("--out", type=Path, help="JSON of the results; those it has are not repeated")
+    args = parser.parse_args()
+    results: dict[str, str] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    with tempfile.TemporaryDirectory() as folder:
+        tree = Path(folder, "tree")
+        git = ["git", "-C", str(REPOSITORY), "worktree"]
+        subprocess.run([*git, "add", "--detach", str(tree), "HEAD"], check=True, capture_output=True)
+        try:
+            for defect in _named(args.only, tree) if args.only else drawn(args.count, args.seed, tree):
+                if defect.name in results:
+                    continue
+                results[defect.name] = "drawn" if args.list else seen_by(defect, tree)
+                print(f"{defect.name}: {results[defect.name]}", flush=True)
+                if args.out and not args.list:
+                    args.out.write_text(json.dumps(results, indent=1) + "\n")
+        finally:
+            subprocess.run([*git, "remove", "--force", str(tree)], check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main()
