@@ -17,12 +17,13 @@ from lowmem_ft.system.signals import SIGNALLED, end_by_signals, handlers, stops_
 _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a signal of a terminal, which reaches both, before it gets that again."""
 
-_WHY: dict[int, str] = {
-    signal.SIGKILL: (
+_WHY = {
+    "SIGKILL": (
         "the system sends this signal when host memory has run out. Free some, or give the script less data"
     ),
-    signal.SIGXCPU: "it has used up its limit of processor time. Raise it: ulimit -t",
+    "SIGXCPU": "it has used up its limit of processor time. Raise it: ulimit -t",
 }
+"""What to do about a signal, by its name: Windows has none of them."""
 _CRASH = (
     "native code has crashed, in a library or in the script. To see where, run the script itself with python -X "
     "faulthandler"
@@ -71,7 +72,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
         return SIGNALLED + number
     name = signal.Signals(number).name
     raise CrashedError(
-        f"{program} was ended by {name} while it was estimated, so no estimate was made: {_WHY.get(number, _CRASH)}."
+        f"{program} was ended by {name} while it was estimated, so no estimate was made: {_WHY.get(name, _CRASH)}."
     )
 
 
