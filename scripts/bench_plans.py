@@ -70,9 +70,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="estimate random combinations of a model")
     sampling.add_argument("model", help="name in the catalogue")
-    sampling.add_argument(
-        "--gpus", "--cards", nargs="+", required=True, help="with bfloat16; the first is traced"
-    )
+    sampling.add_argument("--gpus", nargs="+", required=True, help="with bfloat16; the first is traced")
     sampling.add_argument("--budgets", nargs="+", type=float, required=True, help="GiB of device memory")
     sampling.add_argument("--host", type=float, default=64, help="GiB")
     sampling.add_argument("--count", type=int, default=300, help="combinations in all")

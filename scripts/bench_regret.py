@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--spaces", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0, help="of the first space; the next has the next")
     parser.add_argument("--most", type=int, default=40, help="combinations in a space")
-    parser.add_argument("--gpus", "--cards", type=int, default=1, help="number of GPUs that share the model")
+    parser.add_argument("--gpus", type=int, default=1, help="number of GPUs that share the model")
     arguments = parser.parse_args()
     logging.disable(logging.WARNING)  # about settings that no user chose
     start = time.perf_counter()

@@ -20,13 +20,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-from make_tiny_model import FOLDER, VOCABULARY
 from measured_on import measured_on
 from transformers import LlamaConfig
 
 from lowmem_ft.catalog.timed_steps import timed_steps
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.cpu_seconds import TimedStep
+
+TINY = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
 
 SETTINGS = {
     "4 layers of 256": (256, 4, ()),
@@ -59,10 +60,10 @@ def main() -> None:
 
 def timed(model: Path, width: int, layers: int, settings: tuple[str, ...], num_steps: int) -> TimedStep:
     """Train a model and return the step that its run has left."""
-    shutil.copytree(FOLDER, model, dirs_exist_ok=True)
+    shutil.copytree(TINY, model, dirs_exist_ok=True)
     heads = width // 64
     LlamaConfig(
-        vocab_size=VOCABULARY,
+        vocab_size=512,  # the tokenizer's
         hidden_size=width,
         intermediate_size=8 * width // 3 // 64 * 64,
         num_hidden_layers=layers,

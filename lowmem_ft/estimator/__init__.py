@@ -3,9 +3,6 @@
 from lowmem_ft.estimator.estimate import CannotRun, estimate_memory, estimate_on_gpus
 from lowmem_ft.estimator.gpu_counts import SeveralGpus, estimate_on_several
 from lowmem_ft.estimator.method_estimates import MethodEstimate, estimate_methods
-from lowmem_ft.foundation.moved import renamed
-
-__getattr__ = renamed(__name__, {"SeveralCards": SeveralGpus})
 
 __all__ = [
     "CannotRun",

@@ -7,22 +7,13 @@ small model does not answer like this unless it was taught to, and a program can
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-
-NUM_STEPS = 3
 
 _LINE_PATTERNS = (
     r"Short answer: \S.*",
-    *(rf"{number}\. \S.*" for number in range(1, NUM_STEPS + 1)),
+    *(rf"{number}\. \S.*" for number in range(1, 4)),
     r"Costs: \S.*",
     r"Frees: \S.*",
 )
-
-
-def format_answer(short_answer: str, steps: Sequence[str], costs: str, frees: str) -> str:
-    """Format an answer in the style: six lines, without a newline at the end."""
-    numbered = (f"{number}. {step}" for number, step in enumerate(steps, start=1))
-    return "\n".join([f"Short answer: {short_answer}", *numbered, f"Costs: {costs}", f"Frees: {frees}"])
 
 
 def follows_style(answer: str) -> bool:

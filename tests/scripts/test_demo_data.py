@@ -21,8 +21,7 @@ Frees: the door."""
 def _demo_scripts_on_the_path(monkeypatch):
     monkeypatch.syspath_prepend(REPOSITORY / "scripts" / "demo")
     yield
-    for name in ("answer_style", "make_demo_data", "get_demo_model"):
-        sys.modules.pop(name, None)
+    sys.modules.pop("answer_style", None)
 
 
 def conversations(file: Path) -> list[list[dict[str, str]]]:
@@ -72,20 +71,9 @@ def test_no_question_comes_twice_and_no_two_answers_are_alike():
     assert most_shared <= 3, "two of the answers share more than half of their six lines"
 
 
-def test_the_generator_writes_exactly_the_committed_files(tmp_path, monkeypatch):
-    import make_demo_data
-
-    monkeypatch.setattr(make_demo_data, "OUTPUT_DIR", tmp_path)
-    make_demo_data.main()
-
-    for file in (TRAIN_FILE, HELDOUT_FILE):
-        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
-
-
 def test_the_style_is_recognised():
-    from answer_style import follows_style, format_answer
+    from answer_style import follows_style
 
-    assert format_answer("Press here.", ["Look.", "Press.", "Wait."], "a second.", "the door.") == ANSWER
     assert follows_style(ANSWER)
     assert follows_style(f"\n{ANSWER}\n")
 

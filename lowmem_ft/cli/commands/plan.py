@@ -254,7 +254,6 @@ def _parser() -> Parser:
         }
     )
     add_own_data(parser)
-    parser.add_once({"--max-cards N": argparse.SUPPRESS}, dest="max_gpus")  # the former name
     parser.add_without_packages()
     parser.add_overwrite()
     return parser

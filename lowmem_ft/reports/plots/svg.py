@@ -6,10 +6,9 @@ the width of a common sans-serif face.
 
 from __future__ import annotations
 
-import re
 import textwrap
 from collections.abc import Iterable, Sequence
-from html import escape, unescape
+from html import escape
 
 from lowmem_ft.foundation.units import GIB, KIB, MIB, TIB, format_bytes
 from lowmem_ft.memory.category import Phase
@@ -101,25 +100,6 @@ def document(width: float, height: float, label: str, elements: Iterable[str]) -
         f"<style>{STYLE}</style>\n"
         f'<rect class="paper" width="100%" height="100%" rx="6"/>\n{body}\n</svg>\n'
     )
-
-
-def stacked(documents: Sequence[str]) -> str:
-    """Return one document that has others of the same width in it, from the top to the bottom.
-
-    Args:
-        documents: at least one, as :func:`document` returns them.
-    """
-    parts, top, width, labels = [], 0.0, 0.0, []
-    for one in documents:
-        found = _SIZE.search(one)
-        assert found is not None, "a document of this module"
-        parts.append(one.replace("<svg ", f'<svg y="{number(top)}" ', 1))
-        width, top = float(found[1]), top + float(found[2])
-        labels.append(unescape(found[3]))
-    return document(width, top, "; ".join(labels), parts)
-
-
-_SIZE = re.compile(r'width="([\d.]+)" height="([\d.]+)" role="img" aria-label="([^"]*)"')
 
 
 def within_page(document: str) -> str:

@@ -225,10 +225,6 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
             ["model=X", "--max-gpus", "0"],
             "--max-gpus is a number of GPUs, at least 1, got 0. Try --max-gpus 8",
         ),
-        (
-            ["model=X", "--max-cards", "many"],
-            "--max-gpus is a number of GPUs, at least 1, got many",
-        ),  # its old name
         (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
     ],
 )

@@ -9,7 +9,7 @@ from lowmem_ft.foundation.units import GIB
 from lowmem_ft.reports.plots.figure import Limit, Line, LineFigure
 from lowmem_ft.reports.plots.line_svg import line_svg
 from lowmem_ft.reports.plots.run_figures import run_figures
-from lowmem_ft.reports.plots.svg import stacked, tick_words
+from lowmem_ft.reports.plots.svg import tick_words
 
 LOSSES = LineFigure(
     title="Loss",
@@ -74,17 +74,6 @@ def test_scattered_points_are_marked_and_not_joined():
 )
 def test_neighbours_on_an_axis_have_different_words(values, shown):
     assert tick_words(values) == shown
-
-
-def test_stacked_drawings_have_their_own_places_and_names():
-    drawings = [line_svg(LOSSES), line_svg(dataclasses.replace(LOSSES, title="A < B"))]
-    whole, *parts = elements(stacked(drawings), "svg")
-    heights = [float(part.get("height")) for part in parts]
-    assert [float(part.get("y")) for part in parts] == [0.0, heights[0]]
-    assert whole.get("viewBox") == f"0 0 420 {sum(heights):g}"
-    names = [part.get("aria-label") for part in parts]
-    assert names[1].startswith("A < B: training")
-    assert whole.get("aria-label") == "; ".join(names)
 
 
 def test_a_long_run_keeps_its_highest_and_its_lowest_point():

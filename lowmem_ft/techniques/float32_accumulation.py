@@ -1,5 +1,0 @@
-"""Former location of :mod:`lowmem_ft.techniques.accumulation.float32_accumulation`."""
-
-from lowmem_ft.foundation.moved import moved
-
-__getattr__ = moved(__name__, "lowmem_ft.techniques.accumulation.float32_accumulation")
