@@ -7,9 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
-import recipe_key_page
 import site_hooks
-import support_page
 from doc_numbers import pages
 
 from lowmem_ft.cli import commands as cli_commands
@@ -142,14 +140,6 @@ def test_the_readme_is_short_and_begins_with_a_command():
     assert len(lines) <= 150
     assert any(line.startswith("lowmem-ft ") for line in lines[:15])
     assert {"make demo", "make test"} <= {line.partition("    ")[0] for line in lines}
-
-
-@pytest.mark.parametrize(
-    "module, write", [(recipe_key_page, recipe_key_page.with_table), (support_page, support_page.with_tables)]
-)
-def test_generated_pages_are_those_of_the_code(module, write):
-    page = module.PAGE.read_text(encoding="utf-8")
-    assert write(page) == page, f"run `python scripts/{module.__name__}.py`"
 
 
 class FakePage:

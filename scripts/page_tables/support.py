@@ -1,37 +1,23 @@
-"""Write ``docs/support.md``: models, techniques, trainers and engines, from the tries and tables that other pages keep.
-
-    python scripts/support_page.py
-
-Run it after ``try_families.py --write``, ``trainer_table.py`` or ``engine_table.py``; a test compares.
-"""
+"""Models, techniques, trainers and engines, from the tries and tables that other pages keep."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
-import engine_table
-import marked_table
+from page_tables import several_gpus
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.foundation.knob import ENGINES
 from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused, Verdict
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "support.md"
-TRIES = ROOT / "tests" / "data" / "families.json"
+TRIES = Path(__file__).parents[2] / "tests" / "data" / "families.json"
 TECHNIQUES = ("plain", "lowest rung", "LoRA", "QLoRA", "packing", "FSDP2", "estimate")
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_tables(page: str) -> str:
-    """Return a page with the present tables between its marks."""
+def table() -> str:
+    """Return a table of models, one of trainers and one of engines."""
     parts = [
         "## Models of the catalogue\n",
         _table(("model", "parameters", "type", *TECHNIQUES), _models()),
@@ -40,7 +26,7 @@ def with_tables(page: str) -> str:
         "\n## Techniques on several GPUs\n",
         _table(("technique", *ENGINES), _engines()),
     ]
-    return marked_table.with_table(page, Path(__file__).name, "\n".join(parts) + "\n")
+    return "\n".join(parts) + "\n"
 
 
 def _models() -> Iterator[Sequence[str]]:
@@ -74,7 +60,7 @@ def _in_trainer(verdict: Verdict) -> str:
 
 
 def _engines() -> Iterator[Sequence[str]]:
-    for row in engine_table.ROWS:
+    for row in several_gpus.ROWS:
         cells = []
         for engine in ENGINES:
             is_shown = engine in row.proofs
@@ -89,10 +75,3 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()

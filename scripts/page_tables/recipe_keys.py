@@ -1,32 +1,16 @@
-"""Write ``docs/recipe_keys.md``: every recipe key with its default, its values and what it does.
-
-    python scripts/recipe_key_page.py
-
-Run it when a key or its words have changed; a test compares. ``lowmem-ft recipes NAME`` prints the same words.
-"""
+"""Every recipe key with its default, its values and what it does; ``lowmem-ft recipes NAME`` prints the same words."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
-from pathlib import Path
-
-import marked_table
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS, RecipeKey, recipe_groups, recipe_keys
 
-PAGE = Path(__file__).parents[1] / "docs" / "recipe_keys.md"
 
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Return a page with the present keys between its marks."""
-    return marked_table.with_table(page, Path(__file__).name, "\n".join(_lines(Recipe())) + "\n")
+def table() -> str:
+    """Return a table for each group of keys."""
+    return "\n".join(_lines(Recipe())) + "\n"
 
 
 def _lines(recipe: Recipe) -> Iterator[str]:
@@ -64,10 +48,3 @@ def _words(key: RecipeKey) -> str:
         f"*{title}:* {words}." for title, words in (("Frees", key.frees), ("Costs", key.costs)) if words
     ]
     return " ".join(parts).replace("|", "\\|").replace("<", "&lt;")
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()

@@ -1,37 +1,18 @@
-"""Write ``docs/python_api.md``: the modules that are published, and the first line of what each name says of itself.
-
-    python scripts/api_page.py
-
-Run it when a published name or its docstring has changed; a test compares.
-"""
+"""The modules that are published, and the first line of what each name says of itself."""
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 from pathlib import Path
 from types import ModuleType
 
-import marked_table
-
 import lowmem_ft
 
-PAGE = Path(__file__).parents[1] / "docs" / "python_api.md"
 
-
-def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Return a page with the present list between its marks."""
-    return marked_table.with_table(page, "api_page.py", "\n" + "\n".join(map(_section, published())))
+def table() -> str:
+    """Return a section for each published module."""
+    return "\n" + "\n".join(map(_section, published()))
 
 
 def published() -> list[ModuleType]:
@@ -58,7 +39,3 @@ def summary(value: object) -> str:
 def _section(module: ModuleType) -> str:
     rows = "".join(f"| `{name}` | {summary(getattr(module, name))} |\n" for name in sorted(module.__all__))
     return f"## `{module.__name__}`\n\n{summary(module)}\n\n| name | |\n|---|---|\n{rows}"
-
-
-if __name__ == "__main__":
-    main()

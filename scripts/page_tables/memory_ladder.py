@@ -1,35 +1,19 @@
-"""Write the table of memory knobs into ``docs/memory_ladder.md``, from the knobs' own descriptions.
-
-    python scripts/knob_table.py
-
-Run it when a knob has changed; a test compares page and knobs. ``lowmem-ft recipes NAME`` prints the same words by key.
-"""
+"""The memory knobs, from their own descriptions; ``lowmem-ft recipes NAME`` prints the same words by key."""
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterator
-from pathlib import Path
-
-import marked_table
 
 from lowmem_ft.foundation.knob import ENGINES, Effect
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 
-PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 HEADER = "| knob | frees | costs | paid with; the numbers; only with |\n|---|---|---|---|\n"
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Return a page with the current table between its marks."""
-    rows = "".join(_row(key) for key in recipe_keys().values() if key.effects is not None)
-    return marked_table.with_table(page, "knob_table.py", HEADER + rows)
+def table() -> str:
+    """Return the table."""
+    return HEADER + "".join(_row(key) for key in recipe_keys().values() if key.effects is not None)
 
 
 def _row(key: RecipeKey) -> str:
@@ -61,10 +45,3 @@ def _words(effect: Effect) -> str:
     if effect.consent:
         needs.append(f"in plans by `plan.allow=[{effect.consent}]`")
     return "; ".join([effect.cost, effect.fidelity, *needs])
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()

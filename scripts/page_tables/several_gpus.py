@@ -1,25 +1,18 @@
-"""Write a table into ``docs/several_gpus.md``: the techniques that work past one GPU, with evidence.
-
-    python scripts/engine_table.py
+"""The techniques that work past one GPU, with evidence.
 
 The recipe's own rules decide whether a technique is refused. The evidence that it works is named here; a test compares
-the page with this script, and the names with the tests that they refer to.
+the names with the tests that they refer to.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-
-import marked_table
 
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.foundation.knob import ENGINES, Engine
 from lowmem_ft.recipe import load_recipe
 
-PAGE = Path(__file__).parents[1] / "docs" / "several_gpus.md"
 TESTS: dict[Engine, str] = {
     "ddp": "tests/training/test_ddp.py",
     "fsdp2": "tests/training/test_fsdp2.py",
@@ -172,14 +165,9 @@ ROWS = (
 """The page's techniques, in its order."""
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Return a page with the current table between its marks."""
-    return marked_table.with_table(page, "engine_table.py", HEADER + "".join(map(_line, ROWS)))
+def table() -> str:
+    """Return the table."""
+    return HEADER + "".join(map(_line, ROWS))
 
 
 def _line(row: Row) -> str:
@@ -203,10 +191,3 @@ def is_for_want_of_proof(refusal: str) -> bool:
     """Return whether a refusal says only that the technique was not shown to work with DeepSpeed."""
     problems = [line for line in refusal.splitlines() if ", got " in line]
     return all(_NOT_WITH_DEEPSPEED in problem for problem in problems)
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()

@@ -1,34 +1,17 @@
-"""Write the keys of other toolkits and ours into ``docs/coming_from.md``, from the table that answers a wrong key.
-
-    python scripts/foreign_key_table.py
-
-Run it when that table has changed; a test compares page and table.
-"""
+"""The keys of other toolkits and ours, from the table that answers a wrong key."""
 
 from __future__ import annotations
 
-import argparse
-from pathlib import Path
-
-import marked_table
-
 from lowmem_ft.recipe.reading.foreign_keys import FOREIGN_KEYS, KEYS_OF, ForeignKey
 
-PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
 
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
-def with_table(page: str) -> str:
-    """Return a page with the current tables, one a toolkit, between its marks."""
+def table() -> str:
+    """Return a table for each toolkit."""
     tables = []
     for toolkit, names in KEYS_OF.items():
         rows = "".join(_row(FOREIGN_KEYS[name]) for name in names)
         tables.append(f"## {toolkit}\n\n| key | in a recipe |\n|---|---|\n{rows}")
-    return marked_table.with_table(page, "foreign_key_table.py", "\n".join(tables))
+    return "\n".join(tables)
 
 
 def _row(key: ForeignKey) -> str:
@@ -42,10 +25,3 @@ def _row(key: ForeignKey) -> str:
         f"{values[:1].upper()}{values[1:]}." if values else "",
     )
     return f"| `{key.name}` | {' '.join(filter(None, parts))} |\n"
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
