@@ -137,13 +137,11 @@ class Line:
         words: its name.
         points: abscissa and ordinate of each point, in order.
         shows_points: whether each point is marked.
-        scattered: points of the same colour that no line joins, such as the runs of which ``points`` are the means.
     """
 
     words: str
     points: Sequence[tuple[float, float]]
     shows_points: bool = False
-    scattered: Sequence[tuple[float, float]] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +154,6 @@ class LineFigure:
         unit: what ordinates count; bytes are written as sizes, from 0 on.
         lines: at least one, with at least one point.
         limits: ordinates that are drawn as lines across; only for bytes.
-        shade: ordinates of a band across the figure; None: no band.
         starts_at_zero: whether an axis of other numbers than bytes begins at 0, too, and not near the lowest point.
     """
 
@@ -165,5 +162,4 @@ class LineFigure:
     unit: Literal["bytes", "number"]
     lines: Sequence[Line]
     limits: Sequence[Limit] = ()
-    shade: tuple[float, float] | None = None
     starts_at_zero: bool = False

@@ -56,12 +56,10 @@ class _Drawing:
         self._legend = list(_rows_of_legend([one.words for one in figure.lines], width - 2 * RIGHT))
         self._top = 16 + ROW * (len(self._title) + len(self._legend)) + 10
         self._bottom = self._top + HEIGHT
-        points = [point for one in figure.lines for point in (*one.points, *one.scattered)]
+        points = [point for one in figure.lines for point in one.points]
         self._start, self._end = min(x for x, _ in points), max(x for x, _ in points)
         ordinates = [y for _, y in points]
         low, high = min(ordinates), max(ordinates)
-        if figure.shade is not None:
-            low, high = min(low, figure.shade[0]), max(high, figure.shade[1])
         near = [limit.size_bytes for limit in figure.limits if limit.size_bytes <= 2 * high]
         high = max(high, *near, low)
         margin = 0.08 * (high - low) or abs(high) * 0.05 or 1.0
@@ -97,10 +95,6 @@ class _Drawing:
 
     def _axes(self) -> Iterator[str]:
         figure = self._figure
-        if figure.shade is not None:
-            low, high = figure.shade
-            height = self._y(low) - self._y(high)
-            yield rectangle(LEFT, self._y(high), self._right - LEFT, height, 'class="band" opacity="0.1"')
         if figure.unit == "bytes":
             values = size_ticks(self._high, 6)
             words = [size_words(value) if value else "0" for value in values]
@@ -121,8 +115,7 @@ class _Drawing:
             points = [(self._x(x), self._y(y)) for x, y in _thinned(one.points)]
             path = " ".join(f"{number(x)},{number(y)}" for x, y in points)
             yield f'<polyline points="{path}" class="line" stroke="{colour}"/>'
-            marked = points if one.shows_points or len(points) == 1 else []
-            for x, y in (*marked, *((self._x(x), self._y(y)) for x, y in one.scattered)):
+            for x, y in points if one.shows_points or len(points) == 1 else ():
                 yield f'<circle cx="{number(x)}" cy="{number(y)}" r="3" fill="{colour}"/>'
 
     def _limits(self) -> Iterator[str]:

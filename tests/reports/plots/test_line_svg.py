@@ -48,21 +48,6 @@ def test_lines_go_through_their_points():
     assert len(elements(svg, "circle")) == 4
 
 
-def test_scattered_points_are_marked_and_not_joined():
-    runs = [(100, 3.5), (200, 0.5)]
-    svg = line_svg(
-        dataclasses.replace(LOSSES, lines=[Line(words="mean", points=[(100, 2), (200, 1)], scattered=runs)])
-    )
-    check_readable(svg, 420)
-    (drawn,) = elements(svg, "polyline")
-    (x, y), (last_x, last_y) = (tuple(map(float, pair.split(","))) for pair in drawn.get("points").split())
-    first, last = [(float(one.get("cx")), float(one.get("cy"))) for one in elements(svg, "circle")]
-    assert (first[0], last[0]) == (x, last_x)
-    assert y - first[1] == pytest.approx(1.5 * (last_y - y), abs=0.3)
-    assert last[1] - last_y == pytest.approx(0.5 * (last_y - y), abs=0.3)
-    assert {one.get("fill") for one in elements(svg, "circle")} == {drawn.get("stroke")}
-
-
 @pytest.mark.parametrize(
     "values, shown",
     [
