@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 from marked_table import with_table
 from measured_on import measured_on
 
@@ -65,9 +66,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Draw and estimate a sample, or compare plans with one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="estimate random combinations of a model")
     sampling.add_argument("model", help="name in the catalogue")

@@ -9,7 +9,6 @@ this ratio is less reliable than the bytes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.measured_rows import write_completions
 from ladder_rungs import RUNGS, Rung, settings_of
@@ -35,9 +35,7 @@ ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
 
 def main() -> None:
     """Print a Markdown table and one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model folder; the demo's SmolLM2-135M if left out")
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()

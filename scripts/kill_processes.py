@@ -10,7 +10,6 @@ which ``scripts/proof_page.py`` writes its table.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -21,6 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 import torch
+from command_line import parser_of
 from ground_truth.killed_runs import KINDS, KilledRuns
 from measured_on import measured_on
 
@@ -29,9 +29,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured" / 
 
 def main() -> int:
     """Kill as often as requested; the number of problems found, at most 1, is the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=30, help="how many processes to kill (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--folder", type=Path, help="keep runs and their logs here")

@@ -11,10 +11,10 @@ its picture are written. Products of bfloat16 are computed in float32 and rounde
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
+from command_line import parser_of
 from curves.page import write_page
 from curves.runs import (
     NUM_POINTS,
@@ -37,9 +37,7 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 @explains_user_errors
 def main(argv: Sequence[str] | None = None) -> int:
     """Run what is missing, and write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=NUM_SEEDS, help="how many, from 0 (%(default)s)")
     parser.add_argument(

@@ -7,10 +7,10 @@ There are no weights to write: the recipe initialises them at random from its se
 
 from __future__ import annotations
 
-import argparse
 import json
 from pathlib import Path
 
+from command_line import parser_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
@@ -168,7 +168,5 @@ def make_config() -> LlamaConfig:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     main()

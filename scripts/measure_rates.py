@@ -9,7 +9,6 @@ whose kernel is over at once. Numbers of ``lowmem_ft/catalog/clock_rates.json`` 
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import time
@@ -17,6 +16,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from command_line import parser_of
 from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
@@ -28,9 +28,7 @@ ROWS, HEADS, TOKENS, HEAD_SIZE = 2, 32, 2048, 128
 
 def main() -> None:
     """Print one JSON object."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     require_device("cuda")
     gpu = this_machines_gpu()
     peak, link = gpu.dense_flops["bfloat16"], pcie_rate(gpu)

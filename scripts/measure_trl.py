@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.modules.patching import wrap_method
@@ -95,9 +96,7 @@ def run(script: Path, arguments: list[str]) -> StepMeter:
 
 def main() -> None:
     """Print both runs as rows of a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     scripts = Path(__file__).parent / "trl"
     parser.add_argument("name", choices=sorted(path.stem for path in scripts.glob("*.py")))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of that script")

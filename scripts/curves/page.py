@@ -10,6 +10,7 @@ from typing import Any
 
 from curves.runs import NUM_SEEDS, REFERENCE, ROOT, RUNGS
 from curves.tasks import TASKS
+from marked_table import table_of
 
 from lowmem_ft.reports.plots.figure import Line, LineFigure
 from lowmem_ft.reports.plots.line_svg import line_svg
@@ -169,10 +170,8 @@ def _summary(by_task: dict[str, TaskResults]) -> str:
 
 
 def _final_table(of_task: TaskResults) -> str:
-    lines = [
-        "| rung | seeds | final loss | difference from float32 | distance of the weights |",
-        "|---|---|---|---|---|",
-    ]
+    heads = ("rung", "seeds", "final loss", "difference from float32", "distance of the weights")
+    lines = []
     for rung in RUNGS:
         rows = list(of_task.of(rung).values())
         if rows:
@@ -180,8 +179,8 @@ def _final_table(of_task: TaskResults) -> str:
             distances = [row["distance"] for row in rows if row["distance"] is not None]
             apart = "" if rung == REFERENCE else _range_words(of_task.final_differences(rung))
             far = f"{statistics.mean(distances):.3f}" if distances else ""
-            lines.append(f"| `{rung}` | {len(rows)} | {loss:.4f} | {apart} | {far} |")
-    return "\n".join(lines)
+            lines.append((f"`{rung}`", str(len(rows)), f"{loss:.4f}", apart, far))
+    return table_of(heads, lines)
 
 
 def _range_words(differences: Sequence[float]) -> str:
@@ -200,14 +199,11 @@ def _spread_words(of_task: TaskResults) -> str:
 def _table_of_points(of_task: TaskResults) -> str:
     losses = {rung: of_task.losses(rung) for rung in filter(of_task.of, RUNGS)}
     steps = sorted({step for by_step in losses.values() for step in by_step})
-    lines = [
-        f"| held-out loss after step | {' | '.join(map(str, steps))} |",
-        f"|---|{'---|' * len(steps)}",
-    ]
-    for rung, by_step in losses.items():
-        cells = [f"{statistics.mean(by_step[step]):.4f}" if step in by_step else "" for step in steps]
-        lines.append(f"| `{rung}` | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    rows = (
+        (f"`{rung}`", *(f"{statistics.mean(by_step[step]):.4f}" if step in by_step else "" for step in steps))
+        for rung, by_step in losses.items()
+    )
+    return table_of(("held-out loss after step", *map(str, steps)), rows)
 
 
 def _provenance(rows: Sequence[Result]) -> str:
