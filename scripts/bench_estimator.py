@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from command_line import answer_of_new_process, parser_of
+from measured_on import measured_on
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTS = "imports"
@@ -77,7 +78,7 @@ def main() -> None:
     if arguments.preflight:
         pairs = [named.rpartition("=") for named in arguments.preflight]
         rows = [answer_of_new_process(__file__, ["--in-this-process", name, gpu]) for name, _, gpu in pairs]
-        print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
+        print(json.dumps({**measured_on("cpu"), "rows": rows}, indent=2))
         return
     names = arguments.only or [IMPORTS, *COMMANDS]
     with contextlib.ExitStack() as stack:
@@ -89,7 +90,7 @@ def main() -> None:
     for row in rows:
         if row["name"] != IMPORTS and row["files"] in of_imports:
             row["beyond_imports"] = round(row["cpu_seconds"] - of_imports[row["files"]], 2)
-    print(json.dumps({**_measured_on_cpu(), "against": arguments.against, "rows": rows}, indent=2))
+    print(json.dumps({**measured_on("cpu"), "against": arguments.against, "rows": rows}, indent=2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,13 +222,6 @@ def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
                 seconds[name] = round(time.perf_counter() - start, 2)
                 process.close()
     return seconds
-
-
-def _measured_on_cpu() -> dict[str, Any]:
-    import torch
-    from measured_on import measured_on
-
-    return measured_on(torch.device("cpu"))
 
 
 if __name__ == "__main__":

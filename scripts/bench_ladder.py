@@ -91,7 +91,7 @@ def main() -> None:
     else:
         rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
         print(_table(rows))
-    print(json.dumps({**measured_on(torch.device(arguments.device)), "rows": rows}, indent=2))
+    print(json.dumps({**measured_on(arguments.device), "rows": rows}, indent=2))
 
 
 def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:

@@ -20,7 +20,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
 from command_line import parser_of
 from measured_on import measured_on
 
@@ -64,7 +63,7 @@ def main() -> None:
             row = compared(result, arguments.rows, kept)
             found.append({"model": model, "cpu_seconds": round(_cpu_seconds() - began, 1), **row})
             print(json.dumps(found[-1]), file=sys.stderr)
-    print(json.dumps({**measured_on(torch.device("cpu")), "rows": found}, indent=1))
+    print(json.dumps({**measured_on("cpu"), "rows": found}, indent=1))
 
 
 def compared(result: MethodEstimate, rows: Sequence[int], kept: KeptTraces) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def ratios(step: Step, times: int) -> dict[str, float]:
 def main() -> None:
     """Print the ratios, and the time of a phase's beginning and end."""
     torch.set_num_threads(1)
-    print(measured_on(torch.device("cpu")))
+    print(measured_on("cpu"))
     for name, (hidden_size, num_layers, times) in SIZES.items():
         step = Step(hidden_size, num_layers)
         seconds(step, 2)

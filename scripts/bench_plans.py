@@ -26,7 +26,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from command_line import parser_of
 from marked_table import with_table
 from measured_on import measured_on
@@ -112,7 +111,7 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
             asked = {name: getattr(arguments, name) for name in ("model", "budgets", "host", "seed")}
             rates = {gpu: dataclasses.asdict(find_gpu(gpu).rates) for gpu in arguments.gpus}
             asked |= {"cards": arguments.gpus, "rates": rates}
-            print(json.dumps({**measured_on(torch.device("cpu")), **asked}), file=file)
+            print(json.dumps({**measured_on("cpu"), **asked}), file=file)
         for number, (gib, settings) in enumerate(drawn):
             print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
             answer = estimated(recipe, settings, arguments.gpus, kept)
@@ -240,7 +239,7 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
         for line in where_more_memory_is_slower(of_case):
             print(line, file=sys.stderr)
         rows += of_case
-    result = {**measured_on(torch.device("cpu")), "rows": rows}
+    result = {**measured_on("cpu"), "rows": rows}
     print(json.dumps(result, indent=2))
     if write:
         keep(result)

@@ -32,7 +32,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
 from command_line import answer_of_new_process, parser_of
 from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of, caveat_of_the_clock, kind_of_rows
 from ground_truth.measured_rows import (
@@ -130,7 +129,7 @@ def measure(
                     continue
                 row = {"work": name, "run": title, **described(documents), **dataclasses.asdict(result)}
                 del row["outside_products"], row["fits"]
-                rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
+                rows.append(row | measured_on("cuda") | {"libraries": _versions()})
                 out.write_text(json.dumps(rows, indent=1) + "\n")
 
 

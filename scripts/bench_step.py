@@ -53,7 +53,7 @@ def main() -> None:
         recipe = _recipe(model_dir, Path(scratch), arguments)
         steps = compare_steps(recipe, Path(scratch))
     row = {
-        **measured_on(torch.device(arguments.device)),
+        **measured_on(arguments.device),
         "model": model_dir.name,
         "batch": f"{ROWS} x {TOKENS} tokens, fp32",
         **steps,

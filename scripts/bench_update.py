@@ -62,7 +62,7 @@ def main() -> None:
     model, rows = arguments.model, list(rows_of(arguments.model))
     if arguments.write:
         put_table(PAGE, "bench_update.py", lines_of(rows))
-    found = {**measured_on(torch.device("cpu")), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
+    found = {**measured_on("cpu"), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
     print(json.dumps({**found, "rows": rows}, indent=2))
 
 

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
 from command_line import parser_of
 from ground_truth.killed_runs import KINDS, KilledRuns
 from measured_on import measured_on
@@ -67,7 +66,7 @@ def keep(runs: KilledRuns) -> None:
     """Add what became of the runs to the kept results."""
     kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
     row = {
-        **measured_on(torch.device("cpu")),
+        **measured_on("cpu"),
         "kills": runs.num_kills,
         "by_phase": dict(Counter(runs.phases)),
         "left_a_folder_half_written": runs.num_cut_short,

@@ -99,7 +99,7 @@ def main() -> None:
     operator = plain.seconds / plain.kernels
     found = {name: worth(before, after, kind, operator) for name, (before, after, kind) in pairs.items()}
     found["bitsandbytes"] = {"bitsandbytes": of_bitsandbytes(operator)}
-    where = measured_on(torch.device("cpu"))
+    where = measured_on("cpu")
     print(json.dumps({**where, "operator_seconds": operator, "operators": found}, indent=1))
 
 

@@ -52,7 +52,7 @@ def main() -> int:
         return 0
     models = arguments.model or [str(get_demo_model(default_cache_dir()))]
     rows = [in_new_process(model, dtype, folder) for model in models for dtype in ("float32", "bfloat16")]
-    print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
+    print(json.dumps({**measured_on("cpu"), "rows": rows}, indent=2))
     return 0 if all(row["kept"] for row in rows) else 1
 
 

@@ -160,7 +160,7 @@ def add_whole_runs(rows: list[Row], smollm2: Path, text: str, num_repeats: int, 
             "overrides": settings_of(name, "{smollm2}", "{families}"),
             "threads": threads,
         }
-        row |= measured_on(torch.device("cpu")) | {"measured": repeats}
+        row |= measured_on("cpu") | {"measured": repeats}
         row["hardware"] = row["hardware"].partition(",")[0]  # the threads are the run's own
         rows.append(row)
         replace_file(out, rows)
@@ -228,7 +228,7 @@ def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
 def described(device: str, peaks: RealPeaks) -> Row:
     """Return the measurement with its hardware and versions."""
     measured = dataclasses.asdict(peaks)
-    row = measured_on(torch.device(device)) | measured.pop("rows")
+    row = measured_on(device) | measured.pop("rows")
     if device == "cpu":
         return {**row, "gpu": None, "measured": measured}
     gpu = this_machines_gpu()

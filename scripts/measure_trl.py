@@ -13,6 +13,7 @@ import argparse
 import gc
 import platform
 import runpy
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 class StepMeter(TrainerCallback):
-    """Records losses, kept and peak bytes of each step.
+    """Records loss, seconds, kept and peak bytes of each step.
 
     Args:
         tracker: a running tracker.
@@ -42,14 +43,18 @@ class StepMeter(TrainerCallback):
         self.losses: list[float] = []
         self.kept: list[int] = []
         self.peaks: list[int] = []
+        self.seconds: list[float] = []
+        self._began = 0.0
 
     def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
-        """Restart the peak."""
+        """Restart the peak and the clock."""
         gc.collect()
         self.tracker.reset_peak()
+        self._began = time.perf_counter()
 
     def on_step_end(self, *event: Any, **kwargs: Any) -> None:
-        """Record the peak of the step."""
+        """Record the seconds of the step, and its peak."""
+        self.seconds.append(time.perf_counter() - self._began)
         self.peaks.append(self.tracker.peak_bytes)
 
     def on_log(self, *event: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:

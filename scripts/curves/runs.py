@@ -11,7 +11,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import torch
 from curves.cpu_products import float32_products
 from curves.tasks import TASKS
 from measured_on import measured_on
@@ -133,7 +132,7 @@ def run_curve(curve: Curve, model: Path, cache: Path) -> dict[str, Any]:
         "distance": None if other is None else _distance(weights, weights_file(cache, other), model),
         "tokens": run.progress.tokens,
         "settings": [setting.replace(str(cache), "{cache}") for setting in settings],
-        **measured_on(torch.device("cpu")),
+        **measured_on("cpu"),
     }
 
 
