@@ -7,26 +7,17 @@ Run it when a published name or its docstring has changed; a test compares.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import inspect
 from pathlib import Path
 from types import ModuleType
 
 import marked_table
+from command_line import rewrite_page
 
 import lowmem_ft
 
 PAGE = Path(__file__).parents[1] / "docs" / "python_api.md"
-
-
-def main() -> None:
-    """Write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.parse_args()
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_table(page: str) -> str:
@@ -61,4 +52,4 @@ def _section(module: ModuleType) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    rewrite_page(__doc__, PAGE, with_table)

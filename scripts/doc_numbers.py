@@ -11,7 +11,6 @@ versions are kept as they are. So are measurements, which say their date. A plan
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
@@ -22,6 +21,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from command_line import parser_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
 from lowmem_ft.foundation.units import format_bytes
@@ -273,9 +274,7 @@ def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[
 
 def main() -> int:
     """Update all pages, or print the differences."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit code 1 if something differs"
     )

@@ -8,12 +8,12 @@ the page with this script, and the names with the tests that they refer to.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.foundation.knob import ENGINES, Engine
@@ -172,11 +172,6 @@ ROWS = (
 """The page's techniques, in its order."""
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 def with_table(page: str) -> str:
     """Return a page with the current table between its marks."""
     return marked_table.with_table(page, "engine_table.py", HEADER + "".join(map(_line, ROWS)))
@@ -206,7 +201,4 @@ def is_for_want_of_proof(refusal: str) -> bool:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_table)

@@ -7,19 +7,14 @@ Run it when that table has changed; a test compares page and table.
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.recipe.reading.foreign_keys import FOREIGN_KEYS, KEYS_OF, ForeignKey
 
 PAGE = Path(__file__).parents[1] / "docs" / "coming_from.md"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_table(page: str) -> str:
@@ -45,7 +40,4 @@ def _row(key: ForeignKey) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_table)

@@ -7,23 +7,18 @@ Run it when a knob has changed; a test compares page and knobs. ``lowmem-ft reci
 
 from __future__ import annotations
 
-import argparse
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.foundation.knob import ENGINES, Effect
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 HEADER = "| knob | frees | costs | paid with; the numbers; only with |\n|---|---|---|---|\n"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_table(page: str) -> str:
@@ -64,7 +59,4 @@ def _words(effect: Effect) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_table)

@@ -5,20 +5,18 @@ python scripts/leave_out_orderings.py    # all runs; minutes
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import tempfile
 from pathlib import Path
 
+from command_line import parser_of
 from ground_truth.checked_streams import leave_out_each, orders_of_cases, orders_of_visits
 from ground_truth.copy_cases import CASES, steady
 
 
 def main() -> None:
     """Print the findings."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     with tempfile.TemporaryDirectory() as folder:
         cases = orders_of_cases(map(steady, CASES.values()), Path(folder))
         findings = leave_out_each(itertools.chain(orders_of_visits(), cases))

@@ -7,21 +7,16 @@ Run it when a key or its words have changed; a test compares. ``lowmem-ft recipe
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS, RecipeKey, recipe_groups, recipe_keys
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipe_keys.md"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_table(page: str) -> str:
@@ -67,7 +62,4 @@ def _words(key: RecipeKey) -> str:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_table)

@@ -7,13 +7,13 @@ Run it after ``try_families.py --write``, ``trainer_table.py`` or ``engine_table
 
 from __future__ import annotations
 
-import argparse
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import engine_table
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.foundation.knob import ENGINES
@@ -25,20 +25,15 @@ TRIES = ROOT / "tests" / "data" / "families.json"
 TECHNIQUES = ("plain", "lowest rung", "LoRA", "QLoRA", "packing", "FSDP2", "estimate")
 
 
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
-
-
 def with_tables(page: str) -> str:
     """Return a page with the present tables between its marks."""
     parts = [
         "## Models of the catalogue\n",
-        _table(("model", "parameters", "type", *TECHNIQUES), _models()),
+        marked_table.table_of(("model", "parameters", "type", *TECHNIQUES), _models()),
         "\n## Techniques in trainers\n",
-        _table(("recipe key", "own loop", *KINDS), _trainers()),
+        marked_table.table_of(("recipe key", "own loop", *KINDS), _trainers()),
         "\n## Techniques on several GPUs\n",
-        _table(("technique", *ENGINES), _engines()),
+        marked_table.table_of(("technique", *ENGINES), _engines()),
     ]
     return marked_table.with_table(page, Path(__file__).name, "\n".join(parts) + "\n")
 
@@ -82,17 +77,5 @@ def _engines() -> Iterator[Sequence[str]]:
         yield row.name, *cells
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [
-        f"| {' | '.join(heads)} |",
-        "|---" * len(heads) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join(lines)
-
-
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_tables)

@@ -7,20 +7,15 @@ Run it when that table has changed; a test compares page and table.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
 import marked_table
+from command_line import rewrite_page
 
 from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
 
 PAGE = Path(__file__).parents[1] / "docs" / "trainers.md"
-
-
-def main() -> None:
-    """Write the page."""
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 def with_table(page: str) -> str:
@@ -48,7 +43,4 @@ def _words(verdict: Verdict) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    main()
+    rewrite_page(__doc__, PAGE, with_table)
