@@ -13,7 +13,6 @@ from curves import page, runs
 from curves.cpu_products import float32_products
 from curves.runs import REFERENCE, RUNGS, Curve, planned, run_curve
 from curves.tasks import definitions
-from drawings import elements
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe
@@ -103,58 +102,6 @@ def test_a_rung_without_float32s_final_weights_has_them_made_again(monkeypatch, 
     monkeypatch.setattr(learning_curves, "run_curve", run)
     learning_curves.run_missing(planned(["demo"], 1, 60)[:2])
     assert ran == [REFERENCE, "split16"]
-
-
-def test_the_page_alone_runs_nothing(monkeypatch):
-    pages = []
-    monkeypatch.setattr(learning_curves, "write_page", lambda results, steps: pages.append(steps))
-    monkeypatch.setattr(learning_curves, "run_curve", lambda *arguments: pytest.fail("nothing is to run"))
-    assert learning_curves.main(["--page-only", "--steps", "80"]) == 0
-    assert pages == [80]
-
-
-@pytest.fixture
-def written(monkeypatch, tmp_path):
-    def write(results, steps=60):
-        monkeypatch.setattr(page, "PAGE", tmp_path / "page.md")
-        monkeypatch.setattr(page, "PICTURE", tmp_path / "page.svg")
-        page.write_page(results, steps)
-        return " ".join((tmp_path / "page.md").read_text().split())
-
-    return write
-
-
-def test_the_page_compares_differences_with_the_spread_of_the_seeds(written, tmp_path):
-    results = [
-        *(result(REFERENCE, seed, loss) for seed, loss in ((0, 2.0), (1, 2.02))),
-        *(result("split16", seed, loss) for seed, loss in ((0, 2.005), (1, 2.015))),
-        *(result("split24, bf16 state", seed, loss) for seed, loss in ((0, 2.03), (1, 2.06))),
-    ]
-    text = written([*results, result("split16", 0, 9.0, steps=80)])
-    assert "Runs made so far: **6 of 30**" in text
-    assert "The spread of the seeds is 0.0200." in text
-    assert "- demo: `split24, bf16 state` differ from float32 by more than the seeds' spread." in text
-    assert "- demo: `split16` differ by less than the seeds' spread." in text
-    assert "| `split16` | 2 | 2.0100 | +0.0000 (-0.0050 to +0.0050) | 0.250 |" in text
-    assert "split24, 8bit" not in text
-    losses, differences = elements((tmp_path / "page.svg").read_text(), "svg")[1:]
-    assert losses.get("aria-label") == "demo: nats per token: float32, split16, split24, bf16 state"
-    assert [one for one in differences.iter() if one.get("class") == "band"]
-    circles = [one for one in differences.iter() if one.tag.endswith("circle")]
-    assert len(circles) == 2 * 2 * 2  # two rungs, seeds and steps; float32's own are the line at 0
-
-
-def test_one_seed_is_not_judged(written, tmp_path):
-    text = written([result(REFERENCE, 0, 2.0), result("split16", 0, 2.5)])
-    assert "`split16` cannot be judged yet, for want of a second seed." in text
-    assert "differ from float32 by more" not in text
-    assert 'class="band"' not in (tmp_path / "page.svg").read_text()
-
-
-def test_a_fourth_seed_counts_among_the_runs_and_is_in_the_command(written):
-    text = written([result(REFERENCE, seed, 2.0) for seed in range(4)])
-    assert "Runs made so far: **4 of 40** (2 tasks, 4 seeds, 5 rungs)" in text
-    assert "learning_curves.py --seeds 4 --steps 60" in text
 
 
 @pytest.mark.parametrize("options", [["--seeds", "0"], ["--seeds", "-1"], ["--steps", "0"], ["--steps", "6"]])
