@@ -138,6 +138,7 @@ def _write_bytes(folder: Path) -> None:
         "flipped.jsonl.gz": whole[:60] + bytes([whole[60] ^ 0xFF]) + whole[61:],
         "empty_inside.jsonl.gz": gzip.compress(b""),
         "twice.jsonl.gz": gzip.compress(gzip.compress(good)),
+        "good.parquet.gz": gzip.compress(parquet),
         "text.parquet": good,
         "cut.parquet": parquet[: len(parquet) // 2],
         "hollow.parquet": b"PAR1" + bytes(100) + b"PAR1",
@@ -186,6 +187,7 @@ def _write_folders(folder: Path) -> None:
     (folder / "old_run" / "recipe.yaml").write_text("name: old\nmodel: {name_or_path: x}\n")
     (folder / "old_run" / "metrics.jsonl").write_text("")
     (folder / "checkpoint-broken").mkdir()
+    (folder / "checkpoint-without-manifest").mkdir()
     (folder / "checkpoint-broken" / "checkpoint.json").write_text("{")
 
 
@@ -306,6 +308,7 @@ def _write_models(folder: Path) -> None:
     _write_adapters(folder)
     for name, content in {
         "cut.gguf": b"GGUF" + bytes(10),
+        "cut_later.gguf": b"GGUF" + struct.pack("<IQQ", 3, 20, 20) + bytes(60),
         "random.gguf": b"GGUF" + random.Random(0).randbytes(3000),
         "random_later.gguf": b"GGUF" + struct.pack("<IQQ", 3, 5, 5) + random.Random(0).randbytes(3000),
         "gguf_of_other_version.gguf": b"GGUF" + struct.pack("<IQQ", 99, 1, 1) + bytes(200),
