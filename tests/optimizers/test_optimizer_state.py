@@ -189,16 +189,6 @@ def test_export_shares_tensors_and_import_copies_them():
     assert second.state[resumed.linear.weight]["exp_avg"].data_ptr() != moment.data_ptr()
 
 
-def test_a_parameter_without_gradients_has_no_state_before_or_after():
-    model, first = build("adamw")
-    train(model, first, range(2))
-    state = export_optimizer_state(first, model.named_parameters())
-    assert not any(key.startswith("unused") for key in state.tensors)
-    resumed, second = build("adamw")
-    import_optimizer_state(second, resumed.named_parameters(), state)
-    assert resumed.unused not in second.state
-
-
 def test_an_unfused_optimizer_takes_fused_state_and_keeps_its_own_kernel():
     """Of torch's own optimizers, which somebody else's script may bring."""
     model, other = Model(), Model()
