@@ -1,7 +1,5 @@
 """Chunks, slices and homes change no bit; temporaries stay a few chunks large."""
 
-import contextlib
-import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -9,16 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
-from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.tensors.gradient_slice import GradientSlice
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.virtual_gpu import tracing_machine
-from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")
@@ -322,46 +314,3 @@ def test_other_seeds_round_otherwise():
         take_steps(optimizer)
         results.append(parameters_of(optimizer)[0].detach())
     assert not torch.equal(*results)
-
-
-@pytest.mark.parametrize("name,is_on_host", [("adamw", False), ("adamw", True), ("adafactor", True)])
-def test_a_trace_of_a_few_chunks_takes_what_all_of_them_take(name, is_on_host, monkeypatch):
-    """State on the host is read ahead of the chunk that is updated; copies have to run beside the updates as often."""
-    t4 = find_gpu("t4")  # kernels and copies bind, as with large chunks
-    t4 = dataclasses.replace(t4, rates=dataclasses.replace(t4.rates, operator_seconds=1e-12))
-
-    def trace():
-        with VirtualGPU("t4") as virtual, torch.device("cuda"):
-            large, small = (
-                nn.Parameter(torch.ones(shape, dtype=torch.bfloat16)) for shape in ((40, 64), (7,))
-            )
-            defaults = {"lr": 1e-3, "weight_decay": 0.1, **OPTIMIZERS[name].hyperparameters}
-            optimizer = ChunkedOptimizer([large, small], OPTIMIZERS[name].update_rule(), defaults)
-            optimizer.chunk_elements = 256
-            if is_on_host:
-                enable_optimizer_offload(optimizer, HostMemory(virtual.device, is_limited=False))
-            for _ in range(2):
-                large.grad, small.grad = torch.ones_like(large), torch.ones_like(small)
-                optimizer.step()
-        return virtual.trace()
-
-    few = trace()
-    monkeypatch.setattr(tracing_machine, "abridged_for", lambda _: contextlib.nullcontext())
-    every = trace()
-    assert len(few.work) < len(every.work)
-    assert work_and_copies(few) == work_and_copies(every)
-    assert max(few.timeline.live_bytes()) == max(every.timeline.live_bytes())
-    seconds = [Clock(each.work).times_on(t4).between(0, len(each.work)).seconds for each in (few, every)]
-    assert seconds[0] == pytest.approx(seconds[1], rel=1e-9)
-
-
-def work_and_copies(trace):
-    """How much of both there is, and how often."""
-    work = [entry for entry in trace.work if entry.kind in ("kernel", "copy")]
-    return {
-        kind: (
-            sum(entry.num_bytes * entry.times for entry in work if entry.kind == kind),
-            sum(entry.times for entry in work if entry.kind == kind),
-        )
-        for kind in ("kernel", "copy")
-    }
