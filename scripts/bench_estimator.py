@@ -31,10 +31,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from command_line import answer_of_new_process, parser_of
+from measured_on import measured_on
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 IMPORTS = "imports"
@@ -58,9 +61,7 @@ _DOES_NOT_FIT = 3
 
 def main() -> None:
     """Measure the commands and print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="+", choices=[IMPORTS, *COMMANDS], help="some of the commands")
     parser.add_argument(
         "--times", type=int, default=3, help="runs of each command, of which the median counts"
@@ -76,8 +77,8 @@ def main() -> None:
         return
     if arguments.preflight:
         pairs = [named.rpartition("=") for named in arguments.preflight]
-        rows = [preflight_in_new_process(name, gpu) for name, _, gpu in pairs]
-        print(json.dumps({**_measured_on_cpu(), "rows": rows}, indent=2))
+        rows = [answer_of_new_process(__file__, ["--in-this-process", name, gpu]) for name, _, gpu in pairs]
+        print(json.dumps({**measured_on("cpu"), "rows": rows}, indent=2))
         return
     names = arguments.only or [IMPORTS, *COMMANDS]
     with contextlib.ExitStack() as stack:
@@ -89,7 +90,7 @@ def main() -> None:
     for row in rows:
         if row["name"] != IMPORTS and row["files"] in of_imports:
             row["beyond_imports"] = round(row["cpu_seconds"] - of_imports[row["files"]], 2)
-    print(json.dumps({**_measured_on_cpu(), "against": arguments.against, "rows": rows}, indent=2))
+    print(json.dumps({**measured_on("cpu"), "against": arguments.against, "rows": rows}, indent=2))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,13 +199,6 @@ def _git(*arguments: str) -> None:
     subprocess.run(["git", *arguments], cwd=REPOSITORY, check=True)
 
 
-def preflight_in_new_process(recipe: str, gpu: str) -> dict[str, Any]:
-    """Run :func:`time_preflight` in a process that has imported nothing yet."""
-    command: Sequence[str] = [sys.executable, __file__, "--in-this-process", recipe, gpu]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Return wall-clock seconds of the process that estimates before a run, twice with, twice without its imports."""
     from lowmem_ft.estimator.child_process import EstimatingProcess, estimate_without_timeline
@@ -228,13 +222,6 @@ def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
                 seconds[name] = round(time.perf_counter() - start, 2)
                 process.close()
     return seconds
-
-
-def _measured_on_cpu() -> dict[str, Any]:
-    import torch
-    from measured_on import measured_on
-
-    return measured_on(torch.device("cpu"))
 
 
 if __name__ == "__main__":

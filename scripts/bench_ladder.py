@@ -25,7 +25,6 @@ import argparse
 import contextlib
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,11 +33,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import answer_of_new_process, parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.constant_rows import caveat_of_the_clock
 from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
-from marked_table import with_table
+from marked_table import put_table, table_of
 from measured_on import measured_on, require_device
 
 from lowmem_ft.foundation.errors import UserError
@@ -58,9 +58,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
 
 def main() -> None:
     """Run the ladder and print a table and one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--model", help="a folder (CPU; the demo's SmolLM2-135M if left out) or a name")
     parser.add_argument("--clock", action="store_true", help="by the clock of virtual GPUs")
@@ -86,15 +84,14 @@ def main() -> None:
     if arguments.clock:
         rows = list(on_clock(arguments))
         header, *lines = lines_of(rows)
-        table = "\n".join([*caveat_of_the_clock(), _markdown(header, lines)])
+        table = "\n".join([*caveat_of_the_clock(), table_of(header, lines)])
         print(table)
         if arguments.write:
-            page = with_table(PAGE.read_text(encoding="utf-8"), "bench_ladder.py", table + "\n")
-            PAGE.write_text(page, encoding="utf-8")
+            put_table(PAGE, "bench_ladder.py", table + "\n")
     else:
         rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
         print(_table(rows))
-    print(json.dumps({**measured_on(torch.device(arguments.device)), "rows": rows}, indent=2))
+    print(json.dumps({**measured_on(arguments.device), "rows": rows}, indent=2))
 
 
 def on_cpu(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -153,14 +150,11 @@ def on_cuda(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return a row for each rung and budget, each from a process of its own."""
     rows = []
     for index, budget in ((i, budget) for i in range(len(RUNGS)) for budget in arguments.budgets):
-        command = [sys.executable, __file__, *sys.argv[1:], "--one", str(index), budget]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
         row = {"rung": RUNGS[index].name, "budget": budget}
-        if done.returncode == 0:
-            row.update(json.loads(done.stdout.splitlines()[-1]))
-        else:
-            last = done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "killed"
-            row |= {"fits": None, "why": f"FAILED: {last}"}
+        try:
+            row |= answer_of_new_process(__file__, [*sys.argv[1:], "--one", str(index), budget])
+        except RuntimeError as error:
+            row |= {"fits": None, "why": f"FAILED: {error}"}
         print(row, file=sys.stderr)
         rows.append(row)
     return rows
@@ -269,9 +263,9 @@ def _table(rows: list[dict[str, Any]]) -> str:
             "why",
         )
         lines = [[str(row.get(column, "")) for column in columns] for row in rows]
-        return _markdown(list(columns), lines)
+        return table_of(columns, lines)
     header = ["rung", "weights", "optimizer state", "peak of a step", "host", "time", "loss"]
-    return _markdown(
+    return table_of(
         header,
         [
             [
@@ -286,10 +280,6 @@ def _table(rows: list[dict[str, Any]]) -> str:
             for row in rows
         ],
     )
-
-
-def _markdown(header: list[str], lines: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(line) + " |" for line in (header, ["---"] * len(header), *lines))
 
 
 if __name__ == "__main__":

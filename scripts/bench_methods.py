@@ -12,7 +12,6 @@ itself, and that of the best of the grid that fits. ``cpu_seconds`` are those of
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -21,7 +20,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import torch
+from command_line import parser_of
 from measured_on import measured_on
 
 from lowmem_ft.catalog.architectures import load_architectures
@@ -41,9 +40,7 @@ CHECKPOINTED = ("none", "half", "full")
 
 def main() -> None:
     """Print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--models", type=int, default=2, help="number of models to draw")
     parser.add_argument("--named", nargs="+", help="models by name, in place of drawn ones")
@@ -66,7 +63,7 @@ def main() -> None:
             row = compared(result, arguments.rows, kept)
             found.append({"model": model, "cpu_seconds": round(_cpu_seconds() - began, 1), **row})
             print(json.dumps(found[-1]), file=sys.stderr)
-    print(json.dumps({**measured_on(torch.device("cpu")), "rows": found}, indent=1))
+    print(json.dumps({**measured_on("cpu"), "rows": found}, indent=1))
 
 
 def compared(result: MethodEstimate, rows: Sequence[int], kept: KeptTraces) -> dict[str, Any]:

@@ -8,13 +8,13 @@ on the machine matter little.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+from command_line import parser_of
 from measured_on import measured_on
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -104,7 +104,7 @@ def ratios(step: Step, times: int) -> dict[str, float]:
 def main() -> None:
     """Print the ratios, and the time of a phase's beginning and end."""
     torch.set_num_threads(1)
-    print(measured_on(torch.device("cpu")))
+    print(measured_on("cpu"))
     for name, (hidden_size, num_layers, times) in SIZES.items():
         step = Step(hidden_size, num_layers)
         seconds(step, 2)
@@ -120,7 +120,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     main()

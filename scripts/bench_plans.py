@@ -7,14 +7,15 @@
 A space of tens of thousands of combinations is no even mixture: for an 8B, one in a hundred may fit in 24 GiB. So the
 script draws as many for each budget, from those whose bounds let them fit there, and judges every budget by all of
 them. One trace serves all GPUs with bfloat16. Estimates are appended to ``--out`` one by one; a second call fills the
-file up to ``--count``, and refuses a file if some of its rows are estimated differently by now. No weights, no data, no
-network, no GPU.
+file up to ``--count``, and refuses a file if some of its rows are estimated differently by now. ``compare`` also plans
+for models without a sample, and tells where a larger budget has a slower plan. No weights, no data, no network, no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -25,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from command_line import parser_of
 from marked_table import with_table
 from measured_on import measured_on
 
@@ -64,9 +65,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Draw and estimate a sample, or compare plans with one."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     sampling = commands.add_parser("sample", help="estimate random combinations of a model")
     sampling.add_argument("model", help="name in the catalogue")
@@ -110,7 +109,7 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
             asked = {name: getattr(arguments, name) for name in ("model", "budgets", "host", "seed")}
             rates = {gpu: dataclasses.asdict(find_gpu(gpu).rates) for gpu in arguments.gpus}
             asked |= {"cards": arguments.gpus, "rates": rates}
-            print(json.dumps({**measured_on(torch.device("cpu")), **asked}), file=file)
+            print(json.dumps({**measured_on("cpu"), **asked}), file=file)
         for number, (gib, settings) in enumerate(drawn):
             print(f"\r{number} of {len(drawn)} estimated", end="", file=sys.stderr)
             answer = estimated(recipe, settings, arguments.gpus, kept)
@@ -224,9 +223,10 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
         model, _, where = case.partition("=")
         gpu, _, budgets = where.partition(":")
         _, sampled = read(DATA / f"{model}.jsonl")
+        of_case: list[Row] = []
         for gib in map(float, budgets.split(",")):
             fitting = fitting_seconds(sampled, gpu, gib, host_gib)
-            rows.append(
+            of_case.append(
                 {
                     **planned(model, gpu, gib, host_gib),
                     "sampled": len(sampled),
@@ -234,10 +234,24 @@ def compare(cases: Sequence[str], host_gib: float, *, write: bool) -> None:
                     "best_sampled_seconds": min(fitting, default=None),
                 }
             )
-    result = {**measured_on(torch.device("cpu")), "rows": rows}
+        for line in where_more_memory_is_slower(of_case):
+            print(line, file=sys.stderr)
+        rows += of_case
+    result = {**measured_on("cpu"), "rows": rows}
     print(json.dumps(result, indent=2))
     if write:
         keep(result)
+
+
+def where_more_memory_is_slower(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield a line for each plan of a model on a GPU that is slower than that of the next smaller budget."""
+    in_order = sorted((row for row in rows if row["fits"]), key=lambda row: row["device_gib"])
+    for smaller, larger in itertools.pairwise(in_order):
+        if larger["step_seconds"] > smaller["step_seconds"]:
+            yield (
+                f"{larger['model']} on {larger['card']}: {larger['step_seconds']:.4g} s a step in "
+                f"{larger['device_gib']:g} GiB, {smaller['step_seconds']:.4g} s in {smaller['device_gib']:g} GiB"
+            )
 
 
 def keep(result: Row) -> None:

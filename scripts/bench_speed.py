@@ -25,7 +25,6 @@ import argparse
 import dataclasses
 import functools
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +32,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import marked_table
-import torch
+from command_line import answer_of_new_process, parser_of
 from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of, caveat_of_the_clock, kind_of_rows
 from ground_truth.measured_rows import (
     Documents,
@@ -42,6 +40,7 @@ from ground_truth.measured_rows import (
     documents_of,
     name_of,
 )
+from marked_table import put_table
 from measured_on import measured_on, require_device
 from speed.peer_settings import ROWS, TOKENS, Setting, setting_of
 from speed.this_gpu import Result
@@ -59,9 +58,7 @@ HELP = "documents of a row and tokens of each, such as 4x512 (default: 1x2048)"
 
 def main() -> None:
     """Run every work, and print the table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--works", nargs="+", choices=WORKS, default=list(WORKS))
     parser.add_argument(
         "--settings",
@@ -85,9 +82,7 @@ def main() -> None:
         parser.error("--write is for the virtual clock's table: leave --device out")
     if arguments.write_measured:
         table = "\n".join(measured_lines(json.loads(MEASURED.read_text()))) + "\n"
-        PAGE.write_text(
-            marked_table.with_table(PAGE.read_text(), f"{Path(__file__).name} --device cuda", table)
-        )
+        put_table(PAGE, f"{Path(__file__).name} --device cuda", table)
         return
     documents: Documents = arguments.documents
     if sum(documents) != TOKENS:
@@ -113,7 +108,7 @@ def main() -> None:
             lines.append(line)
     if arguments.write:
         table = "\n".join([*lines, "", f"Rows of {name_of(documents)} tokens. {_versions()}", ""])
-        PAGE.write_text(marked_table.with_table(PAGE.read_text(), Path(__file__).name, table))
+        put_table(PAGE, Path(__file__).name, table)
 
 
 def measure(
@@ -134,7 +129,7 @@ def measure(
                     continue
                 row = {"work": name, "run": title, **described(documents), **dataclasses.asdict(result)}
                 del row["outside_products"], row["fits"]
-                rows.append(row | measured_on(torch.device("cuda")) | {"libraries": _versions()})
+                rows.append(row | measured_on("cuda") | {"libraries": _versions()})
                 out.write_text(json.dumps(rows, indent=1) + "\n")
 
 
@@ -198,12 +193,11 @@ def compared(name: str, settings: Sequence[Setting] | None, documents: Documents
 
 def _in_new_process(name: str, text: str, options: Sequence[str] = ()) -> Result | None:
     """Run a peer's program, or ours, in a process of its own; None: it fails, which is printed."""
-    command = [sys.executable, __file__, *options, "--in-this-process", name, text]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        print(f"{name} {text}: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+    try:
+        result = Result(**answer_of_new_process(__file__, [*options, "--in-this-process", name, text]))
+    except RuntimeError as error:
+        print(f"{name} {text}: {error}", file=sys.stderr)
         return None
-    result = Result(**json.loads(done.stdout.splitlines()[-1]))
     print(f"{name} {text}: {result}", file=sys.stderr, flush=True)
     return result
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.measured_rows import MeasuredRows, write_completions
 from measured_on import measured_on, require_device
@@ -41,9 +42,7 @@ LEARNING_RATE = 1e-4
 
 def main() -> None:
     """Run both side by side and print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model folder; the demo's SmolLM2-135M if left out")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
@@ -54,7 +53,7 @@ def main() -> None:
         recipe = _recipe(model_dir, Path(scratch), arguments)
         steps = compare_steps(recipe, Path(scratch))
     row = {
-        **measured_on(torch.device(arguments.device)),
+        **measured_on(arguments.device),
         "model": model_dir.name,
         "batch": f"{ROWS} x {TOKENS} tokens, fp32",
         **steps,

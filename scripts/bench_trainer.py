@@ -9,7 +9,6 @@ this ratio is less reliable than the bytes.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import tempfile
@@ -18,11 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.measured_rows import write_completions
 from ladder_rungs import RUNGS, Rung, settings_of
+from measure_trl import StepMeter
 from measured_on import measured_on
-from transformers import AutoTokenizer, Trainer, TrainerCallback
+from transformers import AutoTokenizer, Trainer
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.units import format_bytes
@@ -35,9 +36,7 @@ ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
 
 def main() -> None:
     """Print a Markdown table and one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", type=Path, help="a model folder; the demo's SmolLM2-135M if left out")
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
@@ -56,7 +55,7 @@ def main() -> None:
             flush=True,
         )
         rows.append(row)
-    print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
+    print(json.dumps({**measured_on("cpu"), "rows": rows}, indent=2))
 
 
 def compare(rung: Rung, model_dir: Path, scratch: Path, num_steps: int) -> dict[str, Any]:
@@ -93,29 +92,10 @@ def in_our_loop(recipe: Recipe) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     return labelled, {"peak_bytes": peak_bytes, "losses": losses, "step_seconds": _mean(seconds)}
 
 
-class _Watch(TrainerCallback):
-    """Records the peak and the seconds of each step."""
-
-    def __init__(self, tracker: StorageTracker) -> None:
-        self.peak_bytes = 0
-        self.seconds: list[float] = []
-        self._tracker = tracker
-        self._start = 0.0
-
-    def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
-        gc.collect()
-        self._tracker.reset_peak()
-        self._start = time.perf_counter()
-
-    def on_step_end(self, *event: Any, **kwargs: Any) -> None:
-        self.seconds.append(time.perf_counter() - self._start)
-        self.peak_bytes = self._tracker.peak_bytes
-
-
 def in_trainer(recipe: Recipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the results of stock ``Trainer`` with the recipe attached."""
     with StorageTracker() as tracker:
-        watch = _Watch(tracker)
+        meter = StepMeter(tracker)
         trainer = Trainer(
             model=hf.prepare_model(recipe.model.name_or_path or "", recipe),
             args=hf.training_arguments(
@@ -130,12 +110,11 @@ def in_trainer(recipe: Recipe, rows: list[dict[str, Any]]) -> dict[str, Any]:
             ),
             train_dataset=rows,  # type: ignore[arg-type]
             data_collator=lambda rows: {key: torch.tensor([row[key] for row in rows]) for key in rows[0]},
-            callbacks=[watch],
+            callbacks=[meter],
         )
         hf.attach(trainer, recipe)
         trainer.train()
-        losses = [record["loss"] for record in trainer.state.log_history if "loss" in record]
-    return {"peak_bytes": watch.peak_bytes, "losses": losses, "step_seconds": _mean(watch.seconds)}
+    return {"peak_bytes": meter.peaks[-1], "losses": meter.losses, "step_seconds": _mean(meter.seconds)}
 
 
 def _mean(seconds: list[float]) -> float:

@@ -10,7 +10,6 @@ Triton, operation by operation. It needs no GPU; seconds are predictions.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -20,12 +19,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
+
 from lowmem_ft import VirtualGPU  # isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
 from ground_truth.constant_rows import caveat_of_the_clock
 from ground_truth.measured_rows import MeasuredRows
-from marked_table import with_table
+from marked_table import put_table, table_of
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
@@ -54,17 +55,14 @@ ON_THE_HOST = ("optimizer.in_backward=true", "accumulation.order=vertical", "off
 
 def main() -> None:
     """Print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", help="of the catalogue")
     parser.add_argument("--write", action="store_true", help="the table into docs/memory_ladder.md")
     arguments = parser.parse_args()
     model, rows = arguments.model, list(rows_of(arguments.model))
     if arguments.write:
-        page = with_table(PAGE.read_text(encoding="utf-8"), "bench_update.py", table_of(rows))
-        PAGE.write_text(page, encoding="utf-8")
-    found = {**measured_on(torch.device("cpu")), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
+        put_table(PAGE, "bench_update.py", lines_of(rows))
+    found = {**measured_on("cpu"), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
     print(json.dumps({**found, "rows": rows}, indent=2))
 
 
@@ -79,13 +77,10 @@ def rows_of(model: str) -> Iterator[dict[str, Any]]:
         yield _row("rtx-4090", "in backward, state on the host", update, estimate)
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> str:
+def lines_of(rows: Sequence[dict[str, Any]]) -> str:
     """Return a Markdown table of :func:`rows_of`, with a line for each kind of step."""
-    lines = [
-        *caveat_of_the_clock(),
-        "| GPU | step | stock | ours, Triton | of stock | ours, operations |",
-        f"|{'---|' * 6}",
-    ]
+    heads = ("GPU", "step", "stock", "ours, Triton", "of stock", "ours, operations")
+    lines = []
     for gpu, step in dict.fromkeys((row["gpu"], row["step"]) for row in rows):
         of = {row["update"]: row for row in rows if (row["gpu"], row["step"]) == (gpu, step)}
         stock, triton, operations = (
@@ -93,8 +88,8 @@ def table_of(rows: Sequence[dict[str, Any]]) -> str:
             for update in ("stock", "Triton", "operations")
         )
         share = of["Triton"].get("of_stock")
-        lines.append(f"| {gpu} | {step} | {stock} | {triton} | {share or ''} | {operations} |")
-    return "\n".join(lines) + "\n"
+        lines.append((gpu, step, stock, triton, str(share or ""), operations))
+    return "\n".join([*caveat_of_the_clock(), table_of(heads, lines), ""])
 
 
 def _stock(model: str, gpu: str, *, is_checkpointed: bool) -> MemoryEstimate:

@@ -23,7 +23,6 @@ results are kept next to the rows, in ``clocked-public.json``, and the table is 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import functools
 import json
@@ -37,6 +36,7 @@ from typing import Any
 
 import marked_table
 import numpy as np
+from command_line import parser_of
 from ground_truth.constant_rows import caveat_of_the_clock
 from ground_truth.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
@@ -386,9 +386,7 @@ def page(text: str) -> str:
 
 def main() -> int:
     """Trace what is missing, fit if requested, write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--traces", type=Path, default=Path(".cache/clock-traces"), help="folder of traces")
     parser.add_argument("--fit", action="store_true", help="fit, and write the rates")
     arguments = parser.parse_args()

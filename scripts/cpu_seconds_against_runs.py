@@ -54,7 +54,7 @@ def main() -> None:
             for name, (width, layers, settings) in SETTINGS.items():
                 steps[name] = timed(Path(folder, "model"), width, layers, settings, arguments.steps)
                 print(f"{name}: {steps[name].seconds:.3g} s a step", flush=True)
-    print(measured_on(torch.device("cpu")))
+    print(measured_on("cpu"))
     print_errors(*rounds)
 
 

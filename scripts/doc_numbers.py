@@ -1,17 +1,17 @@
-"""Run the commands that README and docs show, and update their outputs, tables and counts.
+"""Run the commands that README and docs show, and update their outputs and the table of recipes.
 
     python scripts/doc_numbers.py                    # rewrite the pages in place
     python scripts/doc_numbers.py --check            # print what differs; exit code 1 if anything does
     python scripts/doc_numbers.py --only several_gpus --only 'recipe=1b-bf16'      # for one page, or for one command
 
 A block is fenced, or indented by four, and begins with ``$ lowmem-ft estimate|plan|gpus|recipes|models``: commands that
-need neither a GPU nor a run. Its output has 80 columns; a line ``[...]`` represents any omitted lines. Durations and
-versions are kept as they are. So are measurements, which say their date. A plan takes a minute.
+need neither a GPU nor a run. Its output has 80 columns; a line ``[...]`` represents any omitted lines, and what
+follows it is found by its first cell, whatever the numbers in it. Durations and versions are kept as they are. A plan
+takes a minute.
 """
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import os
 import re
@@ -23,7 +23,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
+from command_line import parser_of
+
+from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
@@ -37,9 +39,7 @@ IT_WAS_ANSWERED = (0, 3)
 
 _VERSIONS = re.compile(r"\b(lowmem_ft|torch|transformers|accelerate|peft|bitsandbytes|python) \d[\w.+]*")
 _SECONDS = re.compile(r"\bin [\d.,]+ s\b")
-_NUMBER = re.compile(r"[\d.,]*\d")
-_MOST_LINES_OFF = 6
-_ALIKE = 0.6
+_NUMBER = re.compile(r"\b\d[\d.,]*\b")
 
 
 @dataclass(frozen=True)
@@ -119,64 +119,36 @@ def brought_up_to_date(shown: Sequence[str], output: Sequence[str]) -> list[str]
     """Return the output to show, with the same lines left out.
 
     Args:
-        shown: lines of the page; :data:`LEFT_OUT` represents any lines.
+        shown: lines of the page; :data:`LEFT_OUT` represents any lines. As many lines as stand before one are shown.
         output: output of the command now.
 
     Raises:
-        ValueError: if lines between two omissions resemble nothing in the output.
+        ValueError: if the output has no line with the first cell of one that follows an omission.
     """
     result: list[str] = []
-    segments = _segments(shown)
     at = 0
-    for place, segment in enumerate(segments):
-        if place:
-            result.append(LEFT_OUT)
-        if not segment:
-            continue
-        first = 0 if place == 0 else _most_alike(segment[0], output, at, len(output))
-        if place == len(segments) - 1:
-            last = len(output) - 1
-        else:
-            guess = first + len(segment) - 1
-            near = (max(first, guess - _MOST_LINES_OFF), min(len(output), guess + _MOST_LINES_OFF + 1))
-            try:
-                last = _most_alike(segment[-1], output, *near)
-            except ValueError:
-                last = min(guess, len(output) - 1)
-        result += output[first : last + 1]
-        at = last + 1
+    left = [line.strip() for line in shown]
+    while LEFT_OUT in left:
+        num_lines = left.index(LEFT_OUT)
+        result += [*output[at : at + num_lines], LEFT_OUT]
+        at += num_lines
+        left = left[num_lines + 1 :]
+        if left:
+            at = _place_of(left[0], output, at)
+    if left:
+        result += output[at:]
     return list(shown) if _words(result) == _words(shown) else result
 
 
-def _segments(shown: Sequence[str]) -> list[list[str]]:
-    segments: list[list[str]] = [[]]
-    for line in shown:
-        if line.strip() == LEFT_OUT:
-            segments.append([])
-        else:
-            segments[-1].append(line)
-    return segments
+def _place_of(line: str, output: Sequence[str], first: int) -> int:
+    for number in range(first, len(output)):
+        if _first_cell(output[number]) == _first_cell(line):
+            return number
+    raise ValueError(f"the output has no line `{_first_cell(line)}`, which follows {LEFT_OUT}")
 
 
-def _most_alike(line: str, output: Sequence[str], first: int, last: int) -> int:
-    """Return the index of the line that says the same, whatever its numbers."""
-
-    def alike(number: int) -> float:
-        return _likeness(line, output[number])
-
-    if first >= last or alike(best := max(range(first, last), key=alike)) < _ALIKE:
-        raise ValueError(
-            f"nothing in the output is like the line `{line}`, which continues it after {LEFT_OUT}"
-        )
-    return best
-
-
-def _likeness(line: str, other: str) -> float:
-    if not line or not other:
-        return float(line == other)
-    same_beginning = line.split()[0] == other.split()[0]
-    masked = (_NUMBER.sub("#", line), _NUMBER.sub("#", other))
-    return (same_beginning + difflib.SequenceMatcher(None, *masked, autojunk=False).ratio()) / 2
+def _first_cell(line: str) -> str:
+    return _NUMBER.sub("#", line.strip().partition("  ")[0])
 
 
 def _words(lines: Sequence[str]) -> list[str]:
@@ -221,24 +193,6 @@ def cells_of(needs: RecipeNeeds) -> tuple[str, str, str, str]:
     return *memory, f"{tokens_per_second:,.0f}", dollars
 
 
-def counts() -> dict[str, Callable[[], str]]:
-    """Return patterns of sentences with a count, and functions that return the current count."""
-    return {
-        r"(?<=some )[\d,]+(?= tests)": lambda: str(round(_number_of_tests(), -1)),
-        r"\d+(?= GPUs, by price)": lambda: str(len(load_gpus())),
-    }
-
-
-def _number_of_tests() -> int:
-    """Return the number of tests that `make test` runs."""
-    words = [sys.executable, "-m", "pytest", "--collect-only", "-m", "not slow and not gpu", "tests"]
-    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
-    found = re.search(r"^(?:(\d+)/)?(\d+) tests collected", done.stdout, re.M)
-    if found is None:
-        raise SystemExit(f"pytest does not say how many tests there are:\n{done.stdout[-2000:]}")
-    return int(found[1] or found[2])
-
-
 def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[[str], None]) -> str:
     """Return a page as it should be.
 
@@ -264,18 +218,12 @@ def updated(page: Path, text: str, wanted: Callable[[str], bool], say: Callable[
         new = with_block(new, block, lines)
     if wanted(f"{page.name} recipes/needs.json"):
         new = with_needs(new)
-    for pattern, count in counts().items():
-        if re.search(pattern, new) and wanted(f"{page.name} counts"):
-            say(f"{page.name}: counts")
-            new = re.sub(pattern, count(), new)
     return new
 
 
 def main() -> int:
     """Update all pages, or print the differences."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit code 1 if something differs"
     )
@@ -284,7 +232,7 @@ def main() -> int:
         action="append",
         default=[],
         metavar="TEXT",
-        help="look at blocks whose page or command contains it; `counts` and `needs.json` name what is no block",
+        help="look at blocks whose page or command contains it; `needs.json` names the table of recipes",
     )
     options = parser.parse_args()
 

@@ -15,7 +15,6 @@ grouped heads: such a step kept all attention scores, up to seven times the byte
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import math
@@ -27,6 +26,7 @@ from typing import Any
 
 import numpy as np
 from bench_plans import DATA, gpus_of, plain_recipe, read
+from command_line import parser_of
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.memory.least_memory import StepParts
@@ -85,9 +85,7 @@ Errors = Callable[[Shares], list[float]]
 
 def main() -> None:
     """Fit, print, and write if requested."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--write", action="store_true", help="keep the shares for the planner")
     arguments = parser.parse_args()
     found = result(estimates())

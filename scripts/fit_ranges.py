@@ -15,7 +15,6 @@ of all runs together, and ``tests/scripts/test_fit_ranges.py`` compares it with 
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -26,6 +25,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from command_line import parser_of
 
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE
 
@@ -70,9 +71,7 @@ class Run:
 
 def main() -> int:
     """Estimate if requested, fit, print."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--estimate", action="store_true", help="estimate each run again")
     parser.add_argument("--rows", default="", help="estimate only runs with this text in their name")
     arguments = parser.parse_args()

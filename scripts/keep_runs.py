@@ -9,11 +9,11 @@ resume reads: it keeps its first checkpoint, its recipe and its ``metrics.jsonl`
 
 from __future__ import annotations
 
-import argparse
 import shutil
 import subprocess
 from pathlib import Path
 
+from command_line import parser_of
 from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.recipe import load_recipe
@@ -57,7 +57,5 @@ def keep_run(folder: Path, settings: tuple[str, ...]) -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     main()

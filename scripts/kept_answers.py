@@ -10,7 +10,6 @@ asked for their exit code. Numbers are compared exactly; times that were measure
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import io
 import json
@@ -20,6 +19,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from command_line import parser_of
 
 from lowmem_ft.cli import main as lowmem_ft
 from lowmem_ft.recipe import load_recipe
@@ -48,9 +49,7 @@ FAILING = {
 
 def main(argv: list[str] | None = None) -> None:
     """Keep the answers, or compare them with kept ones; exit code 1 if they differ."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("action", choices=["keep", "compare"])
     parser.add_argument("file", type=Path)
     args = parser.parse_args(argv)

@@ -10,7 +10,6 @@ which ``scripts/proof_page.py`` writes its table.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import random
@@ -20,7 +19,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-import torch
+from command_line import parser_of
 from ground_truth.killed_runs import KINDS, KilledRuns
 from measured_on import measured_on
 
@@ -29,9 +28,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured" / 
 
 def main() -> int:
     """Kill as often as requested; the number of problems found, at most 1, is the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=30, help="how many processes to kill (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--folder", type=Path, help="keep runs and their logs here")
@@ -69,7 +66,7 @@ def keep(runs: KilledRuns) -> None:
     """Add what became of the runs to the kept results."""
     kept = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else []
     row = {
-        **measured_on(torch.device("cpu")),
+        **measured_on("cpu"),
         "kills": runs.num_kills,
         "by_phase": dict(Counter(runs.phases)),
         "left_a_folder_half_written": runs.num_cut_short,

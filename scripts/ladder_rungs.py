@@ -5,8 +5,9 @@ python scripts/ladder_rungs.py    # needs of each for Llama 3.1 8B on an H200, w
 
 from __future__ import annotations
 
-import argparse
 from dataclasses import dataclass
+
+from command_line import parser_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +81,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     main()

@@ -44,6 +44,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from command_line import parser_of
 from measured_on import GpuMeter, host_facts, installed_versions, require_device
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -198,9 +199,7 @@ ITEMS = (
 
 def main() -> int:
     """Measure, or list, or pack; exit code 1 if any item did not end well."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     names = [item.name for item in ITEMS]
     parser.add_argument("--minutes", type=float, default=8.0, help="length of the lease (default: 8)")
     parser.add_argument("--out", type=Path, default=Path("runs/lease"), help="folder of rows and log")

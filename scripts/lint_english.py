@@ -7,7 +7,6 @@ Prints one line per finding with a better wording, and exits with 1 if there are
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import re
@@ -15,6 +14,8 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+
+from command_line import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -133,9 +134,7 @@ def findings_below(root: Path) -> Iterator[tuple[Path, int, str]]:
 
 def main() -> int:
     """Print the findings; return 1 if there are any."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("paths", nargs="*", type=Path, help=f"default: {' and '.join(FOLDERS)}")
     count = 0
     for root in parser.parse_args().paths or [ROOT / folder for folder in FOLDERS]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+
 END = "<!-- end of the table -->\n"
 
 
@@ -22,6 +25,23 @@ def with_table(page: str, script: str, table: str) -> str:
     assert mark, f"the page has no line {begin}"
     assert end, f"the page has no line {END}"
     return f"{before}{begin}{table}{END}{after}"
+
+
+def put_table(page: Path, script: str, table: str) -> None:
+    """Replace the table of a page on disk, as :func:`with_table` does."""
+    page.write_text(with_table(page.read_text(encoding="utf-8"), script, table), encoding="utf-8")
+
+
+def table_of(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        heads: of the columns.
+        rows: the cells of each row.
+        numbers: places of columns that are aligned on the right.
+    """
+    rule = "|".join("---:" if place in numbers else "---" for place in range(len(heads)))
+    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])
 
 
 def cells_of(page: str, script: str) -> list[list[str]]:

@@ -10,7 +10,6 @@ bitsandbytes is compared with one of torch. The numbers of ``lowmem_ft/virtual_g
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 import timeit
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from bitsandbytes import functional
+from command_line import parser_of
 from measured_on import measured_on
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
@@ -78,9 +78,7 @@ class _KernelCount(TorchDispatchMode):
 
 def main() -> None:
     """Print one JSON object."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--repeats", type=int, default=40, help="steps of each model, of which the fastest counts"
     )
@@ -101,7 +99,7 @@ def main() -> None:
     operator = plain.seconds / plain.kernels
     found = {name: worth(before, after, kind, operator) for name, (before, after, kind) in pairs.items()}
     found["bitsandbytes"] = {"bitsandbytes": of_bitsandbytes(operator)}
-    where = measured_on(torch.device("cpu"))
+    where = measured_on("cpu")
     print(json.dumps({**where, "operator_seconds": operator, "operators": found}, indent=1))
 
 

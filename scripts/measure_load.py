@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import answer_of_new_process, parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -39,9 +39,7 @@ ALLOWANCE_BYTES = 200 * 10**6
 
 def main() -> int:
     """Measure every model in fp32 and bf16, print one JSON object; exit code 1 if one breaks the promise."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--model", nargs="+", help="folders or .gguf files; the demo's model if left out")
     parser.add_argument("--offload-folder", type=Path, help="load the weights to memory-mapped files there")
     parser.add_argument("--in-this-process", nargs=2, help=argparse.SUPPRESS)
@@ -54,16 +52,14 @@ def main() -> int:
         return 0
     models = arguments.model or [str(get_demo_model(default_cache_dir()))]
     rows = [in_new_process(model, dtype, folder) for model in models for dtype in ("float32", "bfloat16")]
-    print(json.dumps({**measured_on(torch.device("cpu")), "rows": rows}, indent=2))
+    print(json.dumps({**measured_on("cpu"), "rows": rows}, indent=2))
     return 0 if all(row["kept"] for row in rows) else 1
 
 
 def in_new_process(model: str, dtype: str, folder: Path | None) -> dict[str, Any]:
     """Run one measurement in a process where nothing else has raised the peak."""
-    command = [sys.executable, __file__, "--in-this-process", model, dtype]
-    command += [] if folder is None else ["--offload-folder", str(folder)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    options = [] if folder is None else ["--offload-folder", str(folder)]
+    return answer_of_new_process(__file__, ["--in-this-process", model, dtype, *options])
 
 
 def measure_load(model: str, dtype: str) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
 from ground_truth.comparison import compare, estimated_peaks, measured_gpu, table
 from ground_truth.constant_rows import CUDA_ROWS, caveat_of_recipes
@@ -46,7 +47,7 @@ from ground_truth.families import FAMILIES, write_families
 from ground_truth.public_seconds import updated_in_chunks_until
 from ground_truth.real_run import RealPeaks, run_for_real
 from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
-from marked_table import with_table
+from marked_table import put_table
 from measured_on import driver_version, measured_on, require_device, wait_for_the_gpu
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
@@ -70,9 +71,7 @@ Row = dict[str, Any]
 
 def main() -> int:
     """Run the rows that the file lacks; exit code 1 if a row fails."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--rows", default="", help="run only rows with this text in their name")
     parser.add_argument("--count", type=int, default=60, help="rows to draw on a CPU")
@@ -91,9 +90,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.write:
         rows = json.loads(CUDA_ROWS.read_text())
-        PAGE.write_text(
-            with_table(PAGE.read_text(), Path(__file__).name, "\n".join(table_of_runs(rows)) + "\n")
-        )
+        put_table(PAGE, Path(__file__).name, "\n".join(table_of_runs(rows)) + "\n")
         return 0
     if not arguments.table:
         require_device(arguments.device)
@@ -163,7 +160,7 @@ def add_whole_runs(rows: list[Row], smollm2: Path, text: str, num_repeats: int, 
             "overrides": settings_of(name, "{smollm2}", "{families}"),
             "threads": threads,
         }
-        row |= measured_on(torch.device("cpu")) | {"measured": repeats}
+        row |= measured_on("cpu") | {"measured": repeats}
         row["hardware"] = row["hardware"].partition(",")[0]  # the threads are the run's own
         rows.append(row)
         replace_file(out, rows)
@@ -231,7 +228,7 @@ def recipe_of(overrides: Sequence[str], folder: Path) -> Recipe:
 def described(device: str, peaks: RealPeaks) -> Row:
     """Return the measurement with its hardware and versions."""
     measured = dataclasses.asdict(peaks)
-    row = measured_on(torch.device(device)) | measured.pop("rows")
+    row = measured_on(device) | measured.pop("rows")
     if device == "cpu":
         return {**row, "gpu": None, "measured": measured}
     gpu = this_machines_gpu()

@@ -9,14 +9,14 @@ whose kernel is over at once. Numbers of ``lowmem_ft/catalog/clock_rates.json`` 
 
 from __future__ import annotations
 
-import argparse
 import json
-import statistics
-import time
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from command_line import parser_of
+from lease_items.host import host_seconds, operators
+from lease_items.parts import timed
 from measured_on import measured_on, require_device
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
@@ -28,14 +28,12 @@ ROWS, HEADS, TOKENS, HEAD_SIZE = 2, 32, 2048, 128
 
 def main() -> None:
     """Print one JSON object."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     require_device("cuda")
     gpu = this_machines_gpu()
     peak, link = gpu.dense_flops["bfloat16"], pcie_rate(gpu)
     found = {
-        **measured_on(torch.device("cuda")),
+        **measured_on("cuda"),
         "products": {str(size): product(size) / peak for size in (2048, 4096, 8192, 16384)},
         "attention": {
             "forward": attention(backward=False) / peak,
@@ -46,7 +44,7 @@ def main() -> None:
             "to the device": transfer(to_device=True) / link,
             "back": transfer(to_device=False) / link,
         },
-        "operator_seconds": operator_seconds(),
+        "operator_seconds": host_seconds(operators, "cuda", REPEATS)["host_seconds"],
     }
     print(json.dumps(found, indent=1))
 
@@ -90,34 +88,9 @@ def transfer(*, to_device: bool) -> float:
     return source.nbytes / seconds_of(lambda: target.copy_(source, non_blocking=True))
 
 
-def operator_seconds(count: int = 2000) -> float:
-    """Return the host's seconds for an operator with autograd, of tensors so small that the device waits for it."""
-    value = torch.zeros(8, device="cuda", requires_grad=True)
-    seconds = 0.0
-    for _ in range(2):  # the second one counts
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        result = value
-        for _ in range(count):
-            result = result + 1
-        seconds = time.perf_counter() - begin
-        torch.cuda.synchronize()
-    return seconds / count
-
-
 def seconds_of(run: Callable[[], object]) -> float:
-    """Return the median seconds of a call by the device's events, after three calls that do not count."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(REPEATS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        run()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(begin.elapsed_time(end) / 1000)
-    return statistics.median(times)
+    """Return the seconds of the device's work in a call."""
+    return timed([run], "cuda").device
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import argparse
 import gc
 import platform
 import runpy
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from command_line import parser_of
 
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.modules.patching import wrap_method
@@ -30,7 +32,7 @@ PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate")
 
 
 class StepMeter(TrainerCallback):
-    """Records losses, kept and peak bytes of each step.
+    """Records loss, seconds, kept and peak bytes of each step.
 
     Args:
         tracker: a running tracker.
@@ -41,14 +43,18 @@ class StepMeter(TrainerCallback):
         self.losses: list[float] = []
         self.kept: list[int] = []
         self.peaks: list[int] = []
+        self.seconds: list[float] = []
+        self._began = 0.0
 
     def on_step_begin(self, *event: Any, **kwargs: Any) -> None:
-        """Restart the peak."""
+        """Restart the peak and the clock."""
         gc.collect()
         self.tracker.reset_peak()
+        self._began = time.perf_counter()
 
     def on_step_end(self, *event: Any, **kwargs: Any) -> None:
-        """Record the peak of the step."""
+        """Record the seconds of the step, and its peak."""
+        self.seconds.append(time.perf_counter() - self._began)
         self.peaks.append(self.tracker.peak_bytes)
 
     def on_log(self, *event: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
@@ -95,9 +101,7 @@ def run(script: Path, arguments: list[str]) -> StepMeter:
 
 def main() -> None:
     """Print both runs as rows of a table."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     scripts = Path(__file__).parent / "trl"
     parser.add_argument("name", choices=sorted(path.stem for path in scripts.glob("*.py")))
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of that script")

@@ -14,10 +14,7 @@ import sys
 import tempfile
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:  # what only starts others, and stamps what they found, goes without torch
-    import torch
+from typing import Any
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "liger-kernel", "bitsandbytes")
 """Packages whose kernels, or whose Python between kernels, a measured number depends on."""
@@ -26,16 +23,15 @@ _TURNS = Path(tempfile.gettempdir()) / "lowmem_ft_measurement.lock"
 """File that a process locks while it is on the GPU."""
 
 
-def measured_on(device: torch.device) -> dict[str, Any]:
-    """Return date, command, hardware, host and versions, to store with a measurement on ``device``."""
+def measured_on(device: str) -> dict[str, Any]:
+    """Return date, command, hardware, host and versions, to store with a measurement on ``cpu`` or ``cuda``."""
     import torch
 
-    on_cuda = device.type == "cuda"
     return {
         "date": datetime.date.today().isoformat(),
         "command": " ".join(["python", *sys.argv]),
         "hardware": torch.cuda.get_device_name(device)
-        if on_cuda
+        if device == "cuda"
         else f"{processor()}, {torch.get_num_threads()} threads",
         "host": host_facts(),
         "versions": installed_versions(),

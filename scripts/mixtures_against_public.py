@@ -10,12 +10,12 @@ their layout; each row says what they store otherwise. It takes a minute without
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import marked_table
+from command_line import parser_of
+from marked_table import put_table, table_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
@@ -103,23 +103,20 @@ RUNS.append(
 )
 
 
-def row(run: Published) -> str:
-    """Return the line of the table for a run."""
+def row(run: Published) -> tuple[str, ...]:
+    """Return the cells of the table for a run."""
     recipe = load_recipe(None, [*COMMON, *run.settings])
     gigabytes = estimate_memory(recipe, find_gpu(run.gpu)).allocated_peak_bytes / 1e9
     difference = gigabytes / run.gigabytes - 1
-    return f"| {run.name} | {run.gigabytes:.2f} | {gigabytes:.2f} | {difference:+.1%} | {run.otherwise} |\n"
+    return run.name, f"{run.gigabytes:.2f}", f"{gigabytes:.2f}", f"{difference:+.1%}", run.otherwise
 
 
 def main() -> None:
     """Write the table."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
-    table = "| run | published, GB | estimated, GB | difference | what it stores otherwise |\n|---|---|---|---|---|\n"
-    table += "".join(map(row, RUNS))
-    page = PAGE.read_text("utf-8")
-    PAGE.write_text(marked_table.with_table(page, Path(__file__).name, table), "utf-8")
+    parser_of(__doc__).parse_args()
+    heads = ("run", "published, GB", "estimated, GB", "difference", "what it stores otherwise")
+    table = table_of(heads, map(row, RUNS)) + "\n"
+    put_table(PAGE, Path(__file__).name, table)
     print(table)
 
 

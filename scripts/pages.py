@@ -10,9 +10,9 @@ Run it when a published name, a recipe key, a rule or a table of the package has
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
+from command_line import parser_of
 from marked_table import with_table
 from page_tables import coming_from, memory_ladder, python_api, recipe_keys, several_gpus, support, trainers
 
@@ -31,9 +31,7 @@ TABLES = {
 
 def main() -> int:
     """Write the pages that the arguments name, or check them."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all, {', '.join(TABLES)}")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if a page differs")
     options = parser.parse_args()

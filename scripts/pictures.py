@@ -9,7 +9,6 @@ that a phone shows letters of 11 pixels.
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import subprocess
@@ -18,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from command_line import parser_of
 from rich.console import Console
 from rich.segment import Segment
 from rich.text import Text
@@ -117,9 +117,7 @@ def _run(segment: Segment, words: str, x: float, baseline: int) -> str:
 
 def main() -> int:
     """Draw both pictures, or check the first."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument(
         "--check", action="store_true", help="change nothing; exit code 1 if the numbers differ"
     )

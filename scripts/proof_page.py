@@ -8,7 +8,6 @@ others are computed for each row (``scripts/proof/formulas.py``).
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import marked_table
+from command_line import parser_of
 from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
 from ground_truth.constant_rows import caveat_of_recipes
 from kill_processes import RESULTS as KILLS
@@ -64,7 +64,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
         "Memory is what the caching allocator reserves (of the mixtures, what is allocated). *Too low by more than "
         "6%* is the error that costs: a run that was promised to fit, and does not."
     )
-    yield _table(
+    yield marked_table.table_of(
         ("predictor", "rows it answers", "median error", "largest", "too low by more than 6%"),
         _predictors(rows),
         numbers=range(1, 5),
@@ -88,7 +88,9 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
     yield "The largest error comes first."
     yield _table_of([row for row in rows if row.is_hit])
     yield "## The rules"
-    yield _table(("column", "rule", "source"), ((rule.title, rule.words, rule.source) for rule in FORMULAS))
+    yield marked_table.table_of(
+        ("column", "rule", "source"), ((rule.title, rule.words, rule.source) for rule in FORMULAS)
+    )
     yield _left_out()
     yield "## Never measured"
     yield _never_measured(rows)
@@ -103,7 +105,7 @@ def _parts(rows: Sequence[ProofRow]) -> Iterator[str]:
         "optimizer state and files compared with those of a run that no one disturbed. All of it is on CPUs, several "
         "processes a run."
     )
-    yield _table(
+    yield marked_table.table_of(
         ("command", "day", "kills", "in", "left a folder half written", "runs", "ends that differed"),
         _kills(),
     )
@@ -146,7 +148,7 @@ def _held() -> str:
 
 def _table_of(rows: Sequence[ProofRow]) -> str:
     heads = ("run", "GPU", "GiB", "predicted", "error", "s a step", "predicted", "error")
-    return _table(
+    return marked_table.table_of(
         (*heads, *(rule.title for rule in FORMULAS), "differs, or left open", "by"),
         (
             (
@@ -230,12 +232,6 @@ def _problems(row: Mapping[str, Any]) -> str:
     return f"{'; '.join(row['problems'])}{fixed}" if row["problems"] else "none"
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[int] = ()) -> str:
-    aligned = set(numbers)
-    rule = "|".join("---:" if place in aligned else "---" for place in range(len(heads)))
-    return "\n".join([f"| {' | '.join(heads)} |", f"|{rule}|", *(f"| {' | '.join(row)} |" for row in rows)])
-
-
 def readme_with_summary(text: str, rows: Sequence[ProofRow]) -> str:
     """Return the README with its sentence on accuracy as the rows have it."""
     memory = [abs(pair.error) for pair in _pairs(rows)]
@@ -277,9 +273,7 @@ def picture_of(rows: Sequence[ProofRow]) -> str:
 
 def main() -> None:
     """Write page and picture."""
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    parser_of(__doc__).parse_args()
     rows = load_proof_rows()
     PAGE.write_text(page_of(rows), "utf-8")
     README.write_text(readme_with_summary(README.read_text("utf-8"), rows), "utf-8")

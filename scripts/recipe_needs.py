@@ -9,11 +9,12 @@ Run it when a recipe or the estimator has changed. The header of each recipe has
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import datetime
 import json
 import re
+
+from command_line import parser_of
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.run_host_memory import build_bytes
@@ -25,9 +26,7 @@ from lowmem_ft.recipe.shipped.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_o
 
 def main() -> None:
     """Estimate the recipes that the arguments name, and write the file after each."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("recipes", nargs="*", metavar="NAME[=GPU]", help="default: all that are kept")
     for argument in parser.parse_args().recipes or needs_of_shipped_recipes():
         name, _, gpu = argument.partition("=")

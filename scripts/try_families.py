@@ -10,7 +10,6 @@ the table of ``docs/families.md`` up to date.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
@@ -25,6 +24,7 @@ import accelerate.utils  # noqa: F401  imported here once, and not in the proces
 import marked_table
 import transformers
 import transformers.generation  # noqa: F401
+from command_line import parser_of
 from ground_truth.family_tries import TECHNIQUES, try_technique
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -61,9 +61,7 @@ Results = dict[str, dict[str, str]]
 
 def main() -> None:
     """Make the tries that are missing, or write the page."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--only", action="append", help="a model type; may be repeated (all)")
     parser.add_argument("--technique", action="append", choices=list(TECHNIQUES), help="a technique (all)")
     parser.add_argument("--again", action="store_true", help="repeat tries that are there")
@@ -140,13 +138,13 @@ def _send(sender: multiprocessing.connection.Connection, model_type: str, techni
 def with_table(page: str, results: Results) -> str:
     """Return the page with the current table between its marks."""
     trained = {name: row for name, row in results.items() if not row["plain"].startswith(_NOT_CAUSAL)}
-    lines = [f"| model type | {' | '.join(TECHNIQUES)} |", f"|{'---|' * (len(TECHNIQUES) + 1)}"]
-    lines += [
-        f"| `{name}` | {' | '.join(row.get(technique, '').partition(':')[0] for technique in TECHNIQUES)} |"
+    rows = (
+        (f"`{name}`", *(row.get(technique, "").partition(":")[0] for technique in TECHNIQUES))
         for name, row in sorted(trained.items())
-    ]
+    )
     encoders = ", ".join(f"`{name}`" for name in sorted(results.keys() - trained.keys()))
-    lines += [
+    lines = [
+        marked_table.table_of(("model type", *TECHNIQUES), rows),
         "",
         f"Refused in every column, as their tokens see later ones: {encoders}.",
         "",

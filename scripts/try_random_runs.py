@@ -6,7 +6,6 @@ python scripts/try_random_runs.py --only 1042
 
 from __future__ import annotations
 
-import argparse
 import logging
 import tempfile
 import time
@@ -15,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+from command_line import parser_of
 from ground_truth.random_runs import RandomRun, difference_from_plain, has_way_out, random_run
 
 from lowmem_ft.foundation.errors import UserError
@@ -22,9 +22,7 @@ from lowmem_ft.foundation.errors import UserError
 
 def main() -> None:
     """Try seed after seed until the time is up."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = parser_of(__doc__)
     parser.add_argument("--seconds", type=float, default=60, help="seconds until it stops (60)")
     parser.add_argument("--seed", type=int, default=0, help="of the first run (0)")
     parser.add_argument("--only", type=int, help="a seed to run alone")

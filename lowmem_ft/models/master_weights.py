@@ -1,4 +1,8 @@
-"""Master weights from a checkpoint that is finer than the type its weights are loaded in."""
+"""Master weights from a checkpoint that is finer than the type its weights are loaded in.
+
+Its files are read twice: for the weights, and for the lower bits that their masters begin with. With zeros there,
+SmolLM2's loss was 0.2 higher after eight steps.
+"""
 
 from __future__ import annotations
 

@@ -56,4 +56,4 @@ def _move(host: HostMemory, module: nn.Module, name: str, weight: nn.Parameter) 
     weight.data = host.allocate(weight.shape, weight.dtype, "parameter").copy_(weight.data)
     if is_int8:
         weight.CB = weight.data  # type: ignore[attr-defined]
-    return_free_memory()
+    return_free_memory()  # after each: glibc would keep most of a model

@@ -1,7 +1,8 @@
 """The optimizer: one update in float32, run chunk by chunk over weights and state in any storage format.
 
 A step never holds more than a few chunks in float32, however large a parameter is, and a slice of a parameter can be
-updated as soon as its gradient is finished.
+updated as soon as its gradient is finished. A format knows how to read and write, an update knows no format.
+The formats fp32 and split16 round ties alike, so that they train the same bits.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class Recipe:
 
     @property
     def left_to_choose(self) -> tuple[str, ...]:
-        """The settings that leave a choice for a budget open; code above training makes it."""
+        """The settings that leave a choice for a budget open; code above training makes it, before a model is built."""
         settings = {"plan.mode": self.plan.mode, "checkpointing.mode": self.checkpointing.mode}
         return tuple(f"{key}={value}" for key, value in settings.items() if value == "auto")
 

@@ -1,11 +1,10 @@
 """Runs that copy, on a virtual GPU that checks for races, and its findings when an ordering is left out.
 
-``scripts/leave_out_orderings.py`` prints them. Runs are the cases of :mod:`copy_cases` and the visits of
-:mod:`small_visits`. An ordering is a pair of places: where events are recorded, and where a stream, or the host,
-waits for them. The further course of a virtual GPU's program does not depend on them. So each run is traced once, and
-the calls of its checker are replayed to a new one, without the one ordering. If that makes a race in no run, the
-ordering should be *implied* by others, which is checked, too: with it and without, at each access to memory, the
-accessing stream or host comes after the same work.
+Runs are the cases of :mod:`copy_cases` and the visits of :mod:`small_visits`. An ordering is a pair of places: where
+events are recorded, and where a stream, or the host, waits for them. The further course of a virtual GPU's program does
+not depend on them. So each run is traced once, and the calls of its checker are replayed to a new one, without the one
+ordering. If that makes a race in no run, the ordering should be *implied* by others, which is checked, too: with it and
+without, at each access to memory, the accessing stream or host comes after the same work.
 """
 
 from __future__ import annotations
@@ -172,7 +171,7 @@ def checked_gpu(case: CopyCase, folder: Path, disk_folder: Path) -> VirtualGPU:
     return gpu
 
 
-def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
+def visited_gpu(visit: Callable[[], None], *, pins: bool) -> VirtualGPU:
     """Return a virtual GPU that a visit was made on; the visit's assertions on values are taken for true."""
     gpu = VirtualGPU(GPU, check_streams=True)
     allocate = HostMemory.allocate
@@ -193,7 +192,7 @@ def visited_gpu(visit: Callable[[Any], None], *, pins: bool) -> VirtualGPU:
     ):
         for count in (2**10, 2**20):  # memory that is reused, in both of the allocator's pools
             torch.ones(count)
-        visit(None)
+        visit()
     return gpu
 
 
@@ -218,28 +217,17 @@ def orders_of_visits() -> Iterator[KeptOrder]:
             yield kept_by(visited_gpu(visit, pins=pins))
 
 
-def orders_of_cases(cases: Iterable[CopyCase], folder: Path) -> Iterator[KeptOrder]:
-    """Yield the order of each run."""
-    with orders_kept():
-        for case in cases:
-            yield kept_by(checked_gpu(case, folder, folder))
-
-
 @dataclass
 class Findings:
     """Findings of leaving out each ordering of some runs.
 
     Args:
-        num_runs: number of runs.
-        num_accesses: number of accesses judged in the unchanged runs.
         num_false_alarms: races of runs with all of their orderings.
         found: orderings whose absence makes a race.
         implied: those whose absence makes no race, and changes nothing.
         missed: the others: the waiting side comes after more work with them than without, and no run has shown a need.
     """
 
-    num_runs: int = 0
-    num_accesses: int = 0
     num_false_alarms: int = 0
     found: set[Edge] = field(default_factory=set)
     implied: set[Edge] = field(default_factory=set)
@@ -250,9 +238,7 @@ def leave_out_each(orders: Iterable[KeptOrder]) -> Findings:
     """Leave out each ordering of some runs in turn, in each run until one makes a race."""
     findings, needed = Findings(), set[Edge]()
     for order in orders:
-        findings.num_runs += 1
         findings.num_false_alarms += len(order.conflicts)
-        findings.num_accesses += sum(told.name == "access" for told in order.told)
         for edge in order.edges - findings.found:
             if order.makes_race_without(edge):
                 findings.found.add(edge)

@@ -1,7 +1,6 @@
 """Uses that no run of :mod:`copy_cases` makes, or makes in time: each part that copies, alone, at its limits.
 
-Each function runs with a :class:`LateDevice` in place of a GPU, or on a virtual GPU (:mod:`checked_streams`); none
-makes a race.
+Each function runs on a virtual GPU (:mod:`checked_streams`), which is then :data:`DEVICE`; none makes a race.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import functools
 from collections.abc import Iterable
 
 import torch
-from ground_truth.late_copies import DEVICE, LateDevice
 from torch import Tensor, nn
 
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
@@ -26,6 +24,7 @@ from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream
 from lowmem_ft.techniques.update_overlap import UpdateOverlap
 
+DEVICE = torch.device("cpu")
 ROWS, COLUMNS = 8, 16
 
 
@@ -33,7 +32,7 @@ def _host() -> HostMemory:
     return HostMemory(DEVICE, is_limited=False)
 
 
-def there_and_back(device: LateDevice) -> None:
+def there_and_back() -> None:
     """Copy to the device, compute, copy to the host and drop the source, and read on the host."""
     engine, host = CopyEngine(DEVICE), _host().allocate(1024, torch.float32)
     for _ in range(4):
@@ -44,14 +43,14 @@ def there_and_back(device: LateDevice) -> None:
     engine.synchronize()
 
 
-def memory_that_goes_while_it_is_copied(device: LateDevice) -> None:
+def memory_that_goes_while_it_is_copied() -> None:
     """Free host memory in mid-copy: it is unpinned only after its copies."""
     engine, target = CopyEngine(DEVICE), torch.empty(1024)
     engine.to_device(_host().allocate(1024, torch.float32), target)
     engine.synchronize()
 
 
-def sources_on_their_way(device: LateDevice) -> None:
+def sources_on_their_way() -> None:
     """Copy more sources than the engine holds."""
     engine = CopyEngine(DEVICE)
     for place in _host().allocate((6, 512), torch.float32):
@@ -59,7 +58,7 @@ def sources_on_their_way(device: LateDevice) -> None:
     engine.synchronize()
 
 
-def chunks_that_grow(device: LateDevice) -> None:
+def chunks_that_grow() -> None:
     """Visit chunks each larger than the slot it comes to, and then the same ones again at once."""
     home = HostStorage(_host())
     states = [home.allocate(64 * count, torch.float32, DEVICE) for count in range(1, 2 * NUM_SLOTS + 1)]
@@ -76,7 +75,7 @@ def _update(home: HostStorage, weight: nn.Parameter, gradient: Tensor, start: in
         here["weight"].sub_(gradient.view(-1))
 
 
-def rows_read_right_after_their_update(device: LateDevice) -> None:
+def rows_read_right_after_their_update() -> None:
     """Update the embedding or the head last in a step, and begin the next step with their rows."""
     memory = _host()
     home = HostStorage(memory)
@@ -105,7 +104,7 @@ def rows_read_right_after_their_update(device: LateDevice) -> None:
     home.synchronize()
 
 
-def rows_of_one_batch_after_another(device: LateDevice) -> None:
+def rows_of_one_batch_after_another() -> None:
     """Look up other tokens each time, in a table that is not trained; the host reads nothing meanwhile."""
     memory, table = _host(), nn.Embedding(ROWS, COLUMNS)
     table.weight = nn.Parameter(memory.allocate(table.weight.shape, torch.float32, "parameter"))
@@ -127,7 +126,7 @@ def _no_gradient() -> None:
     return None
 
 
-def a_tied_gradient(device: LateDevice) -> None:
+def a_tied_gradient() -> None:
     """Keep the head's gradient on the host until the embedding adds it to its own."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
     head = StreamedHead(linear, DEVICE, _host(), is_tied=True)
@@ -144,7 +143,7 @@ def _nobody_takes(*_: object) -> None:
     raise AssertionError
 
 
-def gradients_that_wait_for_their_norm(device: LateDevice) -> None:
+def gradients_that_wait_for_their_norm() -> None:
     """Take two steps of the clipping phase: gradients go to the host part by part, and return to be applied."""
     weights = [nn.Parameter(torch.zeros(2048)) for _ in range(3)]
     in_backward = _clipped_in_backward(weights)
@@ -174,7 +173,7 @@ def _unscale_nothing(tensor: Tensor) -> None:
     pass
 
 
-def updates_beside_a_forward_pass(device: LateDevice) -> None:
+def updates_beside_a_forward_pass() -> None:
     """Use weights while others are updated; end a pass after the first layer, read all, and continue."""
     layers = [nn.Linear(COLUMNS, ROWS, bias=False) for _ in range(4)]
     weights = [weight for layer in layers for weight in layer.parameters()]
@@ -213,13 +212,13 @@ class _AddsOne:
             self.waiting.discard(parameter)
 
 
-def layers_that_are_updated_at_once(device: LateDevice) -> None:
+def layers_that_are_updated_at_once() -> None:
     """Run forward, backward with a change in each layer's slot, and the host's reads and writes at rest."""
     for num_layers in (1, 2, 5):  # one or two stay in their slots, and are changed there again
         _stream_layers(num_layers, _AddsOne(at_once=True))
 
 
-def layers_that_are_updated_later(device: LateDevice) -> None:
+def layers_that_are_updated_later() -> None:
     """Repeat it with changes that are made at the next visit."""
     for num_layers in (1, 2, 5):
         _stream_layers(num_layers, _AddsOne(at_once=False))
@@ -252,7 +251,7 @@ def _stream_layers(num_layers: int, updates: _AddsOne) -> None:
     stream.flush()
 
 
-def a_layer_that_nobody_comes_for(device: LateDevice) -> None:
+def a_layer_that_nobody_comes_for() -> None:
     """End a forward early, and change on the host the layer that is being copied."""
     slabs = [LayerSlab(nn.Linear(COLUMNS, ROWS), lambda _: True, _host(), torch.zeros_like) for _ in range(3)]
     stream = LayerStream(slabs, CopyEngine(DEVICE), DEVICE)
@@ -261,7 +260,7 @@ def a_layer_that_nobody_comes_for(device: LateDevice) -> None:
     slabs[1].memory.fill_(0)
 
 
-def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
+def a_chunk_that_nobody_comes_for() -> None:
     """End an update of two chunks after the first."""
     home = HostStorage(_host())
     states = [home.allocate(64, torch.float32, DEVICE) for _ in range(NUM_SLOTS)]
@@ -273,7 +272,7 @@ def a_chunk_that_nobody_comes_for(device: LateDevice) -> None:
         state.fill_(0)
 
 
-def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
+def a_tile_that_nobody_comes_for() -> None:
     """End the loss early: the next tile is being copied, and the next loss begins with the first."""
     linear = nn.Linear(COLUMNS, ROWS, bias=False)
     linear.weight = nn.Parameter(_host().allocate(linear.weight.shape, torch.float32, "parameter"))
@@ -282,7 +281,7 @@ def a_tile_that_nobody_comes_for(device: LateDevice) -> None:
         head.weight(slice(0, 4))
 
 
-def activations_sent_for_in_vain(device: LateDevice) -> None:
+def activations_sent_for_in_vain() -> None:
     """End backward early: activations being copied back are freed, and their memory is reused on both sides."""
     room = OffloadPool(_host(), 1)
     saved = [room.leave(torch.ones(1024) * count) for count in range(3)]
@@ -292,7 +291,7 @@ def activations_sent_for_in_vain(device: LateDevice) -> None:
     assert room.back(room.leave(torch.ones(1024) * 3)).eq(3).all()
 
 
-def activations_that_come_back(device: LateDevice) -> None:
+def activations_that_come_back() -> None:
     """Fetch activations one ahead of their use, twice in the same buffers."""
     room = OffloadPool(_host(), 2)
     for _ in range(2):

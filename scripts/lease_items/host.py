@@ -25,16 +25,19 @@ def parts(setting: Setting) -> Iterator[Part]:
     """Yield each kind of Python that a step consists of."""
     repeats = 3 if setting.tiny else 30
     for name, measure in MEASURES.items():
-        run = functools.partial(_run, measure, setting.device, repeats)
+        run = functools.partial(host_seconds, measure, setting.device, repeats)
         yield Part(name=name, run=run, seconds=2)
     needs: dict[str, Any] = {"needs": ("triton",), "needs_cuda": True}
-    run = functools.partial(_run, _triton_launches, setting.device, repeats)
+    run = functools.partial(host_seconds, _triton_launches, setting.device, repeats)
     yield Part(name="a launch of a Triton kernel", run=run, seconds=5, **needs)
-    run = functools.partial(_run, _updates, setting.device, repeats)
+    run = functools.partial(host_seconds, _updates, setting.device, repeats)
     yield Part(name="our update in Triton, a parameter", run=run, seconds=5, **needs)
 
 
-def _run(measure: Callable[[str], tuple[Callable[[], object], int]], device: str, repeats: int) -> Numbers:
+def host_seconds(
+    measure: Callable[[str], tuple[Callable[[], object], int]], device: str, repeats: int
+) -> Numbers:
+    """Return the host's seconds for one of the calls that a measure makes: the median, and the least."""
     run, number = measure(device)
     for _ in range(3):
         run()
@@ -47,7 +50,8 @@ def _run(measure: Callable[[str], tuple[Callable[[], object], int]], device: str
     return {"host_seconds": seconds[len(seconds) // 2], "host_seconds_least": seconds[0]}
 
 
-def _operators(device: str) -> tuple[Callable[[], object], int]:
+def operators(device: str) -> tuple[Callable[[], object], int]:
+    """Return a chain of operators with autograd, and how many they are."""
     value = torch.zeros(8, device=device, requires_grad=True)
 
     def run() -> object:
@@ -138,7 +142,7 @@ def _plain_python(device: str) -> tuple[Callable[[], object], int]:
 
 
 MEASURES = {
-    "an operator with autograd": _operators,
+    "an operator with autograd": operators,
     "a function in Python, both passes": _functions,
     "an operator and its backward under hooks on what it saves": _hooks,
     "the same without hooks": _sines,

@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import statistics
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,16 @@ import torch
 from ground_truth.families import write_families
 from ground_truth.measured_rows import described
 from lease_items.parts import Numbers, Part, Setting
-from profile_speed import PROFILED, ProfiledGPU
-from speed.kernel_trace import digest
+from speed.kernel_trace import digest, events_of
 from speed.peer_settings import ROWS, TOKENS
 from speed.this_gpu import ThisGPU
 from speed.work_runs import run_on
 from speed.works import TWO_ROWS, WITHOUT_CHECKPOINTS, WORKS, Work
+from torch.profiler import ProfilerActivity, profile
 
 WORK = WORKS["8b-full"]
-TIMED = 3
+PROFILED, TIMED = 3, 3
+"""The step that is recorded, and the number of those after it."""
 
 MODEL, SECONDS = "qwen3-8b", 35
 SMALLER_MODEL, SMALLERS_SECONDS = "qwen3-1.7b", 12
@@ -43,6 +45,30 @@ TWO_ROWS_WITHOUT_CHECKPOINTS = (
 )
 TWO_ROWS_IN_80_GB = (*TWO_ROWS, "checkpointing.skip_last_layers=15", "offload.activations=inputs")
 _BYTES_OF_TWO_ROWS = 120e9
+
+
+class ProfiledGPU(ThisGPU):
+    """This machine's GPU, which times every step and profiles one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._profile = profile(activities=[ProfilerActivity.CUDA])
+        self._began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Wait for a step's work; the next step begins at once."""
+        torch.cuda.synchronize(self.device)
+        self.seconds.append(time.perf_counter() - self._began)
+        if len(self.seconds) == PROFILED:
+            self._profile.stop()
+        elif len(self.seconds) == PROFILED - 1:
+            self._profile.start()
+        self._began = time.perf_counter()
+
+    def events(self) -> list[dict[str, Any]]:
+        """Return what the GPU did in the profiled step: kernels, copies, fills; ``ts`` and ``dur`` in microseconds."""
+        return events_of(self._profile)
 
 
 def of_peer(setting: Setting) -> Iterator[Part]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from marked_table import table_of
 from page_tables import several_gpus
 
 from lowmem_ft.catalog.architectures import load_architectures
@@ -20,11 +21,11 @@ def table() -> str:
     """Return a table of models, one of trainers and one of engines."""
     parts = [
         "## Models of the catalogue\n",
-        _table(("model", "parameters", "type", *TECHNIQUES), _models()),
+        table_of(("model", "parameters", "type", *TECHNIQUES), _models()),
         "\n## Techniques in trainers\n",
-        _table(("recipe key", "own loop", *KINDS), _trainers()),
+        table_of(("recipe key", "own loop", *KINDS), _trainers()),
         "\n## Techniques on several GPUs\n",
-        _table(("technique", *ENGINES), _engines()),
+        table_of(("technique", *ENGINES), _engines()),
     ]
     return "\n".join(parts) + "\n"
 
@@ -66,12 +67,3 @@ def _engines() -> Iterator[Sequence[str]]:
             is_shown = engine in row.proofs
             cells.append("refused" if row.refusal(engine) else "yes" if is_shown else "not shown")
         yield row.name, *cells
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [
-        f"| {' | '.join(heads)} |",
-        "|---" * len(heads) + "|",
-        *(f"| {' | '.join(row)} |" for row in rows),
-    ]
-    return "\n".join(lines)

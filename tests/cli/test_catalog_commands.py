@@ -99,7 +99,7 @@ def test_recipes_as_json_are_the_list_or_the_settings_of_one(capsys):
 def test_the_tables_need_no_torch(command):
     code = (
         f"import sys; from lowmem_ft.cli import main; main(['{command}']);"
-        "print({'torch', 'transformers', 'omegaconf'} & set(sys.modules), file=sys.stderr)"
+        "print({'torch', 'transformers', 'omegaconf', 'numpy'} & set(sys.modules), file=sys.stderr)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
     assert done.stderr.strip() == "set()"

@@ -12,15 +12,9 @@ import pytest
 from processes import LIMIT_SECONDS
 
 COMMANDS = (
-    "gpus",
-    "gpus rtx-4090",
     "gpus --json",
-    "models",
-    "recipes",
     "recipes tiny",
     "--version",
-    "--help",
-    "train --help",
     "estimate --help",
 )
 

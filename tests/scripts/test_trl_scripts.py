@@ -46,11 +46,6 @@ def prefers_long_answers(completions, **_):
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
-def test_a_script_is_short_enough_to_be_read(name):
-    assert len((SCRIPTS / f"{name}.py").read_text().splitlines()) < 60
-
-
-@pytest.mark.parametrize("name", ["sft", "dpo", "grpo"])
 def test_a_mistake_is_a_line_and_no_traceback(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [name, "--recipe", "tiny", "training.learning_rat=1"])
     with pytest.raises(SystemExit) as end:

@@ -8,18 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from ground_truth.copy_cases import batch, evaluate, read_all
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 from sweeps import few_quick
 
-from lowmem_ft.data.batches.batch import merged
+from lowmem_ft.data.batches.batch import Batch, merged
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.step import train_step
+from lowmem_ft.training.step import evaluation_loss, train_step
 
 MODEL = Path(__file__).parents[1] / "data" / "kept_runs" / "model"
 LORA = ("adapter.name=lora", "adapter.r=4", "adapter.target_modules=[q_proj]", "offload.parameters=stream")
@@ -92,7 +91,37 @@ class OurLoop:
         return result.loss, result.grad_norm, self.session.techniques.metrics()
 
     def evaluate(self):
-        return evaluate(self.session)
+        self.session.techniques.flush()
+        self.session.model.eval()
+        loss_sum, _ = evaluation_loss(self.session, [batch(100)])
+        self.session.model.train()
+        return float(loss_sum)
+
+
+def batch(seed, num_tokens=12):
+    """Return two rows of random tokens, with this many each."""
+    ids_BT = torch.randint(3, 128, (2, num_tokens), generator=torch.Generator().manual_seed(seed))
+    labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
+    return Batch(
+        input_ids_BT=ids_BT,
+        labels_BT=labels_BT,
+        position_ids_BT=None,
+        sample_ids=(0, 1),
+        num_label_tokens=2 * (num_tokens - 1),
+        num_tokens=2 * num_tokens,
+    )
+
+
+def read_all(session):
+    """Return every weight and all of the optimizer's state, as a checkpoint reads them."""
+    tensors = {}
+    with session.techniques.at_rest():
+        for name, parameter in session.unwrapped_model.named_parameters():
+            tensors[name] = parameter.detach().clone()
+            for key, value in session.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor):
+                    tensors[f"{name}.{key}"] = value.clone()
+    return tensors
 
 
 def make_session(settings, folder):

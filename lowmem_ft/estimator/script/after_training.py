@@ -1,6 +1,7 @@
 """The end of a script, once its trainer has trained: the models that it then loads or merges need memory, too.
 
-It is seen up to where it would concern others, or continue for long.
+It is seen up to where it would concern others, or continue for long: it was written to run once, after a real training.
+An error there is said, and costs nothing else.
 """
 
 from __future__ import annotations

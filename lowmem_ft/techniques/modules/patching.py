@@ -1,4 +1,8 @@
-"""Changes to a live object that can be undone exactly, in any order."""
+"""Changes to a live object that can be undone exactly, in any order.
+
+A hidden method is looked up when it is called: FSDP2 gives each module another class, and transformers checkpoints the
+forward of a layer's own class alone.
+"""
 
 from __future__ import annotations
 

@@ -44,6 +44,9 @@ class RunFiles(Processes):
     ) -> None:
         """Write what :meth:`save_trained` would have written at a checkpoint's step; the main process calls this alone.
 
+        Files are copied: loading them into streamed, offloaded or sharded weights would take a loader for each, and
+        memory.
+
         Args:
             session: the session that wrote the checkpoint; its weights are not read.
             tokenizer: the tokenizer, which is in the checkpoint.

@@ -2,7 +2,8 @@
 
 The recorder sits on top of ``FakeTensorMode``: every operator passes through it after autograd and autocast, as a
 kernel launch would. A storage is born with the operator that first returns it and dies with its last reference, exactly
-when the caching allocator would get it back.
+when the caching allocator would get it back. So logs, caches and exceptions must keep no tensors: the order of frees
+decides what is reserved.
 """
 
 from __future__ import annotations

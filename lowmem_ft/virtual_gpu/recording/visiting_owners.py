@@ -1,4 +1,7 @@
-"""Owners of weights and state that visit memory which several modules use in turn."""
+"""Owners of weights and state that visit memory which several modules use in turn.
+
+A layer's turn is told by the modules of its allocations: without this a model is traced whole, slowly, not wrongly.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""A trace as it would be on a GPU with other workspaces."""
+"""A trace as it would be on a GPU with other workspaces.
+
+They decide where the caching allocator puts the rest: without the change, QLoRA of 8B was 0.5 GiB off.
+"""
 
 from __future__ import annotations
 

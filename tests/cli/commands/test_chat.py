@@ -155,20 +155,6 @@ def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, cap
     assert "Stopped by SIGINT while it answered." in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "arguments, problem",
-    [
-        (("--max-new-tokens", "0"), "--max-new-tokens is at least 1"),
-        (("--temperature", "0"), "--temperature is above 0"),
-        (("--context", "300"), "at most what the model takes, 256 tokens"),
-        (("optimizer.name=lion",), "Nothing is trained here"),
-    ],
-)
-def test_bad_arguments_are_told(arguments, problem, model_folder, capsys):
-    assert main(["chat", model_folder, "--once", "Hello", *arguments]) == 2
-    assert problem in " ".join(capsys.readouterr().err.split())
-
-
 @pytest.mark.parametrize("stop", [BrokenPipeError, signal.SIGTERM], ids=str)
 def test_what_ends_the_command_ends_the_thread_that_answers(model_folder, monkeypatch, stop):
     def stops(*_, end="\n", **__):

@@ -189,23 +189,6 @@ def test_packed_and_streamed_data_are_shown_by_example(settings, capsys, write_c
         assert own["num_rows"] < 21
 
 
-def test_bad_input_is_refused_as_in_training(capsys, write_chats, tmp_path):
-    (tmp_path / "broken.jsonl").write_text('{"messages": [\n')
-    (tmp_path / "roles.jsonl").write_text(
-        json.dumps({"messages": [{"role": "wizard", "content": "x"}]}) + "\n"
-    )
-    for settings in (["data=nowhere.jsonl"], ["data=broken.jsonl"], ["data=roles.jsonl"], ["data=null"]):
-        said = []
-        for command in ("train", "data"):
-            assert main([command, "recipe=tiny", *settings]) == 2
-            said.append(capsys.readouterr().err)
-        assert said[0] == said[1]
-        assert "error: " in said[0]
-    for options in (["--show", "-1"], ["--json", "nowhere/out.json"], ["--shwo", "1"]):
-        assert main(["data", "recipe=tiny", *options]) == 2
-        assert "error: " in capsys.readouterr().err
-
-
 def test_colours_mark_what_is_learnt_on_a_terminal(write_chats):
     found = inspect_data_of(load_recipe("tiny", [f"data={write_chats('yes', 'no')}", *NO_EVAL]), show=1)
 

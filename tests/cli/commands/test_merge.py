@@ -112,15 +112,6 @@ def test_a_base_that_has_moved_can_be_named(folders, capsys):
     assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(tmp_path / "moved")]) == 0
 
 
-def test_what_is_no_adapter_is_refused_with_the_folder_that_is(folders, capsys):
-    tmp_path, base, adapter, _ = folders
-    shutil.move(adapter, tmp_path / "run" / "model")
-    assert main(["merge", str(tmp_path / "run"), str(tmp_path / "out")]) == 2
-    assert f"Did you mean {tmp_path / 'run' / 'model'}?" in capsys.readouterr().err
-    assert main(["merge", str(base), str(tmp_path / "out")]) == 2
-    assert "lacks adapter_config.json and adapter_model.safetensors" in capsys.readouterr().err
-
-
 def test_a_run_stands_for_the_model_that_it_has_trained(folders, capsys, caplog):
     tmp_path, base, adapter, _ = folders
     assert main(["merge", str(adapter), str(tmp_path / "by name")]) == 0
@@ -161,7 +152,7 @@ def test_a_full_disk_leaves_nothing_and_says_so(folders, capsys, monkeypatch):
     assert sorted(one.name for one in tmp_path.iterdir()) == ["adapter", "base"]
 
 
-def test_an_adapter_of_another_model_or_kind_says_so(folders, capsys):
+def test_an_adapter_of_another_model_says_so(folders, capsys):
     tmp_path, base, adapter, _ = folders
     config = json.loads((base / "config.json").read_text())
     other = LlamaConfig(**{**config, "hidden_size": 64})
@@ -169,10 +160,6 @@ def test_an_adapter_of_another_model_or_kind_says_so(folders, capsys):
     AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "other")
     assert main(["merge", str(adapter), str(tmp_path / "out"), "--base", str(tmp_path / "other")]) == 2
     assert "does not fit LlamaForCausalLM" in capsys.readouterr().err
-    settings = json.loads((adapter / "adapter_config.json").read_text())
-    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "peft_type": "IA3"}))
-    assert main(["merge", str(adapter), str(tmp_path / "out")]) == 2
-    assert "takes LoRA adapters, got IA3" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
 
 

@@ -208,37 +208,6 @@ def test_where_torch_finds_no_gpu_it_asks_for_one(folder, capsys, monkeypatch):
     assert ["lowmem-ft", *arguments, "budget=24GiB"] in commands
 
 
-@pytest.mark.parametrize(
-    "arguments, says",
-    [
-        (["model=X", "--gpu", "all"], "A plan is for one GPU, got --gpu all"),
-        (["model=X", "--gpu", "rtx4090"], "Did you mean `rtx-4090`"),
-        (["model=X", "--write", "plan.txt"], "--write names a recipe file, which ends in .yaml"),
-        (["model=X", "--write", "nowhere/plan.yaml"], "--write writes into a folder that exists"),
-        ([], "A plan needs one recipe=NAME|PATH, or model=NAME, got nothing"),
-        (["model=X", "budget=24"], "A size is a positive number and a unit"),
-        (["model=X", "budget=-1GiB"], "A size is a positive number and a unit"),
-        (["model=X", "plan.keep=[optimizer.stat]"], "plan.keep: optimizer.stat is not a recipe key"),
-        (["model=X", "plan.allow=[lorra]"], "plan.allow must be a list"),
-        (["model=X", "--max-gpus", "many"], "--max-gpus is a number of GPUs, at least 1, got many"),
-        (
-            ["model=X", "--max-gpus", "0"],
-            "--max-gpus is a number of GPUs, at least 1, got 0. Try --max-gpus 8",
-        ),
-        (["model=X", "plan=on"], "plan.mode must be one of none, auto"),
-    ],
-)
-def test_wrong_input_is_told(arguments, says, capsys):
-    assert main(["plan", *arguments]) == 2
-    assert says in capsys.readouterr().err
-
-
-def test_a_host_budget_below_the_process(folder, capsys):
-    arguments = [f"model={folder}", "model.weights=random", "budget=10GiB", "budget.host=1GiB", "--gpu", "l4"]
-    assert main(["plan", *arguments]) == 2
-    assert "budget.host=1GiB is less than the process itself takes, 2.44 GiB" in capsys.readouterr().err
-
-
 def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
     estimate, made = plan_target.estimate_memory, []
 

@@ -45,21 +45,10 @@ def test_split16_gives_back_every_bit_pattern(block):
     assert torch.equal(weight[value.isinf()].float(), value[value.isinf()])
 
 
-@pytest.mark.slow
-def test_split16_gives_back_all_numbers_there_are():
-    for block in range(4096):
-        value = patterns(block)
-        _, _, joined = written("split16", value)
-        is_nan = value.isnan()
-        assert torch.equal(joined.isnan(), is_nan)
-        assert torch.equal(joined.view(torch.int32)[~is_nan], value.view(torch.int32)[~is_nan])
-
-
 @pytest.mark.parametrize("block", BLOCKS)
-@pytest.mark.parametrize("name", ["fp32", "split16"])
-def test_exact_formats_show_the_model_the_same_weight(name, block):
+def test_exact_formats_show_the_model_the_same_weight(block):
     value = patterns(block)
-    weight, _, _ = written(name, value)
+    weight, _, _ = written("fp32", value)
     other, _, _ = written("split16", value)
     assert torch.equal(weight.view(torch.int16), other.view(torch.int16))
     finite = value.isfinite()
@@ -106,30 +95,6 @@ def test_random_rounding_is_unbiased_within_5_sigma(name, bits_kept):
     sigma = unit * (share * (1 - share)).sum().sqrt().item() / num_elements
     assert sigma > 0.3 * unit / num_elements**0.5
     assert abs((joined.double() - value.double()).mean().item()) < 5 * sigma
-
-
-@pytest.mark.parametrize("name", ["split24", "stochastic_rounding"])
-def test_small_updates_add_up_to_their_sum_within_5_sigma(name):
-    """300 steps of 1/128 unit, exact in float32; the mean over elements errs as a sum of independent roundings does."""
-    form = MASTER_FORMATS[name]
-    num_elements, num_steps = 20_000, 300
-    unit = 2.0**-7 if name == "stochastic_rounding" else 2.0**-15
-    start = torch.full((num_elements,), 1.25)
-    weight, kept, _ = written(name, start)
-    for step in range(num_steps):
-        value = form.read(weight, kept) + unit / 128
-        form.write(value, weight, kept, CounterRandom(5, step, 0))
-    moved = (form.read(weight, kept).double() - 1.25).mean().item()
-    sigma = unit * (num_steps / 128 * 127 / 128 / num_elements) ** 0.5
-    assert abs(moved - num_steps * unit / 128) < 5 * sigma
-
-
-def test_without_a_master_small_updates_are_lost():
-    form = MASTER_FORMATS["none"]
-    weight = torch.full((10,), 1.25, dtype=torch.bfloat16)
-    for _ in range(300):
-        form.write(form.read(weight, {}) + 2.0**-10, weight, {}, NO_RANDOM)
-    assert (weight == 1.25).all()
 
 
 def test_float32_weights_need_nothing_beside_them():

@@ -82,29 +82,6 @@ def test_rounding_is_unbiased_within_5_sigma(name, signed):
     assert abs((error.mean(0)[moved] / sigma[moved]).mean().item()) < 5 / moved.sum().item() ** 0.5
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "8bit"])
-def test_a_slow_average_arrives(name):
-    """1000 steps of weight 0.001 towards 4 take 1 to 1 + 3 * (1 - 1/e); bfloat16 to nearest would stay at 1."""
-    form = state_format(name, signed=False)
-    kept = zeros(form, 4096)
-    form.write(torch.ones(4096), kept, "x", RANDOM, 1)
-    for step in range(1000):
-        value = form.read(kept, "x", 4096) * 0.999 + 0.001 * 4
-        form.write(value, kept, "x", CounterRandom(0, step, 0), 1)
-    assert form.read(kept, "x", 4096).mean().item() == pytest.approx(1 + 3 * (1 - 0.999**1000), rel=0.02)
-    nearest = torch.ones(4096, dtype=torch.bfloat16)
-    for _ in range(1000):
-        nearest = (nearest.float() * 0.999 + 0.001 * 4).bfloat16()
-    assert (nearest == 1).all()
-
-
-@pytest.mark.parametrize("name,num_bytes", [("fp32", 4), ("bf16", 2), ("8bit", 1 + 4 / BLOCK)])
-def test_bytes_of_an_average(name, num_bytes):
-    for signed in (True, False):
-        kept = zeros(state_format(name, signed=signed), 1024)
-        assert sum(tensor.nbytes for tensor in kept.values()) == num_bytes * 1024
-
-
 def test_float32_state_is_read_in_place():
     form = state_format("fp32", signed=True)
     kept = zeros(form, 10)

@@ -209,40 +209,6 @@ def test_nan_stays_in_its_block():
         assert scale.isnan().tolist() == [False, True, False, False]
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
-def test_torchs_fused_operations_differ_by_last_bits_alone(name):
-    found = train(build(name, "fp32", "split16", 5000, "untried"), steps=1)
-    expected = train(build(name, "fp32", "split16", 5000, "eager", unfused=False), steps=1)
-    pairs = zip(kept(found), kept(expected), strict=True)
-    for (key, first), (_, second) in pairs:
-        if key.endswith(("weight", "low", "step")):
-            continue
-        # One rounding of one term, which may be larger than the sum of two: 2**-22 of the largest.
-        assert (first - second).abs().max() <= 2**-22 * second.abs().max(), key
-    for first, second in zip(
-        found.param_groups[0]["params"], expected.param_groups[0]["params"], strict=True
-    ):
-        master = found.master_of(first)
-        one = master.read(first.detach(), found.state[first])
-        other = master.read(second.detach(), expected.state[second])
-        assert (one - other).abs().max() <= 2**-22 * other.abs().max()
-
-
-def test_a_checkpoint_goes_on_with_the_other_kernel():
-    def steps(*kernels):
-        optimizer = build("adamw", "8bit", "split24", 900, "untried")
-        for kernel in kernels:
-            optimizer.kernel = kernel
-            train(optimizer, steps=1)
-        return optimizer
-
-    one, other = steps("untried", "eager", "untried"), steps("eager", "untried", "eager")
-    first, second = (o.param_groups[0]["params"][1] for o in (one, other))
-    close = (first.float() - second.float()).abs() <= 2**-7 * second.float().abs()
-    assert close.all()
-    assert (first == second).double().mean() > 0.99
-
-
 @pytest.fixture
 def tried_anew(monkeypatch):
     monkeypatch.setattr(triton_availability, "_works", {})
@@ -251,8 +217,9 @@ def tried_anew(monkeypatch):
 @pytest.mark.usefixtures("tried_anew")
 @pytest.mark.parametrize("clip", [None, 0.37])
 @pytest.mark.parametrize("num_elements", [1024, 700], ids=["in vectors", "with a tail"])
-def test_the_kernel_passes_its_trial(num_elements, clip):
-    train(build("adamw", "8bit", "split24", num_elements, "triton"), clip=clip)
+@pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
+def test_the_kernel_passes_its_trial(name, num_elements, clip):
+    train(build(name, "8bit", "split24", num_elements, "triton"), clip=clip)
     assert set(triton_availability._works.values()) == {True}
 
 
