@@ -191,8 +191,6 @@ _DRAFT: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
 
-_NO_INPUTS_OF_LAYERS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0}
-
 _OWN: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
