@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from roundings import LOSS
+from stock_scripts import IN_FOURS
 from tiny_models import TINY, tiny_llama
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
 
@@ -77,16 +79,11 @@ def measure_kept_bytes(trainer: Any, meter: Meter) -> None:
 def arguments(**fields: Any) -> dict[str, Any]:
     """Of any of the trainers: four steps of two micro-batches of four rows, on the CPU, clipped."""
     shared = {
-        "per_device_train_batch_size": 4,
+        **IN_FOURS,
         "gradient_accumulation_steps": 2,
         "max_steps": 4,
         "learning_rate": 1e-2,
         "max_grad_norm": 0.5,
-        "logging_steps": 1,
-        "report_to": [],
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
         "lr_scheduler_type": "constant",
     }
     return {**shared, **fields}
@@ -94,6 +91,15 @@ def arguments(**fields: Any) -> dict[str, Any]:
 
 IN_ONE_BATCH = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 """The same steps, for vertical order."""
+VERTICAL = (
+    "accumulation.order=vertical",
+    "checkpointing.mode=full",
+    "training.per_device_train_batch_size=4",
+)
+SAME_LOSSES = 8 * LOSS
+"""Of losses below 8."""
+SAME_NORMS = 32 * LOSS
+"""As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
 
 
 def trainer_of(folder: Path, *, model: Any = None, kind: type[Trainer] = Trainer, fields=None, **given: Any):

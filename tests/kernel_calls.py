@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 import torch
 
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -65,3 +66,35 @@ def _live_bytes(timeline):
         if size != TIMING_BUFFER:
             live += size if kind == "malloc" else -size
         yield live
+
+
+def call_of_delta_rule(function, *, is_normalised=True):
+    """A call of a delta rule of flash-linear-attention, ours or the package's, for :func:`measured`."""
+
+    def call(q, k, v, g, beta, state, offsets):
+        return function(
+            q,
+            k,
+            v,
+            g=g,
+            beta=beta,
+            initial_state=state,
+            output_final_state=state is not None,
+            use_qk_l2norm_in_kernel=is_normalised,
+            cu_seqlens=offsets,
+        )
+
+    return call
+
+
+def assert_delta_rule_of_package(inputs, ours, of_package, *, is_normalised, has_documents):
+    """Hold ours to the package's bytes and kernels."""
+    ours = measured(inputs, call_of_delta_rule(ours, is_normalised=is_normalised))
+    theirs = measured(inputs, call_of_delta_rule(of_package, is_normalised=is_normalised))
+    assert ours.backward == theirs.backward
+    if not has_documents:
+        assert ours.forward == theirs.forward
+        assert vars(ours) | {"flops": None} == vars(theirs) | {"flops": None}
+    else:  # the package numbers the chunks in a dozen small kernels
+        assert ours.forward == [one for one in theirs.forward if one in ours.forward]
+        assert ours.backward_peak == pytest.approx(theirs.backward_peak, abs=512)

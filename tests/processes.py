@@ -162,3 +162,18 @@ class Forks:
         self._interpreter.stdin.write(job + "\n")
         self._interpreter.stdin.flush()
         return json.loads(self._interpreter.stdout.readline())
+
+
+TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
+"""The command `lowmem-ft train`, as a program."""
+
+
+def train_in_processes(forks, num_processes: int, strategy: str, *settings: str) -> str:
+    """Train in one process, or in several by a strategy; return what they print to stderr."""
+    if num_processes > 1:
+        done = forks.run_several(num_processes, TRAIN, *settings, f"distributed.strategy={strategy}")
+    else:
+        done = [forks.run(TRAIN, *settings)]
+    said = "".join(process.stderr for process in done)
+    assert [process.returncode for process in done] == [0] * num_processes, said
+    return said

@@ -18,6 +18,17 @@ CHECKPOINTING = next(
 """The field as transformers names it since 5.23, or before."""
 
 
+IN_FOURS: dict[str, Any] = {
+    "per_device_train_batch_size": 4,
+    "use_cpu": True,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "logging_steps": 1,
+}
+"""Arguments of micro-batches of four rows on the CPU; each step is logged and nothing else."""
+
+
 class ProcessHere:
     """In place of ``EstimatingProcess``, whose imports take seconds: what it is asked goes through pickle here too."""
 
@@ -43,16 +54,7 @@ class ProcessHere:
 
 
 def arguments(folder: Any, **fields: Any) -> TrainingArguments:
-    shared = {
-        "per_device_train_batch_size": 4,
-        "max_steps": 2,
-        "use_cpu": True,
-        "report_to": [],
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "logging_steps": 1,
-    }
-    return TrainingArguments(str(folder), **{**shared, **fields})
+    return TrainingArguments(str(folder), **{**IN_FOURS, "max_steps": 2, **fields})
 
 
 def trainer_of(folder: Any, *, model: Any = None, callbacks: Any = None, **fields: Any) -> Trainer:

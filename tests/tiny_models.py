@@ -55,3 +55,12 @@ def losses_of_adamw(model, ids, num_steps=3):
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
+
+
+def loss_and_gradients(model, ids):
+    """The loss on these tokens, and the gradients of all weights that have one."""
+    model.zero_grad()
+    torch.manual_seed(1)
+    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+    loss.backward()
+    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]

@@ -39,8 +39,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.techniques.checkpointing.recomputed_activation import recomputed_width
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
-from lowmem_ft.techniques.streaming.parameter_streaming import tensor_of_experts
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, tensor_of_experts
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
 PRODUCT_KEYS = ("model", "adapter.name", "training", "checkpointing", "data.max_length")

@@ -19,9 +19,38 @@ import torch
 import transformers
 from tiny_models import TINY, model_of
 
+from lowmem_ft.techniques.adapters.config import AdapterConfig
+from lowmem_ft.techniques.adapters.lora import enable_lora
+
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
 CALL = {"name": "weather", "arguments": "{}"}
 GOOD_LINE = json.dumps({"messages": CHAT})
+
+
+@pytest.fixture
+def base_and_adapter(tmp_path):
+    """Write a base, and an adapter of it that changes something, with their tokenizer."""
+
+    def make(hidden_size):
+        base, adapter = tmp_path / "base", tmp_path / "adapter"
+        config = transformers.LlamaConfig(
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            vocab_size=512,
+        )
+        model = model_of(config, dtype=torch.bfloat16)
+        model.save_pretrained(base)
+        transformers.AutoTokenizer.from_pretrained(TINY).save_pretrained(base)
+        lora = enable_lora(model, AdapterConfig(name="lora", r=4), base_name=str(base))
+        for parameter in lora.parameters().values():
+            torch.nn.init.normal_(parameter, std=0.1)
+        adapter.mkdir()
+        lora.save(adapter)
+        return tmp_path, base, adapter, model
+
+    return make
 
 
 @pytest.fixture(scope="module")

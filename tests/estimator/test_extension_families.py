@@ -197,20 +197,6 @@ def _reasons(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, tracing.__name__)
 
 
-@pytest.fixture
-def traced_depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of layers that were traced, in order."""
-    depths: list[int] = []
-    original = tracing.trace_layers
-
-    def spy(recipe: Recipe, hf_config: PretrainedConfig, machine: TracingMachine, process_index: int) -> Any:
-        depths.append(hf_config.get_text_config().num_hidden_layers)
-        return original(recipe, hf_config, machine, process_index)
-
-    monkeypatch.setattr(tracing, "trace_layers", spy)
-    return depths
-
-
 def assert_equal_to_full_trace(recipe: Recipe, kind: str) -> None:
     mine = tracing.trace_recipe(recipe, lambda: new_machine(kind)).trace
     full = tracing.trace_recipe(recipe, lambda: new_machine(kind), extend=False).trace

@@ -7,8 +7,16 @@ import math
 
 import pytest
 import torch
-from attached_trainers import attached_trainer, measure_kept_bytes, recipe_of, trainer_of, weights_of
-from roundings import LOSS
+from attached_trainers import (
+    SAME_LOSSES,
+    SAME_NORMS,
+    VERTICAL,
+    attached_trainer,
+    measure_kept_bytes,
+    recipe_of,
+    trainer_of,
+    weights_of,
+)
 from stock_scripts import CHECKPOINTING
 from tiny_models import tiny_llama
 from transformers import TrainerCallback, set_seed
@@ -17,11 +25,6 @@ from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
-VERTICAL = (
-    "accumulation.order=vertical",
-    "checkpointing.mode=full",
-    "training.per_device_train_batch_size=4",
-)
 ON_THE_HOST = (
     *VERTICAL,
     "offload.optimizer=host",
@@ -42,10 +45,6 @@ EXACT = {
     "vertical": VERTICAL,
     "the ladder": LADDER,
 }
-SAME_LOSSES = 8 * LOSS
-"""Of losses below 8."""
-SAME_NORMS = 32 * LOSS
-"""As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
 
 
 @pytest.fixture(scope="module")

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from attached_trainers import IN_ONE_BATCH, TINY, Meter, arguments, chats, recipe_of
+from attached_trainers import (
+    IN_ONE_BATCH,
+    SAME_LOSSES,
+    SAME_NORMS,
+    TINY,
+    VERTICAL,
+    Meter,
+    arguments,
+    chats,
+    recipe_of,
+)
 from datasets import Dataset
 from ladder_rungs import RUNGS, settings_of
 from peft import LoraConfig
-from roundings import LOSS
 from safetensors.torch import load_file
 from tiny_models import model_of
 from transformers import AutoTokenizer, PrinterCallback
@@ -19,21 +28,12 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Refused
 
 STATE = ("offload.optimizer=host", "checkpointing.mode=full", "tiling.mlp=2", "offload.activations=inputs")
-VERTICAL = (
-    "accumulation.order=vertical",
-    "checkpointing.mode=full",
-    "training.per_device_train_batch_size=4",
-)
 STREAMED = (
     *VERTICAL,
     "offload.parameters=stream",
     "offload.optimizer=host",
     "optimizer.in_backward=true",
 )
-SAME_LOSSES = 8 * LOSS
-"""Of losses below 8."""
-SAME_NORMS = 32 * LOSS
-"""As a share: a norm of gradients moves with the weights, which steps of AdamW have moved apart."""
 
 
 def preferences():

@@ -5,11 +5,11 @@ import weakref
 
 import pytest
 import torch
+from batches import batch_of_two
 from ground_truth.families import FAMILIES, VOCABULARY
 from ladder_rungs import RUNGS, settings_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
@@ -56,19 +56,6 @@ def built(settings, folder):
     return build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=3)
 
 
-def batch(seed):
-    ids_BT = torch.randint(3, VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(seed))
-    labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
-    return Batch(
-        input_ids_BT=ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=None,
-        sample_ids=(0, 1),
-        num_label_tokens=64,
-        num_tokens=66,
-    )
-
-
 OF_PARAMETERS = ("shape", "dtype", "device", "requires_grad", "grad", "grad_dtype", "__dict__")
 
 
@@ -94,7 +81,7 @@ def num_hooks(module):
 
 
 def loss_and_gradients(model):
-    ids_BT = batch(7).input_ids_BT
+    ids_BT = batch_of_two(7, 33, VOCABULARY).input_ids_BT
     loss = model(input_ids=ids_BT, labels=ids_BT, use_cache=False).loss
     loss.backward()
     return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
@@ -104,7 +91,7 @@ def loss_and_gradients(model):
 def test_a_closed_session_leaves_the_trained_model_and_nothing_else(start, folder):
     session = built(STARTS[start], folder)
     for step in range(2):
-        train_step(session, [batch(2 * step), batch(2 * step + 1)])
+        train_step(session, [batch_of_two(seed, 33, VOCABULARY) for seed in (2 * step, 2 * step + 1)])
     model, adapter = session.unwrapped_model, session.techniques.find(Lora)
     references = [weakref.ref(part) for part in (session.optimizer, *session.techniques)]
     session.close()

@@ -1,12 +1,10 @@
 """The Triton kernel compiled for every generation of GPUs since Turing, without any of them."""
 
-import json
-import os
-import subprocess
-import sys
+import functools
 
 import pytest
 from triton_kernel import AVERAGES, MASTERS, STATES
+from triton_processes import run_with_triton
 
 pytest.importorskip("triton", reason="there is no Triton for this system")
 
@@ -19,23 +17,11 @@ print(json.dumps([vars(triton_kernel.compiled(*job)) for job in json.loads(sys.a
 """
 
 
-def run(program, argument, folder):
-    """In a process where Triton's interpreter is off, and which finds modules where this one does."""
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(folder),
-        "TRITON_DEFAULT_FP_FUSION": "1",
-    }
-    command = [sys.executable, "-c", program, json.dumps(argument)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
+compiled = functools.partial(run_with_triton, interpret=False, TRITON_DEFAULT_FP_FUSION="1")
 
 
 def check(jobs, folder):
-    for job, found in zip(jobs, run(PROGRAM, jobs, folder), strict=True):
+    for job, found in zip(jobs, compiled(PROGRAM, folder, jobs), strict=True):
         assert found["spilled_bytes"] == 0, job
         assert found["registers"] <= 128, job  # four blocks of 128 threads and more on a multiprocessor
         assert found["fused"] == 0, job
@@ -109,7 +95,7 @@ print(json.dumps([launched(sizes) for sizes in models]))
 def test_a_configuration_is_compiled_once(name, state, master, tmp_path):
     """And once more where a parameter does not end with a vector: keys, element, rate and step change nothing."""
     models = [2**14, 2048, 4096, 512], [2**14, 2048, 1, 701]
-    found = run(LAUNCHES, [name, state, master, models], tmp_path)
+    found = compiled(LAUNCHES, tmp_path, [name, state, master, models])
     for (launches, num_variants, fused), expected in zip(found, (1, 2), strict=True):
         assert launches > 4 * 4
         assert num_variants == expected

@@ -8,10 +8,10 @@ import random
 
 import numpy as np
 import pytest
+from planner_bounds import GPU, assert_bounded
 from transformers import GPT2Config, LlamaConfig
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.models.hf_config import load_model_config
@@ -22,8 +22,6 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.search_space import space_of, with_settings
 from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA
-
-GPU = "l4"
 
 LADDER = {
     "several float32 micro-batches": {"training.gradient_accumulation_steps": 4},
@@ -76,19 +74,6 @@ LADDER = {
         "model.quantization": "nf4",
     },
 }
-
-
-def assert_bounded(recipe, shape):
-    gpu, estimate = find_gpu(GPU), estimate_memory(recipe, GPU)
-    assert estimate.step is not None
-    parts = bounds.parts_of(recipe, shape)
-    for name, bound, found in (
-        ("device", bounds.device_bytes(parts, gpu), estimate.process_peak_bytes),
-        ("host", bounds.host_bytes(parts), estimate.host_peak_bytes),
-        ("seconds", bounds.seconds(recipe, parts, shape, gpu), estimate.step.seconds),
-    ):
-        assert 0 < bound <= found, (name, bound, found, recipe)
-    return estimate
 
 
 def shape_in(recipe) -> bounds.ModelShape:

@@ -7,10 +7,9 @@ import random
 import re
 
 import pytest
+from planner_bounds import assert_bounded
 
 from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.runtime import model_on_meta
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
@@ -130,18 +129,6 @@ def shape_in(recipe) -> bounds.ModelShape:
     return bounds.shape_of(
         model_on_meta(recipe.model, hf_config), 512, weights_dtype(recipe.model, hf_config)
     )
-
-
-def assert_bounded(recipe, shape) -> None:
-    gpu, estimate = find_gpu("l4"), estimate_memory(recipe, "l4")
-    assert estimate.step is not None
-    parts = bounds.parts_of(recipe, shape)
-    for name, bound, found in (
-        ("device", bounds.device_bytes(parts, gpu), estimate.process_peak_bytes),
-        ("host", bounds.host_bytes(parts), estimate.host_peak_bytes),
-        ("seconds", bounds.seconds(recipe, parts, shape, gpu), estimate.step.seconds),
-    ):
-        assert 0 < bound <= found, (name, bound, found, recipe.distributed)
 
 
 KNOWN = "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation,checkpointing]"

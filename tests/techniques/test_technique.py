@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from pathlib import Path
 
 import pytest
 import torch
+from batches import batch_of_two
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 from sweeps import few_quick
 
-from lowmem_ft.data.batches.batch import Batch, merged
+from lowmem_ft.data.batches.batch import merged
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques
@@ -27,6 +29,9 @@ RUNS["adapters beside a streamed base"] = (*settings_of(RUNGS[1]), *LORA)
 RUNS["bf16 weights alone"] = (*settings_of(RUNGS[2]), "optimizer.master=none", "optimizer.state=bf16")
 QUICK = (*(rung.name for rung in RUNGS[1::2]), "adapters beside a streamed base", "bf16 weights alone")
 """A rung has what those below it add; `make test` takes every other."""
+
+
+batch = functools.partial(batch_of_two, vocabulary=128)
 
 
 class OtherLoop:
@@ -75,7 +80,7 @@ class OtherLoop:
         self.techniques.flush()
         self.model.eval()
         with torch.no_grad():
-            loss = self.forward(batch(100), 1)
+            loss = self.forward(batch(100, 12), 1)
         self.model.train()
         return float(loss)
 
@@ -93,23 +98,9 @@ class OurLoop:
     def evaluate(self):
         self.session.techniques.flush()
         self.session.model.eval()
-        loss_sum, _ = evaluation_loss(self.session, [batch(100)])
+        loss_sum, _ = evaluation_loss(self.session, [batch(100, 12)])
         self.session.model.train()
         return float(loss_sum)
-
-
-def batch(seed, num_tokens=12):
-    """Return two rows of random tokens, with this many each."""
-    ids_BT = torch.randint(3, 128, (2, num_tokens), generator=torch.Generator().manual_seed(seed))
-    labels_BT = torch.cat([torch.full((2, 1), -100), ids_BT[:, 1:]], dim=1)
-    return Batch(
-        input_ids_BT=ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=None,
-        sample_ids=(0, 1),
-        num_label_tokens=2 * (num_tokens - 1),
-        num_tokens=2 * num_tokens,
-    )
 
 
 def read_all(session):

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from processes import train_in_processes
 from safetensors.torch import load_file
 
 pytestmark = [
@@ -17,7 +18,6 @@ pytestmark = [
     ),
     pytest.mark.usefixtures("compiled_deepspeed"),
 ]
-TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 SHARED = (
     "recipe=tiny",
     "training.max_steps=4",
@@ -45,12 +45,7 @@ def train_in(forks, num_processes, strategy, folder, *options):
         f"training.output_dir={folder}",
         *options,
     )
-    if num_processes > 1:
-        done = forks.run_several(num_processes, TRAIN, *settings, f"distributed.strategy={strategy}")
-    else:
-        done = [forks.run(TRAIN, *settings)]
-    said = "".join(process.stderr for process in done)
-    assert [process.returncode for process in done] == [0] * num_processes, said
+    train_in_processes(forks, num_processes, strategy, *settings)
     return folder
 
 

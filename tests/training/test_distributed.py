@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import TRAIN
 from roundings import SMOOTH_ADAMW, of_updates
 from safetensors.torch import load_file
 
@@ -17,8 +18,6 @@ from lowmem_ft.training.loop import train
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 MODULE = ("-m", "lowmem_ft", "train")
 
-
-TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 
 SHARED = ("training.max_steps=14", "training.eval_steps=7", SMOOTH_ADAMW)
 """Two epochs of 7, and with packing windows that do not divide evenly."""

@@ -7,9 +7,9 @@ import operator
 
 import pytest
 import torch
+from batches import batch_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
@@ -69,14 +69,7 @@ def batch():
     tokens = torch.randint(1, VOCAB, (2, 12), generator=torch.Generator().manual_seed(1))
     labels = tokens.clone()
     labels[:, 0] = -100  # nothing comes before the first token
-    return Batch(
-        input_ids_BT=tokens,
-        labels_BT=labels,
-        position_ids_BT=None,
-        sample_ids=(0, 1),
-        num_label_tokens=22,
-        num_tokens=24,
-    )
+    return batch_of(tokens, labels)
 
 
 def weights(session):

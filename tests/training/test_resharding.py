@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from processes import train_in_processes
 
-TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 PROCESSES = (2, 3, 1, 4)
 STEPS_OF_EACH = 2
 SETTINGS = (
@@ -29,12 +29,7 @@ def train_to(forks, run, step, num_processes, *options):
         f"training.output_dir={run}",
     )
     goes_on = run.exists()
-    if num_processes > 1:
-        done = forks.run_several(num_processes, TRAIN, *settings, "distributed.strategy=fsdp2")
-    else:
-        done = [forks.run(TRAIN, *settings)]
-    said = "".join(process.stderr for process in done)
-    assert [process.returncode for process in done] == [0] * num_processes, said
+    said = train_in_processes(forks, num_processes, "fsdp2", *settings)
     assert ("Resuming from" in said) == goes_on, said
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import logging
 
 import pytest
 import torch
 import transformers as hf
+from batches import batch_of
 from tiny_models import FAMILY_SIZES, TINY, model_of
 from transformers import AutoTokenizer
 
-from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.techniques.loss.router_loss import log_router_loss, padding_left_out
@@ -59,25 +60,17 @@ RUNGS = {
 }
 
 
-def batch_of(lengths, seed):
+def labelled_half(lengths, seed):
     """Rows of the given lengths, padded on the right, half of whose tokens have a label."""
     generator = torch.Generator().manual_seed(seed)
     input_ids_BT = torch.randint(3, VOCABULARY, (len(lengths), max(lengths)), generator=generator)
     labels_BT = input_ids_BT.clone()
     for row, length in enumerate(lengths):
         labels_BT[row, : length // 2 + 1] = labels_BT[row, length:] = -100
-    return Batch(
-        input_ids_BT=input_ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=None,
-        sample_ids=tuple(range(len(lengths))),
-        num_label_tokens=int((labels_BT != -100).sum()),
-        num_tokens=sum(lengths),
-        lengths=tuple(lengths),
-    )
+    return dataclasses.replace(batch_of(input_ids_BT, labels_BT, lengths), lengths=tuple(lengths))
 
 
-WINDOW = [batch_of((23, 3, 11, 17), seed=1), batch_of((5, 4, 19, 7), seed=2)]
+WINDOW = [labelled_half((23, 3, 11, 17), seed=1), labelled_half((5, 4, 19, 7), seed=2)]
 
 
 @pytest.fixture
@@ -146,7 +139,7 @@ def test_the_loss_and_its_gradient_are_transformers(session_of, family, rung):
 
 
 def test_one_micro_batch_without_padding_is_transformers_bit_by_bit(session_of):
-    batch = batch_of((9, 9, 9), seed=3)
+    batch = labelled_half((9, 9, 9), seed=3)
     model = model_of(FAMILIES["qwen3_moe"], attn_implementation="eager")
     outputs = model(
         input_ids=batch.input_ids_BT, labels=batch.labels_BT, num_items_in_batch=batch.num_label_tokens

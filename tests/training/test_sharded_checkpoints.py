@@ -8,6 +8,7 @@ import zlib
 
 import pytest
 import torch
+from processes import train_in_processes
 from roundings import LOSS, SMOOTH_ADAMW, of_updates
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,6 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest
 from lowmem_ft.training.loop import train
 
-TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 TWELVE = (
     "training.max_steps=4",
     "training.save_steps=2",
@@ -40,13 +40,7 @@ def share(num_processes):
 
 def train_in(forks, num_processes, folder, *options):
     settings = ("recipe=tiny", *TWELVE, *share(num_processes), *options, f"training.output_dir={folder}")
-    if num_processes > 1:
-        settings += ("distributed.strategy=fsdp2",)
-        done = forks.run_several(num_processes, TRAIN, *settings)
-    else:
-        done = [forks.run(TRAIN, *settings)]
-    assert [process.returncode for process in done] == [0] * num_processes, said(done)
-    return said(done)
+    return train_in_processes(forks, num_processes, "fsdp2", *settings)
 
 
 def said(processes):

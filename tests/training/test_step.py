@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
+from batches import batch_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
@@ -33,14 +33,7 @@ def make_batch(lengths, *, seed, labelled=1.0):
     for row, length in enumerate(lengths):
         labels[row, length:] = -100
         labels[row, : max(1, int((1 - labelled) * length))] = -100
-    return Batch(
-        input_ids_BT=input_ids,
-        labels_BT=labels,
-        position_ids_BT=None,
-        sample_ids=tuple(range(len(lengths))),
-        num_label_tokens=int((labels != -100).sum()),
-        num_tokens=sum(lengths),
-    )
+    return batch_of(input_ids, labels, lengths)
 
 
 def rows(batch, start, end):

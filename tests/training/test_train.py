@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from poisoned_steps import poison_the_loss
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lowmem_ft.foundation import packages
@@ -105,7 +106,7 @@ def test_warmup_is_a_number_of_steps_or_a_share_of_them(setting, steps):
 
 
 def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tiny, metrics, tmp_path, monkeypatch, caplog):
-    poison(monkeypatch, steps={3})
+    poison_the_loss(monkeypatch, steps={3})
     train(tiny(*SHORT, output_dir=tmp_path / "run"))
     assert metrics(tmp_path / "run", "skipped_steps") == [0, 0, 1, 1]
     assert "Step 3 skipped: loss nan" in caplog.text
@@ -114,37 +115,12 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_named(tiny, metrics, t
 
 
 def test_after_too_many_such_steps_in_a_row_the_run_stops(tiny, metrics, tmp_path, monkeypatch):
-    poison(monkeypatch, steps={2, 3, 5, 6, 7})
+    poison_the_loss(monkeypatch, steps={2, 3, 5, 6, 7})
     with pytest.raises(
         UserError, match=r"3 steps in a row \(training\.max_skipped_steps\), the last at step 7"
     ):
         train(tiny("training.max_skipped_steps=3", output_dir=tmp_path / "run"))
     assert len(metrics(tmp_path / "run")) == 6
-
-
-def poison(monkeypatch, steps):
-    """Make the loss of some steps NaN, as one bad example would."""
-    step = loop.Retries.train_step
-    count = 0
-
-    def poisoned(retries, window):
-        nonlocal count
-        count += 1
-        if count not in steps:
-            return step(retries, window)
-        model = retries.session.unwrapped_model
-        forward = model.forward
-
-        def broken(*args, **kwargs):
-            outputs = forward(*args, **kwargs)
-            outputs.loss = outputs.loss * float("nan")
-            return outputs
-
-        with monkeypatch.context() as patch:
-            patch.setattr(model, "forward", broken)
-            return step(retries, window)
-
-    monkeypatch.setattr(loop.Retries, "train_step", poisoned)
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint_whole(tiny, tmp_path):

@@ -23,7 +23,7 @@ _WHY = {
     ),
     "SIGXCPU": "it has used up its limit of processor time. Raise it: ulimit -t",
 }
-"""What to do about a signal, by its name: Windows has none of them."""
+"""Reason and way out for signals, by their names: Windows has none of them."""
 _CRASH = (
     "native code has crashed, in a library or in the script. To see where, run the script itself with python -X "
     "faulthandler"

@@ -67,3 +67,9 @@ def _outermost(stacks: dict[str, nn.Module]) -> dict[str, nn.ModuleList]:
         for name, stack in stacks.items()
         if isinstance(stack, nn.ModuleList) and not any(name.startswith(f"{other}.") for other in stacks)
     }
+
+
+def tensor_of_experts(layer: nn.Module) -> str:
+    """Return the name of a parameter that holds the weights of several experts; empty if the layer has none."""
+    parameters = layer.named_parameters()
+    return next((name for name, one in parameters if one.dim() > 2 and "expert" in name), "")

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, tensor_of_experts
 from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
@@ -283,12 +283,6 @@ def _refuse_slices_kept_for_backward(layers: Sequence[nn.Module]) -> None:
                 f"experts' weights are slices of one tensor ({name}). Set checkpointing.mode=full, "
                 "every_n_layers=1 and skip_last_layers=0."
             )
-
-
-def tensor_of_experts(layer: nn.Module) -> str:
-    """Return the name of a parameter that holds the weights of several experts; empty if the layer has none."""
-    parameters = layer.named_parameters()
-    return next((name for name, one in parameters if one.dim() > 2 and "expert" in name), "")
 
 
 def _weights_of(embedding: StreamedEmbedding | None, head: StreamedHead | None) -> set[nn.Parameter]:

@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 pytest.importorskip("peft")
 
 from lowmem_ft.cli import main
-from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.training.export import compared_answers, exporting
 
 KEPT_RUNS = Path(__file__).parents[2] / "data" / "kept_runs"
@@ -34,22 +32,8 @@ def _captured_logs(caplog):
 
 
 @pytest.fixture
-def folders(tmp_path):
-    """A base, and an adapter of it that changes something, with their tokenizer."""
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2, vocab_size=512
-    )
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(TINY).save_pretrained(base)
-    lora = enable_lora(model, AdapterConfig(name="lora", r=4), base_name=str(base))
-    for parameter in lora.parameters().values():
-        torch.nn.init.normal_(parameter, std=0.1)
-    adapter.mkdir()
-    lora.save(adapter)
-    return tmp_path, base, adapter, model
+def folders(base_and_adapter):
+    return base_and_adapter(hidden_size=64)
 
 
 def _left(folder: Path) -> list[str]:

@@ -16,8 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 pytest.importorskip("peft")
 
 from lowmem_ft.cli import main
-from lowmem_ft.techniques.adapters.config import AdapterConfig
-from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.training.export import merging
 
 RECIPES = Path(__file__).parents[3] / "recipes"
@@ -31,22 +29,8 @@ def _captured_logs(monkeypatch, caplog):
 
 
 @pytest.fixture
-def folders(tmp_path):
-    """A base, and an adapter of it that changes something, with their tokenizer."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=512
-    )
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(base)
-    AutoTokenizer.from_pretrained(RECIPES / "tiny").save_pretrained(base)
-    lora = enable_lora(model, AdapterConfig(name="lora", r=4), base_name=str(base))
-    for parameter in lora.parameters().values():
-        torch.nn.init.normal_(parameter, std=0.1)
-    adapter.mkdir()
-    lora.save(adapter)
-    return tmp_path, base, adapter, model
+def folders(base_and_adapter):
+    return base_and_adapter(hidden_size=32)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32"])

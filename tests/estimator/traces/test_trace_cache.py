@@ -89,20 +89,6 @@ def test_a_hybrid_is_kept_apart_with_kernels_of_packages_and_without_them(
     assert with_them.allocated_peak_bytes != without.allocated_peak_bytes
 
 
-@pytest.fixture
-def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of layers that were traced, in order."""
-    result: list[int] = []
-    original = tracing.trace_layers
-
-    def spy(recipe: Recipe, hf_config: Any, machine: Any, process_index: int) -> Any:
-        result.append(hf_config.num_hidden_layers)
-        return original(recipe, hf_config, machine, process_index)
-
-    monkeypatch.setattr(tracing, "trace_layers", spy)
-    return result
-
-
 def recipe_of(model: Path, *settings: str) -> Recipe:
     short = ("data.max_length=16", "training.gradient_accumulation_steps=1", "data.eval_size=2")
     return load_recipe("tiny", [f"model={model}", *short, *settings])
@@ -149,12 +135,12 @@ def short(fresh: MemoryEstimate, kept: KeptTraces) -> ShortTrace:
 
 
 def test_the_same_again_is_equal_and_traces_nothing_in_this_process_and_in_the_next(
-    model: Path, folder: Path, kept: KeptTraces, fresh: MemoryEstimate, depths: list[int]
+    model: Path, folder: Path, kept: KeptTraces, fresh: MemoryEstimate, traced_depths: list[int]
 ) -> None:
     recipe = recipe_of(model)
     assert_same(estimated(recipe, kept), fresh)
     assert_same(estimated(recipe, KeptTraces(folder)), fresh)
-    assert depths == []
+    assert traced_depths == []
 
 
 def test_a_trace_of_all_layers_is_kept_too(short: ShortTrace, tmp_path: Path) -> None:
@@ -194,31 +180,31 @@ QUICK = ["waiting-micro-batches", "streamed"]
     "name", [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in VARIANTS]
 )
 def test_a_varied_batch_is_estimated_as_if_it_were_alone(
-    name: str, model: Path, tmp_path: Path, depths: list[int]
+    name: str, model: Path, tmp_path: Path, traced_depths: list[int]
 ) -> None:
     common, varied = VARIANTS[name]
     estimated(recipe_of(model, *common), KeptTraces(tmp_path))
     fresh = estimated(recipe_of(model, *common, *varied))
-    del depths[:]
+    del traced_depths[:]
     assert_same(estimated(recipe_of(model, *common, *varied), KeptTraces(tmp_path)), fresh)
-    assert max(depths) < NUM_LAYERS
+    assert max(traced_depths) < NUM_LAYERS
     if name in SAME_PROGRAM:
-        assert len(depths) == 1
+        assert len(traced_depths) == 1
 
 
-def test_other_chunks_of_the_loss_share_what_was_shown(model: Path, depths: list[int]) -> None:
+def test_other_chunks_of_the_loss_share_what_was_shown(model: Path, traced_depths: list[int]) -> None:
     kept = KeptTraces()
     common = ("data.max_length=64", "training.gradient_accumulation_steps=6", "accumulation.order=vertical")
     estimated(recipe_of(model, *common, "loss.chunk_tokens=8"), kept)
     recipe = recipe_of(model, *common, "loss.chunk_tokens=16")
     fresh = estimated(recipe)
-    del depths[:]
+    del traced_depths[:]
     assert_same(estimated(recipe, kept), fresh)
-    assert len(depths) == 1
+    assert len(traced_depths) == 1
 
 
 @pytest.mark.slow
-def test_other_numbers_of_resident_layers_share_the_trace(model: Path, depths: list[int]) -> None:
+def test_other_numbers_of_resident_layers_share_the_trace(model: Path, traced_depths: list[int]) -> None:
     settings = (
         "adapter.name=lora",
         "model.dtype=bfloat16",
@@ -234,9 +220,9 @@ def test_other_numbers_of_resident_layers_share_the_trace(model: Path, depths: l
     kept = KeptTraces()
     estimated(few, kept)
     fresh = estimated(many)
-    del depths[:]
+    del traced_depths[:]
     assert_same(estimated(many, kept), fresh)
-    assert depths == []
+    assert traced_depths == []
 
 
 def test_a_stand_in_is_not_taken_for_one_of_as_many_layers_that_repeat_otherwise(model: Path) -> None:
@@ -254,14 +240,14 @@ def test_a_stand_in_is_not_taken_for_one_of_as_many_layers_that_repeat_otherwise
     assert_same(estimated(some, kept), fresh)
 
 
-def test_gpus_that_run_the_same_program_share_what_was_shown(model: Path, depths: list[int]) -> None:
+def test_gpus_that_run_the_same_program_share_what_was_shown(model: Path, traced_depths: list[int]) -> None:
     kept = KeptTraces()
     recipe = recipe_of(model, "model.dtype=bfloat16")
     estimated(recipe, kept, "a100-80gb")
     fresh = estimated(recipe, gpu="rtx-4090")
-    del depths[:]
+    del traced_depths[:]
     assert_same(estimated(recipe, kept, "rtx-4090"), fresh)
-    assert len(depths) == 1
+    assert len(traced_depths) == 1
 
 
 def _keep_more_in_deeper_models(model: torch.nn.Module, rows: int) -> None:
@@ -276,7 +262,7 @@ def _keep_more_in_deeper_models(model: torch.nn.Module, rows: int) -> None:
 
 
 def test_a_batch_that_makes_another_program_of_it_inherits_nothing(
-    model: Path, tmp_path: Path, depths: list[int], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, traced_depths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = tracing.build_session
 
@@ -292,10 +278,10 @@ def test_a_batch_that_makes_another_program_of_it_inherits_nothing(
         for rows in (2, 3)
     )
     estimated(two, kept)
-    assert max(depths) < NUM_LAYERS  # else there would be nothing to inherit
-    del depths[:]
+    assert max(traced_depths) < NUM_LAYERS  # else there would be nothing to inherit
+    del traced_depths[:]
     mine = estimated(more, kept)
-    assert depths[-1] == NUM_LAYERS
+    assert traced_depths[-1] == NUM_LAYERS
     assert_same(mine, estimated(more))
 
 

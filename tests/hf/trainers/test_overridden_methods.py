@@ -6,7 +6,7 @@ import inspect
 
 import pytest
 import torch
-from attached_trainers import attached_trainer, problems_of, trainer_of, weights_of
+from attached_trainers import IN_ONE_BATCH, attached_trainer, problems_of, trainer_of, weights_of
 from transformers import Trainer, TrainerCallback
 
 from lowmem_ft.foundation.errors import UserError
@@ -122,7 +122,6 @@ def subclass(name):
 
 
 ALWAYS = [name for name, (applies, _) in REFUSED.items() if applies.__name__ == "_always"]
-IN_FIELDS = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
 
 
 @pytest.mark.parametrize("name", ALWAYS)
@@ -135,10 +134,10 @@ def test_an_optimizer_or_a_loop_of_ones_own_is_refused(name, tmp_path):
 
 @pytest.mark.parametrize("name", ["training_step", "_get_grad_norm"])
 def test_gradients_that_are_spent_in_backward_are_nobodys_to_change(name, tmp_path):
-    trainer, _ = trainer_of(tmp_path, kind=subclass(name), fields=IN_FIELDS)
+    trainer, _ = trainer_of(tmp_path, kind=subclass(name), fields=IN_ONE_BATCH)
     (problem,) = problems_of(trainer, *IN_BACKWARD)
     assert problem.startswith(f"Theirs.{name} may change or read gradients, which optimizer.in_backward=true")
-    alone, _ = trainer_of(tmp_path, fields=IN_FIELDS)
+    alone, _ = trainer_of(tmp_path, fields=IN_ONE_BATCH)
     setattr(alone, name, getattr(alone, name))  # put on the object, which many do
     assert f"Trainer.{name} may change" in problems_of(alone, *IN_BACKWARD)[0]
 
@@ -148,7 +147,7 @@ def test_a_method_that_is_put_into_the_class_is_seen(tmp_path, monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(Trainer, "training_step", training_step)
-    trainer, _ = trainer_of(tmp_path, fields=IN_FIELDS)
+    trainer, _ = trainer_of(tmp_path, fields=IN_ONE_BATCH)
     assert "Trainer.training_step may change" in problems_of(trainer, *IN_BACKWARD)[0]
 
 
@@ -185,7 +184,7 @@ def test_gradients_that_are_changed_before_the_step_are_what_it_takes(settings, 
 
 
 def test_a_callback_that_changes_gradients_is_refused_with_updates_in_backward(tmp_path):
-    trainer, _ = trainer_of(tmp_path, fields=IN_FIELDS)
+    trainer, _ = trainer_of(tmp_path, fields=IN_ONE_BATCH)
     trainer.add_callback(ZeroesGradients)
     (problem,) = problems_of(trainer, *IN_BACKWARD)
     assert problem.startswith("ZeroesGradients.on_pre_optimizer_step may change")

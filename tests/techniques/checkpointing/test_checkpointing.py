@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from tiny_models import tiny_llama
+from tiny_models import loss_and_gradients, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
@@ -28,13 +28,7 @@ def checkpointed_layers(model):
     return [index for index, layer in enumerate(model.model.layers) if layer.gradient_checkpointing]
 
 
-def loss_and_gradients(model):
-    model.zero_grad()
-    torch.manual_seed(1)
-    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+loss_and_gradients_of = partial(loss_and_gradients, ids=torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS))
 
 
 def kept_bytes(model):
@@ -51,16 +45,16 @@ def kept_bytes(model):
 @pytest.mark.parametrize("options", [{}, {"every_n_layers": 2}, {"skip_last_layers": 2}])
 def test_gradients_are_bitwise_those_of_the_stock_model(mode, dropout, options):
     model = tiny_model(attention_dropout=dropout)
-    stock = loss_and_gradients(model)
+    stock = loss_and_gradients_of(model)
     with enable_checkpointing(model, CheckpointingConfig(mode=mode, **options)):
-        ours = loss_and_gradients(model)
+        ours = loss_and_gradients_of(model)
     assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
 
 
 def test_dropout_is_drawn_at_all():
     assert not torch.equal(
-        loss_and_gradients(tiny_model(attention_dropout=0.3))[0],
-        loss_and_gradients(tiny_model(attention_dropout=0.0))[0],
+        loss_and_gradients_of(tiny_model(attention_dropout=0.3))[0],
+        loss_and_gradients_of(tiny_model(attention_dropout=0.0))[0],
     )
 
 
@@ -115,7 +109,7 @@ def test_selective_runs_attention_once(mode, options, expected):
         enable_checkpointing(model, CheckpointingConfig(mode=mode, **options)),
         AttentionCounter() as counter,
     ):
-        loss_and_gradients(model)
+        loss_and_gradients_of(model)
     assert counter.count == expected
 
 
@@ -138,10 +132,10 @@ def test_dropout_behind_skipped_attention_draws_the_same_numbers(caplog):
         config.attn_pdrop = attention_dropout
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config).train()
-        stock = loss_and_gradients(model)
+        stock = loss_and_gradients_of(model)
         with enable_checkpointing(model, CheckpointingConfig(mode="selective")):
             caplog.clear()
-            ours = loss_and_gradients(model)
+            ours = loss_and_gradients_of(model)
         assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
         assert ("keeps nothing of some layers" in caplog.text) == (attention_dropout > 0)
 

@@ -2,11 +2,12 @@
 
 import gc
 import logging
+from functools import partial
 
 import pytest
 import torch
 from ground_truth.families import FAMILIES
-from tiny_models import tiny_llama
+from tiny_models import loss_and_gradients, tiny_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -33,13 +34,7 @@ def model_of(family, dtype=torch.float32, **more):
     return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
 
 
-def loss_and_gradients(model):
-    model.zero_grad()
-    torch.manual_seed(1)
-    ids = torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS)
-    loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-    loss.backward()
-    return [loss.detach(), *(one.grad.clone() for one in model.parameters() if one.grad is not None)]
+loss_and_gradients_of = partial(loss_and_gradients, ids=torch.arange(ROWS * TOKENS).reshape(ROWS, TOKENS))
 
 
 def kept_bytes(model):
@@ -64,9 +59,9 @@ def same(ours, stock):
 def test_gradients_are_bitwise_those_of_the_stock_model(family, autocast):
     model = model_of(family)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        stock = loss_and_gradients(model)
+        stock = loss_and_gradients_of(model)
         with recompute(model):
-            assert same(loss_and_gradients(model), stock)
+            assert same(loss_and_gradients_of(model), stock)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "phi3"])
@@ -87,7 +82,7 @@ def test_a_backward_pass_leaves_nothing_behind():
         with recompute(model), StorageTracker() as tracker:
             live = []
             for _ in range(3):
-                loss_and_gradients(model)
+                loss_and_gradients_of(model)
                 live.append(tracker.live_bytes)
     finally:
         gc.enable()
@@ -97,13 +92,13 @@ def test_a_backward_pass_leaves_nothing_behind():
 def test_checkpointed_layers_are_left_alone(caplog):
     caplog.set_level(logging.INFO)
     model = tiny_llama(num_hidden_layers=LAYERS)
-    stock = loss_and_gradients(model)
+    stock = loss_and_gradients_of(model)
     config = CheckpointingConfig(mode="full", skip_last_layers=1, mlp_activation="recompute")
     with enable_checkpointing(model, config):
         before = kept_bytes(model)
         with recompute(model, config):
             assert before - kept_bytes(model) == ROWS * TOKENS * model.config.intermediate_size * 4
-            assert same(loss_and_gradients(model), stock)
+            assert same(loss_and_gradients_of(model), stock)
     assert "1 in 1 of 3 layers" in caplog.text
 
 
@@ -122,9 +117,9 @@ def test_adapters_save_a_recomputed_input_too(kernel):
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             nn.init.normal_(parameter)
-    stock, before = loss_and_gradients(model), kept_bytes(model)
+    stock, before = loss_and_gradients_of(model), kept_bytes(model)
     with recompute(model):
-        assert same(loss_and_gradients(model), stock)
+        assert same(loss_and_gradients_of(model), stock)
         freed = before - kept_bytes(model)
     one_each = LAYERS_OF_LLAMA * ROWS * TOKENS * model.config.intermediate_size * 4
     assert freed == (one_each if kernel == "fused" else 0)  # PEFT's saves what dropout has made of it
@@ -178,17 +173,17 @@ class FailsOnce(nn.Module):
 @pytest.mark.parametrize("layer", range(LAYERS))
 def test_an_interrupted_forward_is_forgotten(layer):
     model = tiny_llama(num_hidden_layers=LAYERS)
-    stock = loss_and_gradients(model)
+    stock = loss_and_gradients_of(model)
     handle = recompute(model)
     mlp = model.model.layers[layer].mlp
     mlp.act_fn = FailsOnce(mlp.act_fn)
     with StorageTracker() as tracker:
         with pytest.raises(torch.OutOfMemoryError):
-            loss_and_gradients(model)
+            loss_and_gradients_of(model)
         model.zero_grad()
         handle.abandon()
         assert tracker.live_bytes == 0
-    assert same(loss_and_gradients(model), stock)
+    assert same(loss_and_gradients_of(model), stock)
 
 
 class WithResidual(nn.Module):
@@ -215,10 +210,10 @@ class WithRelu(WithResidual):
 def test_an_mlp_that_needs_more_is_refused_and_nothing_changes(kind, why):
     model = tiny_llama(num_hidden_layers=LAYERS)
     model.model.layers[1].mlp = kind(model.config.hidden_size)
-    stock = loss_and_gradients(model)
+    stock = loss_and_gradients_of(model)
     with pytest.raises(ModelError, match=f"{kind.__name__}.*{why}.*checkpointing.mlp_activation=keep"):
         recompute(model)
-    assert same(loss_and_gradients(model), stock)
+    assert same(loss_and_gradients_of(model), stock)
     assert not any(one._forward_hooks or one._forward_pre_hooks for one in model.modules())
 
 
@@ -256,7 +251,7 @@ def test_what_no_trial_without_values_shows_the_first_forward_refuses(kind):
     model.model.layers[1].mlp = kind(model.config.hidden_size)
     recompute(model.eval())
     with pytest.raises(ModelError, match=r"another when it is computed again.*mlp_activation=keep"):
-        loss_and_gradients(model.train())
+        loss_and_gradients_of(model.train())
 
 
 class Mixing(WithResidual):
@@ -294,21 +289,21 @@ def test_a_frozen_last_layer_keeps_no_input_and_costs_nothing(caplog):
     model = tiny_llama(num_hidden_layers=LAYERS)
     for layer in model.model.layers[1:]:
         layer.mlp.down_proj.requires_grad_(False)
-    stock, before = loss_and_gradients(model), kept_bytes(model)
+    stock, before = loss_and_gradients_of(model), kept_bytes(model)
     caplog.set_level(logging.INFO)
     with recompute(model):
         assert before - kept_bytes(model) == ROWS * TOKENS * model.config.intermediate_size * 4
-        assert same(loss_and_gradients(model), stock)
+        assert same(loss_and_gradients_of(model), stock)
     assert "MLPs: 1 in" in caplog.text
 
 
 def test_inside_a_checkpoint_of_others_it_steps_back():
     model = tiny_llama(num_hidden_layers=LAYERS)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    stock, before = loss_and_gradients(model), kept_bytes(model)
+    stock, before = loss_and_gradients_of(model), kept_bytes(model)
     with recompute(model):
         assert kept_bytes(model) == before
-        assert same(loss_and_gradients(model), stock)
+        assert same(loss_and_gradients_of(model), stock)
 
 
 def test_what_the_last_layer_saves_of_its_own_does_not_keep_the_graph():

@@ -4,12 +4,8 @@ The interpreter runs rotary embeddings as they are. It knows no functions of CUD
 number: the norms' ``rsqrt``, GEGLU's ``tanh`` and the ``.to`` of numbers get one there; all else is the kernels' own.
 """
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
+from triton_processes import run_with_triton
 
 pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
 pytest.importorskip("triton", reason="there is no Triton for this system")
@@ -131,30 +127,17 @@ print(json.dumps([found, sorted(ran), sorted(TRANSCRIPTIONS)]))
 """
 
 
-def run(program, folder, *arguments, interpret):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "TRITON_INTERPRET": str(int(interpret)),
-        "TRITON_CACHE_DIR": str(folder),
-    }
-    command = [sys.executable, "-c", program, *map(json.dumps, arguments)]
-    child = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert child.returncode == 0, child.stderr
-    return json.loads(child.stdout)
-
-
 @pytest.mark.parametrize("arch", [80, *(pytest.param(arch, marks=pytest.mark.slow) for arch in (89, 90))])
 def test_every_kernel_is_compiled_for_the_gpus_that_take_it(arch, tmp_path):
     from transcribed_liger import TRANSCRIPTIONS
 
-    found = dict(run(COMPILED, tmp_path, arch, interpret=False))
+    found = dict(run_with_triton(COMPILED, tmp_path, arch, interpret=False))
     assert found.keys() == TRANSCRIPTIONS.keys()
     assert all(size > 0 for size in found.values())
 
 
 def test_transcriptions_compute_what_the_interpreter_does(tmp_path):
-    found, ran, transcribed = run(INTERPRETED, tmp_path, interpret=True)
+    found, ran, transcribed = run_with_triton(INTERPRETED, tmp_path, interpret=True)
     assert set(transcribed) - set(ran) == {
         "_block_rms_norm_forward_kernel",  # for 32768 rows, which the interpreter would take one by one
         "_block_rms_norm_backward_kernel",

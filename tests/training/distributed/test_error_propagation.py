@@ -7,11 +7,10 @@ import signal
 
 import pytest
 import torch
+from processes import TRAIN
 from safetensors.torch import load_file
 
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest
-
-TRAIN = "import sys; from lowmem_ft.cli.commands.train import main; sys.exit(main())"
 
 MEET_WITH = """
 import os, signal, sys, time

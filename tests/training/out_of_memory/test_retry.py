@@ -7,10 +7,10 @@ import json
 
 import pytest
 import torch
+from batches import batch_of
 from sweeps import few_quick
 from tiny_models import TINY
 
-from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
@@ -139,23 +139,16 @@ def windows(rung):
     lengths = (200, 128, 130, 199) if "long rows" in rung else (24, 9, 16, 23)
     for seed in range(10**6):
         generator = torch.Generator().manual_seed(seed)
-        yield [batch_of(lengths, generator) for _ in range(num_micro_batches)]
+        yield [rows_of(lengths, generator) for _ in range(num_micro_batches)]
 
 
-def batch_of(lengths, generator):
+def rows_of(lengths, generator):
     ids_BT = torch.randint(1, 500, (len(lengths), max(lengths)), generator=generator)
     labels_BT = ids_BT.clone()
     for row, length in enumerate(lengths):
         labels_BT[row, length:] = -100
     labels_BT[:, 0] = -100
-    return Batch(
-        input_ids_BT=ids_BT,
-        labels_BT=labels_BT,
-        position_ids_BT=None,
-        sample_ids=tuple(range(len(lengths))),
-        num_label_tokens=int((labels_BT != -100).sum()),
-        num_tokens=sum(lengths),
-    )
+    return batch_of(ids_BT, labels_BT, lengths)
 
 
 def state_of(session):
@@ -375,7 +368,7 @@ def with_two_processes(retries):
 )
 def test_what_cannot_start_over_says_why(settings, change, lengths, reason, retries_of):
     retries = retries_of(*settings)
-    window = [batch_of(lengths, torch.Generator().manual_seed(0))]
+    window = [rows_of(lengths, torch.Generator().manual_seed(0))]
     if change is not None:
         change(retries)
     with OutOfMemoryAt() as tracker:
@@ -390,7 +383,7 @@ def test_layers_that_take_no_part_of_the_rows_are_named_and_not_the_order_that_n
     with OutOfMemoryAt() as tracker:
         tracker.refuse(40)
         with pytest.raises(NotRetried) as refused:
-            retries.train_step([batch_of((24, 9), torch.Generator().manual_seed(0))])
+            retries.train_step([rows_of((24, 9), torch.Generator().manual_seed(0))])
     assert "take the argument alibi" in refused.value.reason
     assert "Set training.per_device_train_batch_size lower" in refused.value.reason
     assert "vertical" not in refused.value.reason
@@ -405,7 +398,7 @@ def test_layers_that_turn_out_to_return_something_else_are_told_likewise(retries
     with OutOfMemoryAt() as tracker:
         tracker.refuse(40)
         with pytest.raises(NotRetried, match="return something other than tensors: dict"):
-            retries.train_step([batch_of((24, 9), torch.Generator().manual_seed(0))])
+            retries.train_step([rows_of((24, 9), torch.Generator().manual_seed(0))])
 
 
 def test_one_micro_batch_is_not_made_two_where_their_float32_sums_do_not_fit(retries_of, monkeypatch):
@@ -446,10 +439,10 @@ def test_sums_of_what_backward_spends_at_once_are_of_its_largest_part(
 @pytest.mark.parametrize("lengths,order", [((24,), "horizontal"), ((24, 9), "vertical")])
 def test_the_chunk_of_a_loss_is_halved_where_rows_would_free_nothing_of_it(lengths, order, retries_of):
     retries = retries_of("checkpointing.mode=full", f"accumulation.order={order}", "loss.chunk_tokens=300")
-    window = [batch_of(lengths, torch.Generator().manual_seed(seed)) for seed in range(4)]
+    window = [rows_of(lengths, torch.Generator().manual_seed(seed)) for seed in range(4)]
     loss = retries.session.techniques.find(ChunkedLoss)
     if order == "horizontal":
-        window = [batch_of((100,), torch.Generator().manual_seed(0))]
+        window = [rows_of((100,), torch.Generator().manual_seed(0))]
     with OutOfMemoryAt() as tracker:
         in_loss, _ = place_where(tracker, retries, iter([window] * 2), lambda: loss.is_running)
         tracker.refuse(in_loss + 2)
@@ -462,7 +455,7 @@ def test_the_chunk_of_a_loss_is_halved_where_rows_would_free_nothing_of_it(lengt
 @pytest.mark.parametrize("order", ["horizontal", "vertical"])
 def test_a_device_that_is_a_quarter_too_small_is_trained_on(order, retries_of):
     retries = retries_of("checkpointing.mode=full", f"accumulation.order={order}")
-    window = [batch_of((120,) * 4, torch.Generator().manual_seed(seed)) for seed in range(2)]
+    window = [rows_of((120,) * 4, torch.Generator().manual_seed(seed)) for seed in range(2)]
     with StorageTracker("cpu") as tracker:
         retries.train_step(window)
         needed = tracker.peak_bytes

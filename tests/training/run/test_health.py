@@ -8,6 +8,7 @@ import math
 
 import pytest
 import torch
+from poisoned_steps import poison_the_loss
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -25,29 +26,6 @@ from lowmem_ft.training.run.run_folder import RunFolder
 
 RUINOUS = ("training.learning_rate=1e30", "training.lr_scheduler_type=constant", "optimizer.weight_decay=0")
 NO_EVALUATION = ("data.eval_size=null", "training.eval_steps=null")
-
-
-def poison_the_loss(monkeypatch, steps):
-    """Make the loss of some steps NaN, as a bad example would."""
-    forward = loop.Retries.train_step
-    count = 0
-
-    def poisoned(retries, window):
-        nonlocal count
-        count += 1
-        with monkeypatch.context() as patch:
-            if count in steps:
-                model, own = retries.session.unwrapped_model, retries.session.unwrapped_model.forward
-
-                def broken(*args, **kwargs):
-                    outputs = own(*args, **kwargs)
-                    outputs.loss = outputs.loss * math.nan
-                    return outputs
-
-                patch.setattr(model, "forward", broken)
-            return forward(retries, window)
-
-    monkeypatch.setattr(loop.Retries, "train_step", poisoned)
 
 
 def after_each_step(monkeypatch, change):

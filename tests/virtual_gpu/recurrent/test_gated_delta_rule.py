@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from kernel_calls import TIMING_BUFFER, measured
+from kernel_calls import TIMING_BUFFER, assert_delta_rule_of_package, call_of_delta_rule, measured
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -36,25 +36,8 @@ def inputs(B=B, T=T, H=H, G=G, K=K, V=V, dtype=torch.bfloat16, *, documents=None
     return make
 
 
-def call_of(function, *, is_normalised=True):
-    def call(q, k, v, g, beta, state, offsets):
-        return function(
-            q,
-            k,
-            v,
-            g=g,
-            beta=beta,
-            initial_state=state,
-            output_final_state=state is not None,
-            use_qk_l2norm_in_kernel=is_normalised,
-            cu_seqlens=offsets,
-        )
-
-    return call
-
-
 def test_backward_is_left_heads_of_length_one_a_solved_system_and_no_state():
-    found = measured(inputs(), call_of(chunk_gated_delta_rule))
+    found = measured(inputs(), call_of_delta_rule(chunk_gated_delta_rule))
     tokens = B * T
     heads = 2 * tokens * H * K * BF16 + 2 * tokens * H * FP32  # normalised, and the inverse of their lengths
     value = tokens * G * V * BF16
@@ -64,14 +47,14 @@ def test_backward_is_left_heads_of_length_one_a_solved_system_and_no_state():
 
 
 def test_states_of_all_chunks_are_there_while_a_pass_runs():
-    found = measured(inputs(), call_of(chunk_gated_delta_rule))
+    found = measured(inputs(), call_of_delta_rule(chunk_gated_delta_rule))
     states = B * CHUNKS * G * K * V * BF16
     assert found.forward_peak - found.kept > states
     assert found.backward_peak - found.kept > 2 * states  # and their gradients
 
 
 def test_a_state_is_read_for_each_chunk_and_products_are_counted():
-    found = measured(inputs(), call_of(chunk_gated_delta_rule))
+    found = measured(inputs(), call_of_delta_rule(chunk_gated_delta_rule))
     of_forward = dict(found.forward)
     tokens, states = B * T, B * CHUNKS * G * K * V * BF16
     keys, of_value_heads, values = tokens * H * K * BF16, tokens * G * K * BF16, tokens * G * V * BF16
@@ -90,7 +73,7 @@ def test_each_kernel_takes_the_buffer_of_its_tuning_once():
         taken = []
         for _ in range(2):
             before = len(gpu.recorder.timeline.allocations)
-            call_of(chunk_gated_delta_rule)(*inputs()())
+            call_of_delta_rule(chunk_gated_delta_rule)(*inputs()())
             born = gpu.recorder.timeline.allocations[before:]
             taken.append(sum(one.size_bytes == TIMING_BUFFER for one in born))
     assert taken == [6, 0]
@@ -99,14 +82,14 @@ def test_each_kernel_takes_the_buffer_of_its_tuning_once():
 def test_what_the_package_refuses_is_refused():
     with VirtualGPU("a100-80gb"):
         with pytest.raises(UserError, match="heads of at most 256 channels, got 512"):
-            call_of(chunk_gated_delta_rule)(*inputs(K=512)())
+            call_of_delta_rule(chunk_gated_delta_rule)(*inputs(K=512)())
         with pytest.raises(UserError, match="a multiple of them of values"):
-            call_of(chunk_gated_delta_rule)(*inputs(H=3)())
+            call_of_delta_rule(chunk_gated_delta_rule)(*inputs(H=3)())
         with pytest.raises(UserError, match="in one row, got 2 rows"):
-            call_of(chunk_gated_delta_rule)(*inputs(documents=[0, 50, T])())
+            call_of_delta_rule(chunk_gated_delta_rule)(*inputs(documents=[0, 50, T])())
         q, *others = inputs()()
         with pytest.raises(ValueError, match="cpu tensor"):
-            call_of(chunk_gated_delta_rule)(q.cpu(), *others)
+            call_of_delta_rule(chunk_gated_delta_rule)(q.cpu(), *others)
 
 
 @pytest.mark.skipif(
@@ -130,12 +113,10 @@ def test_bytes_and_kernels_are_those_of_the_package(sizes, is_normalised):
         chunk_gated_delta_rule as of_package,
     )
 
-    ours = measured(inputs(**sizes), call_of(chunk_gated_delta_rule, is_normalised=is_normalised))
-    theirs = measured(inputs(**sizes), call_of(of_package, is_normalised=is_normalised))
-    assert ours.backward == theirs.backward
-    if sizes.get("documents") is None:
-        assert ours.forward == theirs.forward
-        assert vars(ours) | {"flops": None} == vars(theirs) | {"flops": None}
-    else:  # the package numbers the chunks in a dozen small kernels
-        assert ours.forward == [one for one in theirs.forward if one in ours.forward]
-        assert ours.backward_peak == pytest.approx(theirs.backward_peak, abs=512)
+    assert_delta_rule_of_package(
+        inputs(**sizes),
+        chunk_gated_delta_rule,
+        of_package,
+        is_normalised=is_normalised,
+        has_documents="documents" in sizes,
+    )

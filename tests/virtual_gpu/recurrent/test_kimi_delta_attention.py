@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from kernel_calls import measured
+from kernel_calls import assert_delta_rule_of_package, call_of_delta_rule, measured
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -28,25 +28,8 @@ def inputs(B=B, T=T, H=H, G=H, K=K, V=V, dtype=torch.bfloat16, *, documents=None
     return make
 
 
-def call_of(function, *, is_normalised=True):
-    def call(q, k, v, g, beta, state, offsets):
-        return function(
-            q,
-            k,
-            v,
-            g=g,
-            beta=beta,
-            initial_state=state,
-            output_final_state=state is not None,
-            use_qk_l2norm_in_kernel=is_normalised,
-            cu_seqlens=offsets,
-        )
-
-    return call
-
-
 def test_backward_is_left_unit_heads_summed_decays_and_two_kinds_of_scores():
-    found = measured(inputs(), call_of(chunk_kda))
+    found = measured(inputs(), call_of_delta_rule(chunk_kda))
     tokens = B * T
     heads = 2 * tokens * H * (K * BF16 + FP32)
     summed = tokens * H * K * FP32
@@ -56,7 +39,7 @@ def test_backward_is_left_unit_heads_summed_decays_and_two_kinds_of_scores():
 
 
 def test_gradients_are_summed_in_float32_next_to_states_of_all_chunks():
-    found = measured(inputs(), call_of(chunk_kda))
+    found = measured(inputs(), call_of_delta_rule(chunk_kda))
     states = B * CHUNKS * H * K * V * BF16
     assert found.backward_peak - found.kept > 2 * states + 2 * B * T * H * K * FP32
     flops = dict(found.flops)
@@ -68,9 +51,9 @@ def test_gradients_are_summed_in_float32_next_to_states_of_all_chunks():
 def test_what_the_package_refuses_is_refused():
     with VirtualGPU("a100-80gb"):
         with pytest.raises(UserError, match="heads of at most 256 channels, got 512"):
-            call_of(chunk_kda)(*inputs(K=512)())
+            call_of_delta_rule(chunk_kda)(*inputs(K=512)())
         with pytest.raises(UserError, match=r"a first state in float32, got torch\.bfloat16"):
-            call_of(chunk_kda)(*inputs(state_dtype=torch.bfloat16)())
+            call_of_delta_rule(chunk_kda)(*inputs(state_dtype=torch.bfloat16)())
 
 
 @pytest.mark.skipif(
@@ -91,12 +74,10 @@ def test_what_the_package_refuses_is_refused():
 def test_bytes_and_kernels_are_those_of_the_package(sizes, is_normalised):
     from fla.ops.kda import chunk_kda as of_package  # pyright: ignore[reportMissingImports]
 
-    ours = measured(inputs(**sizes), call_of(chunk_kda, is_normalised=is_normalised))
-    theirs = measured(inputs(**sizes), call_of(of_package, is_normalised=is_normalised))
-    assert ours.backward == theirs.backward
-    if sizes.get("documents") is None:
-        assert ours.forward == theirs.forward
-        assert vars(ours) | {"flops": None} == vars(theirs) | {"flops": None}
-    else:  # the package numbers the chunks in a dozen small kernels
-        assert ours.forward == [one for one in theirs.forward if one in ours.forward]
-        assert ours.backward_peak == pytest.approx(theirs.backward_peak, abs=512)
+    assert_delta_rule_of_package(
+        inputs(**sizes),
+        chunk_kda,
+        of_package,
+        is_normalised=is_normalised,
+        has_documents="documents" in sizes,
+    )
