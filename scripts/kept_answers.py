@@ -24,6 +24,7 @@ from command_line import parser_of
 
 from lowmem_ft.cli import main as lowmem_ft
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.recipe.shipped.needs import CPU
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = REPOSITORY / "recipes" / "tiny"
@@ -67,7 +68,10 @@ def _answers() -> dict[str, Any]:
     for name, need in needs.items():
         print(name, file=sys.stderr, flush=True)
         code, output = _run("estimate", f"recipe={name}", "--gpu", need["gpu"], "--json", "-")
-        answers[f"{name}: estimate"] = {"exit": code, "json": _without_times(json.loads(output))}
+        estimate = _without_times(json.loads(output.replace(str(REPOSITORY), ".")))
+        if need["gpu"] == CPU:  # whose steps were timed, not computed
+            del estimate["step"], estimate["choices"]
+        answers[f"{name}: estimate"] = {"exit": code, "json": estimate}
         if load_recipe(name).distributed.num_processes in (None, 1):
             answers[f"{name}: five steps"] = _five_steps(name)
     for name, line in FAILING.items():
