@@ -30,8 +30,6 @@ from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
-SCRIPT = Path(__file__).resolve().parents[3] / "scripts" / "estimate.py"
-
 
 def make_gpu(name: str, gib: int, usd_per_hour: float | None) -> Gpu:
     prices = (
@@ -504,19 +502,11 @@ def test_all_and_cpu_are_understood_in_capitals(estimator, capsys):
     assert " on cpu (x86_64)" in capsys.readouterr().out
 
 
-def test_the_script_is_the_estimate_command():
-    done = subprocess.run(
-        [sys.executable, SCRIPT, "--help"], capture_output=True, text=True, timeout=LIMIT_SECONDS
-    )
-    assert done.returncode == 0
-    assert done.stdout.startswith("usage: lowmem-ft estimate recipe=NAME|PATH")
-
-
 THEN_IMPORTED = """
-import runpy, sys
-del sys.argv[0]
+import sys
+from lowmem_ft.cli import main
 try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.exit(main(["estimate", *sys.argv[1:]]))
 finally:
     unneeded = {"bitsandbytes", "datasets", "peft", "transformers.trainer_utils"}
     print("imported:", *unneeded & sys.modules.keys(), file=sys.stderr)
@@ -529,7 +519,7 @@ def test_the_tiny_recipe_end_to_end(tmp_path):
     wanted = ["recipe=tiny", "training.lr_scheduler_type=cosine", "--gpu", "rtx-4090"]
     files = ["--json", "-", "--plot", plot, "--snapshot", snapshot]
     done = subprocess.run(
-        [sys.executable, "-c", THEN_IMPORTED, SCRIPT, *wanted, *files],
+        [sys.executable, "-c", THEN_IMPORTED, *wanted, *files],
         capture_output=True,
         text=True,
         timeout=LIMIT_SECONDS,
