@@ -203,7 +203,7 @@ def seen_by(defect: Defect, tree: Path) -> str:
             done = _pytest(tree, [*tests, *skipped], end - time.monotonic())
             if done.returncode == 0:
                 return "unseen"
-            failed = re.search(r"^(?:FAILED|ERROR) (\S+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+            failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
             if failed is None:
                 return "seen by tests that do not start"
             fails_again = _pytest(tree, [failed[1]], SECONDS).returncode
