@@ -169,7 +169,7 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
 
 
 def _rule_of_experts(asked: Recipe, shape: ModelShape, gpu: Gpu | None) -> Rule:
-    """Return the rule that streamed layers whose experts share a tensor are checkpointed, by numbers of one's own."""
+    """Return the rule that streamed layers are checkpointed if experts share a tensor; a recipe's own skipped may stay."""
 
     @reads("offload.parameters", "checkpointing.mode", "checkpointing.skip_last_layers")
     def rule(recipe: Recipe) -> Iterator[str]:

@@ -49,43 +49,40 @@ class ShallowModel:
         Where attention and MLP work in parallel (Phi, Falcon), a gradient is passed down beyond the next layer, so that
         the first two layers differ from the rest.
         """
-        period, (first, *others) = self.layers.period, self.more
+        period = self.layers.period
         layers = dataclasses.replace(
             self.layers,
             lead=self.layers.lead + period,
             tails=tuple(tail + period for tail in self.layers.tails),
         )
-        return dataclasses.replace(
-            self, layers=layers, **self._with_periods((1, *(0 for _ in others))), more=(first - 1, *others)
-        )
+        longer_first = self._with_periods((1, *(0 for _ in self.layers.tails)))
+        return dataclasses.replace(longer_first, layers=layers)
 
     def longer(self) -> ShallowModel:
         """Return a stand-in with one more period in each stretch, which proves the repetition."""
-        return dataclasses.replace(
-            self,
-            **self._with_periods((1,) * len(self.more)),
-            more=tuple(extra - 1 for extra in self.more),
-        )
+        return self._with_periods((1,) * len(self.more))
 
     def recipe(self, recipe: Recipe) -> Recipe:
         """Return the recipe for the stand-in."""
         return with_settings(recipe, dict(self.last))
 
-    def _with_periods(self, more: tuple[int, ...]) -> dict[str, Any]:
-        """Return the numbers of layers with more periods in each stretch."""
+    def _with_periods(self, added: tuple[int, ...]) -> ShallowModel:
+        """Return a stand-in with more periods in each stretch."""
         period, pivots = self.layers.period, self.layers.pivots
 
         def grown(last: int) -> int:
             """Return how many are last: stretches among them get longer."""
             among = [
-                extra for extra, pivot in zip(more, pivots, strict=True) if pivot >= self.num_layers - last
+                extra for extra, pivot in zip(added, pivots, strict=True) if pivot >= self.num_layers - last
             ]
             return last + period * sum(among)
 
-        return {
-            "num_layers": grown(self.num_layers),
-            "last": tuple((key, grown(last)) for key, last in self.last),
-        }
+        return dataclasses.replace(
+            self,
+            num_layers=grown(self.num_layers),
+            last=tuple((key, grown(last)) for key, last in self.last),
+            more=tuple(extra - one for extra, one in zip(self.more, added, strict=True)),
+        )
 
 
 def stand_ins(recipe: Recipe, model: nn.Module) -> list[ShallowModel]:

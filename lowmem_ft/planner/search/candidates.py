@@ -17,7 +17,7 @@ from lowmem_ft.memory.least_memory import PARTS, Held, Part, StepParts
 from lowmem_ft.memory.uncertainty import with_headroom
 from lowmem_ft.planner import bounds, expectations
 from lowmem_ft.planner.search.estimated_needs import Limits
-from lowmem_ft.planner.search.ranking import Prior, Quantity
+from lowmem_ft.planner.search.ranking import Prior, Quantity, weights_of
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.rules.rule import reads
@@ -162,13 +162,12 @@ def _matters(choices_MD: Ints, expected_3M: Floats) -> Bools:
     It does not if there are combinations that differ in it alone, and none of them are expected to differ in their
     needs.
     """
-    sizes = choices_MD.max(axis=0, initial=0) + 1
-    weights_D = np.cumprod([1, *sizes], dtype=np.int64)[: len(sizes)]
-    number_M, matters_D = choices_MD @ weights_D, np.ones(len(sizes), bool)
+    weights_D = weights_of(choices_MD)
+    number_M, matters_D = choices_MD @ weights_D, np.ones(len(weights_D), bool)
     for place, weight in enumerate(weights_D):
-        order = np.argsort(number_M - choices_MD[:, place] * weight, kind="stable")
-        others_M = (number_M - choices_MD[:, place] * weight)[order]
-        starts = np.flatnonzero(np.diff(others_M, prepend=-1))
+        others_M = number_M - choices_MD[:, place] * weight
+        order = np.argsort(others_M, kind="stable")
+        starts = np.flatnonzero(np.diff(others_M[order], prepend=-1))
         if len(starts) < len(order):
             least_3G, most_3G = (
                 reduce.reduceat(expected_3M[:, order], starts, axis=1) for reduce in (np.minimum, np.maximum)
@@ -202,8 +201,7 @@ def _expected(
 def _distinct(space: Space, choices_ND: Ints, keys: Sequence[str]) -> tuple[Ints, Ints]:
     """Return the first of the combinations with each distinct value of some keys, and which of these each one has."""
     places = _places_of(space, keys)
-    sizes = [len(space.dimensions[place].choices) for place in places]
-    number_N = choices_ND[:, places] @ np.cumprod([1, *sizes], dtype=np.int64)[: len(places)]
+    number_N = choices_ND[:, places] @ weights_of(choices_ND[:, places])
     _, first_U, inverse_N = np.unique(number_N, return_index=True, return_inverse=True)
     return first_U, inverse_N.reshape(-1)
 

@@ -100,10 +100,7 @@ class Prospects:
 
     def is_new(self, places: Ints) -> Bools:
         """Return for which of them nothing was estimated that has the same choices except those that do not matter."""
-        choices_ND = self.candidates.choices_ND[:, self.beliefs.matters_D]
-        weights_D = np.cumprod([1, *(choices_ND.max(axis=0, initial=0) + 1)], dtype=np.int64)[:-1]
-        seen = choices_ND[self.beliefs.seen] @ weights_D
-        return ~np.isin(choices_ND[places] @ weights_D, seen)
+        return self.beliefs.is_new(places)
 
     def distances(self, one: int, places: Ints) -> tuple[Ints, Ints]:
         """Return in how many choices others differ from one: those that matter, and those that should not."""

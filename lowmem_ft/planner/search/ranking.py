@@ -114,7 +114,6 @@ class Beliefs:
 
     Attributes:
         matters_D: for each dimension, whether anything is expected to change with it.
-        seen: those that were estimated.
     """
 
     def __init__(self, choices_ND: Ints, prior: Prior) -> None:
@@ -124,18 +123,23 @@ class Beliefs:
         self._num_features = int(sizes.sum()) + 1
         self._prior = prior
         self.matters_D = np.ones(len(sizes), bool) if prior.matters_D is None else prior.matters_D
+        self._kind_N = choices_ND[:, self.matters_D] @ weights_of(choices_ND[:, self.matters_D])
         self._share_F = np.append(np.repeat(np.where(self.matters_D, 1.0, _OF_IDLE), sizes), 1.0)
-        self.seen: list[int] = []
+        self._seen: list[int] = []
         self._logs: dict[Quantity, list[float]] = {quantity: [] for quantity in get_args(Quantity)}
 
     @property
     def knows(self) -> bool:
         """True if there is a prior expectation or an estimate to go by."""
-        return bool(self.seen) or self._prior.tells
+        return bool(self._seen) or self._prior.tells
+
+    def is_new(self, places: Ints) -> Bools:
+        """Return for which of them nothing was estimated that has the same choices except those that do not matter."""
+        return ~np.isin(self._kind_N[places], self._kind_N[self._seen])
 
     def learn(self, place: int, excess: Mapping[Quantity, float]) -> None:
         """Add one estimate, by the excess over its bounds, and its effort."""
-        self.seen.append(place)
+        self._seen.append(place)
         for quantity, value in excess.items():
             self._logs[quantity].append(float(np.log(max(value, _LEAST[quantity]))))
 
@@ -205,12 +209,12 @@ class Beliefs:
         prior, noise = self._prior, _NOISE[quantity]
         logs_N = prior.logs_N[quantity]
         features_NF = self._features(places)
-        seen_MF = self._features(np.array(self.seen, dtype=np.int64))
+        seen_MF = self._features(np.array(self._seen, dtype=np.int64))
         variance_F = (prior.spread[quantity] * self._share_F) ** 2
         variance_F[-1] = prior.level[quantity] ** 2
         precision_FF = seen_MF.T @ seen_MF / noise**2 + np.diag(1 / variance_F)
         covariance_FF = np.linalg.inv(precision_FF)
-        surprise_M = np.array(self._logs[quantity]) - logs_N[self.seen]
+        surprise_M = np.array(self._logs[quantity]) - logs_N[self._seen]
         weights_F = covariance_FF @ (seen_MF.T @ surprise_M) / noise**2
         variance_N = np.einsum("nf,nf->n", features_NF @ covariance_FF, features_NF)
         return logs_N[places] + features_NF @ weights_F, np.sqrt(variance_N + noise**2)
@@ -225,6 +229,11 @@ class Beliefs:
         mean, spread = self._posterior(places, quantity)
         chance = _normal_cdf((np.log(np.maximum(spare, 1.0)) - mean) / spread)
         return np.where(chance > _LIKELY, 1.0, chance)
+
+
+def weights_of(choices_ND: Ints) -> Ints:
+    """Return the weight of each dimension in a number of which each combination of choices has one of its own."""
+    return np.cumprod([1, *(choices_ND.max(axis=0, initial=0) + 1)], dtype=np.int64)[:-1]
 
 
 def _expected_improvement(gap: Floats, spread: Floats) -> Floats:

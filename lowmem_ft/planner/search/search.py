@@ -36,10 +36,8 @@ from lowmem_ft.planner.search.ranking import Beliefs, Prior
 LEAST_TRIED = 4
 """Estimates before a search in which nothing fits may give up: the first ones correct the expectations."""
 
-LEAST_GAIN, LEAST_CHANCE = 3e-3, 0.25
-"""Thresholds for estimating what differs from the best in one choice.
-
-Either its expected gain in speed, as a share, or its chance to be simpler and nearly as fast has to reach them."""
+LEAST_GAIN = 3e-3
+"""Expected gain in speed, as a share, that makes what differs from the best in one choice worth an estimate."""
 
 WORTH_OF_IDLE = 0.75
 """Share of its promise that is left to a combination for each choice that should change nothing and yet is another."""
@@ -161,7 +159,7 @@ class Search:
         is_new = self._prospects.is_new(near)
         is_simpler = is_new & (candidates.changes_N[near] < candidates.changes_N[than])
         is_worth_it = (promise >= LEAST_GAIN) & (is_new | self._lacks_little(found.fastest))
-        is_worth_it |= is_simpler & (self._prospects.chance_to_be_alike(near, fastest) >= LEAST_CHANCE)
+        is_worth_it |= is_simpler & (self._prospects.chance_to_be_alike(near, fastest) >= LIKELY_SIMPLER)
         is_worth_it |= candidates.before_N[near] < candidates.before_N[than]
         order = np.lexsort((candidates.after_N[near], -promise))
         return near[order[is_worth_it[order]]].tolist()
