@@ -112,10 +112,10 @@ def _ends(body: list[ast.stmt]) -> bool:
 
 
 def _bounds_off(file: _File, node: ast.AST) -> Iterator[Change]:
-    """Yield numbers that are 15% too large, in comparisons and products."""
+    """Yield numbers that are 15% too large, in comparisons and arithmetic; the least whole ones would not change."""
     if isinstance(node, ast.Compare | ast.BinOp):
         for one in ast.iter_child_nodes(node):
-            if isinstance(one, ast.Constant) and type(one.value) in (int, float) and abs(one.value) > 4:
+            if isinstance(one, ast.Constant) and type(one.value) in (int, float) and abs(one.value) > 6:
                 yield *file.span(one), repr(type(one.value)(one.value * OFF_BY))
 
 

@@ -46,7 +46,7 @@ sys.exit(max(main(command.split()) for command in commands))
 
 
 @pytest.mark.parametrize("platform", ABSENT)
-def test_an_estimate_needs_no_name_that_python_lacks_there(platform, tmp_path):
+def test_estimates_and_plans_need_no_name_that_python_lacks_there(platform, tmp_path):
     commands = [
         "estimate recipe=tiny --gpu t4",
         "estimate recipe=tiny --gpu t4 --json -",

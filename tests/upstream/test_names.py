@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import inspect
 import pkgutil
@@ -18,11 +19,11 @@ NAMES = [(owner, name) for owner, names in NAMES_OF.items() for name in names.sp
 
 def is_there(owner, name):
     """Whether an owner has a name, or its source sets it on objects."""
-    try:
+    with contextlib.suppress(
+        ModuleNotFoundError, AttributeError
+    ):  # it may be one that objects get when they are made
         pkgutil.resolve_name(f"{owner}.{name}")
         return True
-    except (ModuleNotFoundError, AttributeError):
-        pass
     try:
         source = inspect.getsource(pkgutil.resolve_name(owner))
     except (ModuleNotFoundError, AttributeError, TypeError, OSError):  # the owner is gone, or written in C++
