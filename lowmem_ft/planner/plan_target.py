@@ -169,7 +169,7 @@ def _rule_of_linear_layers(shape: ModelShape) -> Rule:
 
 
 def _rule_of_experts(asked: Recipe, shape: ModelShape, gpu: Gpu | None) -> Rule:
-    """Return the rule that streamed layers are checkpointed if experts share a tensor; the recipe's own number stays."""
+    """Return the rule that streamed layers are checkpointed if experts share a tensor, except the recipe's own."""
 
     @reads("offload.parameters", "checkpointing.mode", "checkpointing.skip_last_layers")
     def rule(recipe: Recipe) -> Iterator[str]:
