@@ -5,14 +5,17 @@
 
 Each defect is a small change by one of four operators, in a function drawn by the seed: first a room of the package,
 then an operator, then a place. It is planted in a copy of a commit, and the tests that can reach its file run
-against it, nearest first, for six minutes at most: ``seen by`` the one that failed, ``unseen`` if all passed, ``not in
-time`` if those that ran did. A defect that changes nothing is struck by hand, with its reason.
+against it, nearest first, for six minutes of a core at most: ``seen by`` the one that failed, ``unseen`` if all
+passed, ``not in time`` if those that ran did. A defect that changes nothing is struck by hand, with its reason.
+
+Two commits are compared by defects that are drawn from one of them (``--drawn-from``) and planted in each.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import json
 import os
 import random
@@ -25,10 +28,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from reached_tests import REPOSITORY, Imports
 
 SECONDS = 360
-"""Seconds of tests against one defect, on the clock."""
+"""Seconds of a core for the tests against one defect, so that other work on the machine makes no difference."""
 
 OFF_BY = 1.15
 
@@ -181,7 +185,8 @@ def drawn(count: int, seed: int, repository: Path = REPOSITORY) -> list[Defect]:
 
 def _named(name: str, repository: Path) -> list[Defect]:
     path = repository / f"{name.partition(':')[0].replace('.', '/')}.py"
-    return [one for one in defects_in(path, repository) if one.name == name]
+    defects = defects_in(path, repository) if path.exists() else []
+    return [one for one in defects if one.name == name]
 
 
 def seen_by(defect: Defect, tree: Path) -> str:
@@ -192,7 +197,7 @@ def seen_by(defect: Defect, tree: Path) -> str:
     Returns:
         The test that failed, or why there is none.
     """
-    path, end = tree / defect.path, time.monotonic() + SECONDS
+    path, left = tree / defect.path, float(SECONDS)
     source = path.read_bytes()
     tests = [str(test.relative_to(tree)) for test in Imports(tree).tests_of([path])]
     doubtful: list[str] = []
@@ -200,33 +205,66 @@ def seen_by(defect: Defect, tree: Path) -> str:
         while True:
             path.write_bytes(defect.planted(source))
             skipped = [word for test in doubtful for word in ("--deselect", test)]
-            done = _pytest(tree, [*tests, *skipped], end - time.monotonic())
+            done, taken = _pytest(tree, [*tests, *skipped], left)
+            left -= taken
+            if done is None:
+                return "not in time"
             if done.returncode == 0:
                 return "unseen"
             failed = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
             if failed is None:
                 return "seen by tests that do not start"
-            fails_again = _pytest(tree, [failed[1]], SECONDS).returncode
+            again, _ = _pytest(tree, [failed[1]], SECONDS)
             path.write_bytes(source)
-            if fails_again and not _pytest(tree, [failed[1]], SECONDS).returncode:
+            without, _ = _pytest(tree, [failed[1]], SECONDS)
+            if again and again.returncode and without and not without.returncode:
                 return f"seen by {failed[1]}"
             doubtful.append(failed[1])
-    except subprocess.TimeoutExpired:
-        return "not in time"
     finally:
         path.write_bytes(source)
 
 
-def _pytest(tree: Path, arguments: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow and not gpu", "-p", "no:cacheprovider"]
-    return subprocess.run(
-        [*command, *arguments],
-        cwd=tree,
-        env=os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=max(1.0, seconds),
-    )
+def _pytest(
+    tree: Path, arguments: Sequence[str], seconds: float
+) -> tuple[subprocess.CompletedProcess[str] | None, float]:
+    """Return what tests said, None if they took more seconds of a core, and the seconds that they took."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-m",
+        "not slow and not gpu",
+        "-p",
+        "no:cacheprovider",
+        *arguments,
+    ]
+    environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryFile("w+") as said:
+        tests = subprocess.Popen(command, cwd=tree, env=environment, stdout=said, stderr=subprocess.STDOUT)
+        process = psutil.Process(tests.pid)
+        taken = 0.0
+        while tests.poll() is None:
+            taken = max(taken, _seconds_of(process))
+            if taken > seconds:
+                for one in [*process.children(recursive=True), process]:
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        one.kill()
+                tests.wait()
+                return None, taken
+            time.sleep(0.2)
+        said.seek(0)
+        return subprocess.CompletedProcess(command, tests.returncode, said.read()), taken
+
+
+def _seconds_of(process: psutil.Process) -> float:
+    """Return the seconds of a core that a process, its children, and those that ended before took."""
+    seconds = 0.0
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            times = one.cpu_times()
+            seconds += times.user + times.system + times.children_user + times.children_system
+    return seconds
 
 
 def main() -> None:
@@ -238,22 +276,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--only", help="the name of one defect")
     parser.add_argument("--at", default="HEAD", metavar="REVISION", help="HEAD by default")
+    parser.add_argument("--drawn-from", metavar="REVISION", help="draw from this one; from --at by default")
     parser.add_argument("--list", action="store_true", help="name those that would be planted")
     parser.add_argument("--out", type=Path, help="JSON of the results; those it has are not repeated")
     args = parser.parse_args()
     results: dict[str, str] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    with _checkout(args.drawn_from or args.at) as tree:
+        names = [args.only] if args.only else [one.name for one in drawn(args.count, args.seed, tree)]
+    with _checkout(args.at) as tree:
+        for name in names:
+            if name in results:
+                continue
+            defects = _named(name, tree)
+            results[name] = "drawn" if args.list else seen_by(defects[0], tree) if defects else "not there"
+            print(f"{name}: {results[name]}", flush=True)
+            if args.out and not args.list:
+                args.out.write_text(json.dumps(results, indent=1) + "\n")
+
+
+@contextlib.contextmanager
+def _checkout(revision: str) -> Iterator[Path]:
+    """Yield a folder with the files of a commit, for the time of a block."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder, "tree")
         git = ["git", "-C", str(REPOSITORY), "worktree"]
-        subprocess.run([*git, "add", "--detach", str(tree), args.at], check=True, capture_output=True)
+        subprocess.run([*git, "add", "--detach", str(tree), revision], check=True, capture_output=True)
         try:
-            for defect in _named(args.only, tree) if args.only else drawn(args.count, args.seed, tree):
-                if defect.name in results:
-                    continue
-                results[defect.name] = "drawn" if args.list else seen_by(defect, tree)
-                print(f"{defect.name}: {results[defect.name]}", flush=True)
-                if args.out and not args.list:
-                    args.out.write_text(json.dumps(results, indent=1) + "\n")
+            yield tree
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True, capture_output=True)
 
