@@ -1,7 +1,7 @@
 """Values of a recipe that go by the size of its own model, made right for another model.
 
-7b-lora leaves the last 14 of Qwen2.5-7B's 28 layers without checkpoints. A user who sets ``model=pythia-160m`` has 12
-layers, and means half of them. What the user, or any later layer than the one that names the model, sets stays as it
+7b-lora leaves the last 19 of Qwen2.5-7B's 28 layers without checkpoints. A user who sets ``model=pythia-160m`` has 12
+layers, and means 8 of them. What the user, or any later layer than the one that names the model, sets stays as it
 is, and is refused if the model cannot have it.
 """
 

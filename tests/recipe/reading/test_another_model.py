@@ -18,10 +18,10 @@ from lowmem_ft.recipe.space.search_space import with_settings
 @pytest.mark.parametrize(
     "name, model, skipped, resident, length",
     [
-        ("7b-lora", "pythia-160m", 6, 0, 2048),  # 14 of 28 layers, of 12
-        ("7b-lora", "gpt2", 6, 0, 1024),  # its config calls both sizes by other names
-        ("7b-lora", "qwen3-14b", 20, 0, 2048),  # of 40
-        ("7b-lora", "qwen2.5-7b", 14, 0, 2048),
+        ("7b-lora", "pythia-160m", 8, 0, 2048),  # 19 of 28 layers, of 12
+        ("7b-lora", "gpt2", 8, 0, 1024),  # its config calls both sizes by other names
+        ("7b-lora", "qwen3-14b", 27, 0, 2048),  # of 40
+        ("7b-lora", "qwen2.5-7b", 19, 0, 2048),
         ("8b-16gb", "pythia-70m", 0, 1, 2048),  # 8 of 36, of 6
         (
             "gemma-4-e4b-qlora",
@@ -47,7 +47,7 @@ def test_each_change_is_logged_with_the_sizes_that_decide(caplog):
     recipe = load_recipe("7b-lora", ["model=gpt2"])
     assert [text for text in caplog.messages if "not the recipe's" in text] == fitted_in(recipe)
     assert fitted_in(recipe) == [
-        "checkpointing.skip_last_layers=6, not the recipe's 14: gpt2 has 12 layers, Qwen/Qwen2.5-7B 28.",
+        "checkpointing.skip_last_layers=8, not the recipe's 19: gpt2 has 12 layers, Qwen/Qwen2.5-7B 28.",
         "data.max_length=1024, not the recipe's 2048: gpt2 takes up to 1024 tokens.",
     ]
     assert fitted_in(load_recipe("7b-lora")) == []
@@ -78,9 +78,9 @@ def test_a_file_of_ones_own_is_a_recipe_like_the_shipped_ones(tmp_path):
     (tmp_path / "small" / "config.json").write_text(json.dumps({"model_type": "x", "n_layers": 4}), "utf-8")
     own = tmp_path / "own.yaml"
     own.write_text("base: 7b-lora\nmodel: {name_or_path: pythia-160m}\n", "utf-8")
-    assert load_recipe(own).checkpointing.skip_last_layers == 6
+    assert load_recipe(own).checkpointing.skip_last_layers == 8
     assert load_recipe(own, [f"model={tmp_path / 'small'}"]).checkpointing.skip_last_layers == 2
-    assert load_recipe(own, ["model=nobody/knows-it"]).checkpointing.skip_last_layers == 6
+    assert load_recipe(own, ["model=nobody/knows-it"]).checkpointing.skip_last_layers == 8
 
 
 def test_what_is_written_down_is_what_was_used(tmp_path):
@@ -89,5 +89,5 @@ def test_what_is_written_down_is_what_was_used(tmp_path):
     kept.write_text(recipe_to_yaml(recipe), "utf-8")
     again = load_recipe(kept)
     assert again == recipe
-    assert again.checkpointing.skip_last_layers == 6
+    assert again.checkpointing.skip_last_layers == 8
     assert fitted_in(again) == []
