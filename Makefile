@@ -21,7 +21,7 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-changed test-deepspeed check docs format gpu-check bench clean
+.PHONY: help setup demo test test-traced test-all test-changed test-deepspeed check docs format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -39,8 +39,11 @@ $(READY): pyproject.toml constraints.txt
 demo: setup ## Fine-tune SmolLM2-135M on the project's own examples; shows answers before and after
 	$(BIN)/python scripts/demo/demo.py
 
-test: setup ## All tests but those marked slow or gpu, on every core up to eight
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not slow and not gpu'
+test: setup ## One case of each test that takes long and all others but slow and gpu, on every core up to eight
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not slow and not gpu and not traced'
+
+test-traced: setup ## The further cases of tests that take long
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m traced
 
 test-all: setup ## All tests but those marked gpu
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SPREAD) -m 'not gpu'

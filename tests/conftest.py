@@ -24,6 +24,8 @@ from hypothesis import HealthCheck, settings
 from linux_process import LinuxProcess
 from processes import Forks
 
+pytest_plugins = ["costs"]
+
 # How long an example takes says how busy the machine is.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")

@@ -1,19 +1,28 @@
-"""What each test costs: seconds of a core and traces, with those of the processes that it starts.
+"""What each test costs, in seconds of a core and traces with those of its processes; and which cases may wait.
 
-pytest -p costs --costs costs.jsonl tests        # with -n, too
-python tests/support/costs.py costs.jsonl         # sums, and the dearest functions
+    pytest --costs costs.jsonl tests                            # with -n, too
+    pytest --costs slow.jsonl --costs-sample 2 -m slow tests     # two cases of each function count for all of them
+    python tests/support/costs.py costs.jsonl slow.jsonl         # sums, and the dearest functions
+    python tests/support/costs.py costs.jsonl --keep             # keep which functions take long
+
+Of a function that takes long, ``make test`` runs one case, and ``make test-traced`` the others.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import random
-import sys
 from collections import Counter
 from pathlib import Path
 
 import pytest
+
+KEPT = Path(__file__).with_name("tests_that_take_long.json")
+"""Seconds of a core that the dearest case of a function takes, in files from the root: of those above :data:`LONG`."""
+
+LONG = 1.0
 
 _COUNTS_FOR = pytest.StashKey()
 """For how many cases of its function a test counts."""
@@ -27,9 +36,11 @@ def pytest_addoption(parser):
     )
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leave of each function what was asked for."""
+    """Mark and order tests before pytest looks at marks, and leave of each function what was asked for after that."""
+    items[:] = marked(items)
+    yield
     cases = {}
     for item in items:
         cases.setdefault(_function(item.nodeid), []).append(item)
@@ -74,15 +85,46 @@ def _function(test):
     return test.partition("[")[0]
 
 
-def main(paths: list[str]) -> None:
+def marked(items):
+    """Mark cases ``traced`` that ``make test`` leaves out, and return all items, modules that take longest first.
+
+    Of a function that takes long (see :data:`KEPT`), the first case stays. A module's tests stay together, as they
+    share what its fixtures make.
+    """
+    takes_long = json.loads(KEPT.read_text("utf-8"))
+    of_modules, seen = Counter(), set()
+    for item in items:
+        function = _function(item.nodeid)
+        of_modules[item.path] += takes_long.get(function, 0)
+        if function in takes_long and not any(map(item.get_closest_marker, ("slow", "gpu"))):
+            if function in seen:
+                item.add_marker("traced")
+            seen.add(function)
+    return sorted(items, key=lambda item: -of_modules[item.path])
+
+
+def main() -> None:
     """Print the sums, and the functions that cost most."""
-    rows = [json.loads(line) for path in paths for line in Path(path).read_text().splitlines()]
-    tests, seconds, traces = Counter(), Counter(), Counter()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="+", type=Path)
+    parser.add_argument("--keep", action="store_true", help=f"write {KEPT.name}")
+    args = parser.parse_args()
+    rows = [json.loads(line) for path in args.files for line in path.read_text("utf-8").splitlines()]
+    tests, seconds, traces, dearest = Counter(), Counter(), Counter(), Counter()
     for row in rows:
         function, counts_for = _function(row["test"]), row["counts_for"]
         tests[function] += counts_for
         seconds[function] += counts_for * row["seconds"]
         traces[function] += counts_for * row["traces"]
+        if not row["slow"]:
+            dearest[function] = max(dearest[function], row["seconds"])
+    if args.keep:
+        kept = {
+            function: round(dearest[function]) for function in sorted(dearest) if dearest[function] >= LONG
+        }
+        KEPT.write_text(json.dumps(kept, indent=1) + "\n", "utf-8")
     print(
         f"{sum(tests.values()):,.0f} tests, {sum(seconds.values()):,.0f} s, {sum(traces.values()):,.0f} traces"
     )
@@ -91,4 +133,4 @@ def main(paths: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()
