@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from ground_truth.comparison import compare, estimated_peaks, table
-from ground_truth.cpu_matrix import covering, name_of, overrides_of
-from ground_truth.families import FAMILIES, write_families
-from ground_truth.real_run import run_for_real
+from measuring.comparison import compare, estimated_peaks, table
+from measuring.cpu_matrix import covering, name_of, overrides_of
+from measuring.families import FAMILIES, write_families
+from measuring.real_run import run_for_real
 from sweeps import few_quick
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu

@@ -4,7 +4,6 @@ import itertools
 import random
 
 import pytest
-from ground_truth.families import FAMILIES
 from ground_truth.ladder_matrix import (
     CHANGES_THE_ORDER_OF_SUMS,
     FACTORS,
@@ -19,6 +18,7 @@ from ground_truth.ladder_matrix import (
     random_levels,
 )
 from ground_truth.ladder_run import outcome_of, tolerance
+from measuring.families import FAMILIES
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.errors import RecipeError, UserError

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterable, Iterator, Mapping
 
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 
 from lowmem_ft.optimizers.table import OPTIMIZERS
 

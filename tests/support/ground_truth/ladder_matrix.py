@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from ground_truth.cpu_matrix import Choice, Levels
+from measuring.cpu_matrix import Choice, Levels
 
 from lowmem_ft.foundation.knob import Checkpointed, Effect
 from lowmem_ft.optimizers.table import Capability, optimizers_that
