@@ -35,11 +35,11 @@ from typing import Any
 import torch
 from command_line import answer_of_new_process, parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from ground_truth.constant_rows import caveat_of_the_clock
 from ladder_clock import lines_of, on_clock
 from ladder_rungs import RUNGS, Rung, settings_of
 from marked_table import put_table, table_of
 from measured_on import measured_on, require_device
+from measuring.constant_rows import caveat_of_the_clock
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes

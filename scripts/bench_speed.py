@@ -3,7 +3,7 @@
     python scripts/bench_speed.py [--works 8b-full 7b-lora ...] [--documents 1x2048] [--device cuda] [--write]
 
 Each work is one model on one GPU with 16 rows of 2048 tokens a step, random ones, the same for both
-(``ground_truth/measured_rows.py``). The peer's program is its own code, as installed, on a virtual GPU:
+(``measuring/measured_rows.py``). The peer's program is its own code, as installed, on a virtual GPU:
 ``transformers.Trainer`` or TRL's ``SFTTrainer`` with Liger's kernels, PEFT and bitsandbytes. Each of several sizes of
 micro-batches runs with checkpointing and without, with each head that the tool lets its users choose, and with
 torch.compile, which a virtual GPU does not see and by the clock is left out; the fastest setting that fits the GPU
@@ -33,15 +33,15 @@ from pathlib import Path
 from typing import Any
 
 from command_line import answer_of_new_process, parser_of
-from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of, caveat_of_the_clock, kind_of_rows
-from ground_truth.measured_rows import (
+from marked_table import put_table
+from measured_on import measured_on, require_device
+from measuring.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of, caveat_of_the_clock, kind_of_rows
+from measuring.measured_rows import (
     Documents,
     described,
     documents_of,
     name_of,
 )
-from marked_table import put_table
-from measured_on import measured_on, require_device
 from speed.peer_settings import ROWS, TOKENS, Setting, setting_of
 from speed.this_gpu import Result
 from speed.work_runs import by_clock, measured, ours

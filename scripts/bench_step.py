@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from ground_truth.measured_rows import MeasuredRows, write_completions
 from measured_on import measured_on, require_device
+from measuring.measured_rows import MeasuredRows, write_completions
 from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer, TrainerCallback, TrainingArguments
 
 from lowmem_ft.data.batches.batch import Batch

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from ground_truth.measured_rows import write_completions
 from ladder_rungs import RUNGS, Rung, settings_of
 from measure_trl import StepMeter
 from measured_on import measured_on
+from measuring.measured_rows import write_completions
 from transformers import AutoTokenizer, Trainer
 
 from lowmem_ft import hf

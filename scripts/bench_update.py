@@ -24,10 +24,10 @@ from command_line import parser_of
 from lowmem_ft import VirtualGPU  # isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
-from ground_truth.constant_rows import caveat_of_the_clock
-from ground_truth.measured_rows import MeasuredRows
 from marked_table import put_table, table_of
 from measured_on import measured_on
+from measuring.constant_rows import caveat_of_the_clock
+from measuring.measured_rows import MeasuredRows
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu

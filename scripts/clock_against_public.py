@@ -37,8 +37,8 @@ from typing import Any
 import marked_table
 import numpy as np
 from command_line import parser_of
-from ground_truth.constant_rows import caveat_of_the_clock
-from ground_truth.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
+from measuring.constant_rows import caveat_of_the_clock
+from measuring.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
 
 from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries, reference_host

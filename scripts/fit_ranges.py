@@ -91,7 +91,7 @@ def public_rows() -> Iterator[Row]:
 def estimate_rows(text: str) -> None:
     """Estimate the rows with this text in their name, and keep the result after each."""
     os.environ["PYTORCH_ALLOC_CONF"] = ""  # the setting they were run with
-    from ground_truth.public_runs import PublicRun, estimate_run
+    from measuring.public_runs import PublicRun, estimate_run
 
     kept = json.loads(ESTIMATES.read_text()) if ESTIMATES.exists() else {}
     for row in public_rows():

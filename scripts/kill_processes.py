@@ -20,7 +20,7 @@ from collections import Counter
 from pathlib import Path
 
 from command_line import parser_of
-from ground_truth.killed_runs import KINDS, KilledRuns
+from killed_runs import KINDS, KilledRuns
 from measured_on import measured_on
 
 RESULTS = Path(__file__).resolve().parents[1] / "tests" / "data" / "measured" / "killed-runs.json"
@@ -32,19 +32,11 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=30, help="how many processes to kill (30)")
     parser.add_argument("--seed", type=int, default=0, help="of the moments (0)")
     parser.add_argument("--folder", type=Path, help="keep runs and their logs here")
-    parser.add_argument(
-        "--torchrun", action="store_true", help="launch again each time, as a user does: ten times as slow"
-    )
     parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULTS.name}")
     arguments = parser.parse_args()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as temporary:
-        runs = KilledRuns(
-            arguments.folder or Path(temporary),
-            random.Random(arguments.seed),
-            print_now,
-            by_torchrun=arguments.torchrun,
-        )
+        runs = KilledRuns(arguments.folder or Path(temporary), random.Random(arguments.seed), print_now)
         for kind in itertools.cycle(KINDS):
             if runs.num_kills >= arguments.kills:
                 break

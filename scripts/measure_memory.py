@@ -5,16 +5,16 @@
     python scripts/measure_memory.py --whole-runs [--model SMOLLM2] [--rows TEXT] [--repeats 3] [--out rows.json]
         [--table]
 
-On CUDA: the shipped recipes, then random weights from 0.1B to 8B (``ground_truth/cuda_matrix.py``), torch's own
+On CUDA: the shipped recipes, then random weights from 0.1B to 8B (``measuring/cuda_matrix.py``), torch's own
 counters, NVML for the process, and the seconds of each step. On a CPU: tiny models of every family, a sample of all the
-ways to train them (``ground_truth/cpu_matrix.py``), and every tensor counted exactly. Each row runs in a process of its
+ways to train them (``measuring/cpu_matrix.py``), and every tensor counted exactly. Each row runs in a process of its
 own, so that its peaks include no other row's cache. Rows that the file already holds are not run again. The default
 file is ``runs/measured.json``. Several ``--jobs`` begin at once; on CUDA one after the other gets the GPU, when it has
 imported everything. Estimates are added at the end; with ``--only-measure`` another machine adds them, later, without
 the option. ``--write`` estimates each row of ``tests/data/measured/measured-cuda.json`` again, for their table in
 ``docs/benchmarks.md``.
 
-``--whole-runs``: memory of whole processes of ``lowmem-ft train`` without a GPU (``ground_truth/whole_runs.py``), with
+``--whole-runs``: memory of whole processes of ``lowmem-ft train`` without a GPU (``measuring/whole_runs.py``), with
 one and with two threads, each repeated ``--repeats`` times; SMOLLM2 is a folder with SmolLM2-135M, by default the
 demo's.
 """
@@ -39,16 +39,16 @@ from typing import Any
 import torch
 from command_line import parser_of
 from demo.get_demo_model import default_cache_dir, get_demo_model
-from ground_truth.comparison import compare, estimated_peaks, measured_gpu, table
-from ground_truth.constant_rows import CUDA_ROWS, caveat_of_recipes
-from ground_truth.cpu_matrix import name_of, overrides_of, sample
-from ground_truth.cuda_matrix import cuda_rows
-from ground_truth.families import FAMILIES, write_families
-from ground_truth.public_seconds import updated_in_chunks_until
-from ground_truth.real_run import RealPeaks, run_for_real
-from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 from marked_table import put_table
 from measured_on import driver_version, measured_on, require_device, wait_for_the_gpu
+from measuring.comparison import compare, estimated_peaks, measured_gpu, table
+from measuring.constant_rows import CUDA_ROWS, caveat_of_recipes
+from measuring.cpu_matrix import name_of, overrides_of, sample
+from measuring.cuda_matrix import cuda_rows
+from measuring.families import FAMILIES, write_families
+from measuring.public_seconds import updated_in_chunks_until
+from measuring.real_run import RealPeaks, run_for_real
+from measuring.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator import estimate_memory

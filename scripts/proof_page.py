@@ -19,8 +19,8 @@ from typing import Any
 import marked_table
 from command_line import parser_of
 from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
-from ground_truth.constant_rows import caveat_of_recipes
 from kill_processes import RESULTS as KILLS
+from measuring.constant_rows import caveat_of_recipes
 from proof.formulas import FORMULAS
 from proof.picture import Panel, proof_svg
 from proof.rows import Pair, ProofRow, load_proof_rows

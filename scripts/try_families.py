@@ -25,7 +25,7 @@ import marked_table
 import transformers
 import transformers.generation  # noqa: F401
 from command_line import parser_of
-from ground_truth.family_tries import TECHNIQUES, try_technique
+from family_sweep.tries import TECHNIQUES, try_technique
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 ROOT = Path(__file__).parents[1]

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground_truth.families import write_families
-from ground_truth.measured_rows import described
 from lease_items.parts import Numbers, Part, Setting
+from measuring.families import write_families
+from measuring.measured_rows import described
 from speed.kernel_trace import digest, events_of
 from speed.peer_settings import ROWS, TOKENS
 from speed.this_gpu import ThisGPU

@@ -10,8 +10,8 @@ from typing import Any
 
 from clock_against_public import load_without_sources
 from fit_ranges import ESTIMATES, public_rows
-from ground_truth.public_seconds import SecondsRow, load_rows, measured_rows
 from marked_table import cells_of
+from measuring.public_seconds import SecondsRow, load_rows, measured_rows
 from mixtures_against_public import COMMON as COMMON_OF_MIXTURES
 from mixtures_against_public import RUNS as MIXTURES
 from proof.formulas import FORMULAS, PEFT_TARGETS, Settings

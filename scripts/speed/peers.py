@@ -17,11 +17,11 @@ from speed.this_gpu import AnyGPU, ThisGPU  # first: what bitsandbytes says to n
 import bitsandbytes  # pyright: ignore[reportMissingImports]  # an optional package
 import torch
 from datasets import Dataset
-from ground_truth.measured_rows import Documents, MeasuredRows
-from ground_truth.public_runs import PublicRun, model_on_meta
 from liger_kernel.transformers.functional import (  # pyright: ignore[reportMissingImports]  # an optional package
     liger_fused_linear_cross_entropy,
 )
+from measuring.measured_rows import Documents, MeasuredRows
+from measuring.public_runs import PublicRun, model_on_meta
 from peft import LoraConfig  # pyright: ignore[reportMissingImports]  # an optional package
 from speed.peer_settings import TOKENS, Setting, all_settings
 from tokenizers import Tokenizer

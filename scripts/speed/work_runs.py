@@ -6,9 +6,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from ground_truth.measured_rows import Documents, name_of
-from ground_truth.real_run import run_for_real
 from measured_on import wait_for_the_gpu
+from measuring.measured_rows import Documents, name_of
+from measuring.real_run import run_for_real
 from speed.peer_settings import ROWS, Setting, setting_of
 from speed.peers import MicroBatches
 from speed.this_gpu import Result, ThisGPU

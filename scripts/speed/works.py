@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from ground_truth.measured_rows import Documents
+from measuring.measured_rows import Documents
 from speed.peer_settings import Setting
 from speed.peers import PAGED, QLORA, SFT, TRAINER, Peer
 

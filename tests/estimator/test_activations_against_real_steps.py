@@ -3,10 +3,10 @@
 import dataclasses
 
 import pytest
-from ground_truth.comparison import compare, estimated_peaks
-from ground_truth.cpu_matrix import ALWAYS
-from ground_truth.families import write_families
-from ground_truth.real_run import run_for_real
+from measuring.comparison import compare, estimated_peaks
+from measuring.cpu_matrix import ALWAYS
+from measuring.families import write_families
+from measuring.real_run import run_for_real
 from sweeps import few_quick
 
 from lowmem_ft.estimator import estimate_memory

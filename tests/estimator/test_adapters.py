@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from ground_truth.comparison import estimated_peaks
-from ground_truth.real_run import run_for_real
+from measuring.comparison import estimated_peaks
+from measuring.real_run import run_for_real
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces.tracing import trace_recipe

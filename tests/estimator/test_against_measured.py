@@ -5,8 +5,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from ground_truth.comparison import METRICS, compare, estimated_peaks, measured_gpu, summarize, table
 from measure_memory import recipe_of
+from measuring.comparison import METRICS, compare, estimated_peaks, measured_gpu, summarize, table
 
 from lowmem_ft.estimator import estimate_memory
 

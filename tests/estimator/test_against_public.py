@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from ground_truth.comparison import Comparison, summarize, table
-from ground_truth.public_runs import PublicRun, estimate_run
+from measuring.comparison import Comparison, summarize, table
+from measuring.public_runs import PublicRun, estimate_run
 
 from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, TIGHT_SHARE
 

@@ -3,10 +3,11 @@
 import dataclasses
 
 import pytest
-from ground_truth.comparison import compare, estimated_peaks, table
-from ground_truth.cpu_matrix import covering, name_of, overrides_of
-from ground_truth.families import FAMILIES, write_families
-from ground_truth.real_run import run_for_real
+from ground_truth.covering import covering
+from measuring.comparison import compare, estimated_peaks, table
+from measuring.cpu_matrix import FACTORS, is_possible, name_of, overrides_of
+from measuring.families import FAMILIES, write_families
+from measuring.real_run import run_for_real
 from sweeps import few_quick
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
@@ -17,7 +18,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 ALLOWED_ERROR = 0.005
-RUNS = covering()
+RUNS, _ = covering(FACTORS, is_possible)
 ON_A_CPU, ON_CUDA = ("mixtral",), ("gemma3",)
 """What `make test` tries: experts; windows and a soft cap. `make test-all` tries every family."""
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 import torch
-from ground_truth.real_run import run_for_real
+from measuring.real_run import run_for_real
 from torch import Tensor, nn
 
 from lowmem_ft.estimator import estimate_memory

@@ -6,8 +6,8 @@ import dataclasses
 import json
 
 import pytest
-from ground_truth.comparison import compare, estimated_peaks
-from ground_truth.real_run import run_for_real
+from measuring.comparison import compare, estimated_peaks
+from measuring.real_run import run_for_real
 
 from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.estimator.traces import tracing

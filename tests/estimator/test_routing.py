@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from ground_truth.real_run import run_for_real
+from measuring.real_run import run_for_real
 from rich.console import Console
 from transformers import AutoConfig
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ground_truth.whole_runs import WHOLE_RUNS, estimate_whole
+from measuring.whole_runs import WHOLE_RUNS, estimate_whole
 from sweeps import few_quick
 
 ROWS = json.loads((Path(__file__).parents[1] / "data" / "measured" / "whole-runs-cpu.json").read_text())

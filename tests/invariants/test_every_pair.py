@@ -4,13 +4,12 @@ import itertools
 import random
 
 import pytest
-from ground_truth.families import FAMILIES
+from ground_truth.covering import covering
 from ground_truth.ladder_matrix import (
     CHANGES_THE_ORDER_OF_SUMS,
     FACTORS,
     KEEPS_EVERY_BIT,
     NOT_WITH_FAMILY,
-    covering,
     effects_of,
     is_allowed,
     is_possible,
@@ -19,12 +18,13 @@ from ground_truth.ladder_matrix import (
     random_levels,
 )
 from ground_truth.ladder_run import outcome_of, tolerance
+from measuring.families import FAMILIES
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
 
-RUNS, EXCLUDED = covering()
+RUNS, EXCLUDED = covering(FACTORS, is_possible)
 NO_DROPOUT = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from ground_truth.family_tries import TOLERANCE, packed_difference, try_technique
+from family_sweep.tries import TOLERANCE, packed_difference, try_technique
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from try_families import DATA, PAGE, is_wrong, techniques_for, with_table
 

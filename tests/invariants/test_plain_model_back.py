@@ -6,8 +6,8 @@ import weakref
 import pytest
 import torch
 from batches import batch_of_two
-from ground_truth.families import FAMILIES, VOCABULARY
 from ladder_rungs import RUNGS, settings_of
+from measuring.families import FAMILIES, VOCABULARY
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe

@@ -1,15 +1,17 @@
 """Runs put together at random, on models of random sizes, train as their plain runs do.
 
-``python scripts/try_random_runs.py --seed 1000`` goes on with other seeds. A run that finds something is kept in
-``found_runs.yaml``.
+``pytest -m slow --hypothesis-seed=1000 tests/invariants/test_random_runs.py`` goes on with other runs. One that finds
+something is kept in ``found_runs.yaml``.
 """
 
+import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 from ground_truth.ladder_run import Rows
-from ground_truth.random_runs import RandomRun, difference_from_plain, has_way_out, random_run
+from ground_truth.random_runs import RandomRun, difference_from_plain, has_way_out, random_runs
+from hypothesis import given, settings
 
 from lowmem_ft.foundation.errors import UserError
 
@@ -23,11 +25,25 @@ FOUND = _found_runs()
 REFUSED = FOUND.pop("refused by the model alone")
 
 
-@pytest.mark.parametrize(
-    "seed", [*range(1, 6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 19))]
-)
-def test_a_random_run_is_as_the_plain_run(seed, tmp_path):
-    assert difference_from_plain(random_run(seed), tmp_path) is None
+def problem_of(run):
+    """What is wrong with a run; a model may refuse it with a way out."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return difference_from_plain(run, Path(folder))
+        except UserError as error:
+            return None if has_way_out(error) else str(error)
+
+
+@settings(max_examples=6, derandomize=True)
+@given(random_runs())
+def test_a_random_run_is_as_the_plain_run(run):
+    assert problem_of(run) is None
+
+
+@pytest.mark.slow
+@given(random_runs())
+def test_further_random_runs_are_as_their_plain_runs(run):
+    assert problem_of(run) is None
 
 
 @pytest.mark.parametrize("what", FOUND)

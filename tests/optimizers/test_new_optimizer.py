@@ -7,8 +7,8 @@ from typing import Literal
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from measuring.families import FAMILIES
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.errors import RecipeError

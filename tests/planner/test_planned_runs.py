@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES, VOCABULARY, write_families
-from ground_truth.real_run import run_for_real
+from measuring.families import FAMILIES, VOCABULARY, write_families
+from measuring.real_run import run_for_real
 from sweeps import few_quick
 
 from lowmem_ft.budget import Budget

@@ -19,7 +19,7 @@ from clock_against_public import (
     page,
     share_outside,
 )
-from ground_truth.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows, measured_rows, work_of
+from measuring.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows, measured_rows, work_of
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.memory.memory_estimate import StepTime

@@ -4,10 +4,10 @@ import sys
 import measure_memory
 import pytest
 import torch
-from ground_truth import real_run
-from ground_truth.comparison import compare, summarize
-from ground_truth.cuda_matrix import cuda_rows
 from measured_on import require_device
+from measuring import real_run
+from measuring.comparison import compare, summarize
+from measuring.cuda_matrix import cuda_rows
 
 from lowmem_ft.catalog.architectures import find_architecture
 

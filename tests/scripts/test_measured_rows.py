@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ground_truth.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of_recipes, kind_of_rows
-from ground_truth.measured_rows import (
+from measuring.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of_recipes, kind_of_rows
+from measuring.measured_rows import (
     MeasuredRows,
     described,
     documents_of,
@@ -85,8 +85,8 @@ from transcribed_liger import TRANSCRIPTIONS, transcribed_kernels
 from speed.peer_settings import setting_of
 from speed.peers import PAGED, SFT, TRAINER, MicroBatches
 from speed.this_gpu import ThisGPU
-from ground_truth.measured_rows import documents_of
-from ground_truth.real_run import run_for_real
+from measuring.measured_rows import documents_of
+from measuring.real_run import run_for_real
 from lowmem_ft.recipe import load_recipe
 from transformers.models.qwen3 import modeling_qwen3
 

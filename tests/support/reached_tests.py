@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-ROOTS = (REPOSITORY, REPOSITORY / "scripts", REPOSITORY / "tests")
+ROOTS = (REPOSITORY, REPOSITORY / "scripts", REPOSITORY / "tests", REPOSITORY / "tests" / "support")
 """Folders whose files are imported by their names from there (``pythonpath`` in pyproject.toml)."""
 
 

@@ -75,11 +75,13 @@ class _File:
         for line in self.source.splitlines(keepends=True):
             self._lines.append(self._lines[-1] + len(line))
 
-    def span(self, node: ast.AST) -> tuple[int, int]:
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
         start, stop = self._lines[node.lineno - 1] + node.col_offset, self._lines[node.end_lineno - 1]
         return start, stop + node.end_col_offset
 
-    def between(self, one: ast.AST, other: ast.AST) -> tuple[int, int]:
+    def between(self, one: ast.expr, other: ast.expr) -> tuple[int, int]:
         return self.span(one)[1], self.span(other)[0]
 
     def text(self, start: int, stop: int) -> str:
@@ -119,7 +121,7 @@ def _bounds_off(file: _File, node: ast.AST) -> Iterator[Change]:
     """Yield numbers that are 15% too large, in comparisons and arithmetic; the least whole ones would not change."""
     if isinstance(node, ast.Compare | ast.BinOp):
         for one in ast.iter_child_nodes(node):
-            if isinstance(one, ast.Constant) and type(one.value) in (int, float) and abs(one.value) > 6:
+            if isinstance(one, ast.Constant) and isinstance(one.value, int | float) and abs(one.value) > 6:
                 yield *file.span(one), repr(type(one.value)(one.value * OFF_BY))
 
 

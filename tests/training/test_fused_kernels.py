@@ -10,8 +10,8 @@ import torch
 
 pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
 
-from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from measuring.families import FAMILIES
 from sweeps import few_quick
 from transcribed_liger import LAUNCHES, transcribed_kernels
 from transformers import AutoConfig

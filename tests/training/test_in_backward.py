@@ -9,8 +9,8 @@ import signal
 
 import pytest
 import torch
-from ground_truth.comparison import estimated_peaks
-from ground_truth.real_run import run_for_real
+from measuring.comparison import estimated_peaks
+from measuring.real_run import run_for_real
 from safetensors.torch import load_file
 
 from lowmem_ft.estimator import estimate_memory

@@ -7,8 +7,8 @@ import json
 
 import pytest
 import torch
-from ground_truth.comparison import compare, estimated_peaks
-from ground_truth.real_run import run_for_real
+from measuring.comparison import compare, estimated_peaks
+from measuring.real_run import run_for_real
 from packed_checkpoints import LOWEST, SHORT
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig

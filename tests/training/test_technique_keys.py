@@ -6,8 +6,8 @@ import functools
 import logging
 
 import pytest
-from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from measuring.families import FAMILIES
 from technique_keys import BESIDE, KEYS, STREAMED, other_values
 from transformers import AutoConfig
 

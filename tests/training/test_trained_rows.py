@@ -8,7 +8,7 @@ import re
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 from tiny_models import losses_of_adamw, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 

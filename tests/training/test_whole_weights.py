@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 from technique_keys import BESIDE, KEYS, VALUES, other_values
 from transformers import AutoConfig
 

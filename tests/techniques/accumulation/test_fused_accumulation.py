@@ -9,8 +9,8 @@ import functools
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES
 from ground_truth.ladder_run import outcome_of
+from measuring.families import FAMILIES
 from sweeps import few_quick
 from torch import nn
 from torch.nn import functional as F

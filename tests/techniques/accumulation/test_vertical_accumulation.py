@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import transformers as hf
-from ground_truth.families import FAMILIES, VOCABULARY
+from measuring.families import FAMILIES, VOCABULARY
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 import transformers as hf
-from ground_truth.tiny_configs import tiny_config
+from family_sweep.tiny_configs import tiny_config
 from safetensors.torch import load_file, save_file
 from tiny_models import model_of, tiny_llama
 from transformers import AutoModelForCausalLM

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ground_truth.tiny_configs import tiny_config
+from family_sweep.tiny_configs import tiny_config
 from transformers import AutoModelForCausalLM
 from transformers.models.bloom import modeling_bloom
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers as hf
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 from torch.nn.attention import varlen
 
 from lowmem_ft.data.batches.batch import LabelledRows

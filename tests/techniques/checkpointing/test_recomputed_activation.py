@@ -6,7 +6,7 @@ from functools import partial
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 from tiny_models import loss_and_gradients, tiny_llama
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

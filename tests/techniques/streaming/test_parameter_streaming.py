@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 from tiny_models import model_of
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM

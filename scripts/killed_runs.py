@@ -1,7 +1,7 @@
 """Runs of several processes that share a model, of which one is killed at a random moment, and undisturbed runs.
 
-A launch is torchrun's, or its agent alone with processes forked from this one, which has imported everything: that
-takes a tenth of the time. The results of runs are compared bit for bit.
+A launch is torchrun's agent alone, with processes forked from this one, which has imported everything: that takes a
+tenth of torchrun's time. The results of runs are compared bit for bit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ from transformers.models.llama import modeling_llama  # noqa: F401
 import lowmem_ft.preflight.train  # noqa: F401
 from lowmem_ft.cli.commands.train import main
 
-FINETUNE = Path(__file__).parents[1] / "finetune.py"
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 12, 3, 2
 LIMIT_SECONDS = 1800.0
 """Ends a launch that hangs, not one on a busy machine; the time of each is reported, but is not a problem."""
@@ -129,12 +128,9 @@ class KilledRuns:
         folder: for runs and the logs of their launches.
         draw: random numbers from the seed.
         report: called with a line for each launch.
-        by_torchrun: whether each launch is a fresh torchrun.
     """
 
-    def __init__(
-        self, folder: Path, draw: random.Random, report: Callable[[str], None], *, by_torchrun: bool
-    ) -> None:
+    def __init__(self, folder: Path, draw: random.Random, report: Callable[[str], None]) -> None:
         gc.freeze()  # or each collection in a fork would copy all imported objects
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder.absolute()
@@ -144,7 +140,6 @@ class KilledRuns:
         self.longest_seconds = 0.0
         self._draw = draw
         self._report = report
-        self._by_torchrun = by_torchrun
         self._whole: dict[Kind, Path] = {}
         self._whole_seconds = 0.0
 
@@ -181,7 +176,7 @@ class KilledRuns:
 
     def _launch(self, kind: Kind, run: Path, moment: Moment | None, settings: tuple[str, ...]) -> Ended:
         log = self.folder / f"{run.name}-{len(list(self.folder.glob(f'{run.name}-*.log')))}.log"
-        ended = launch(kind, run, log, moment, *settings, by_torchrun=self._by_torchrun)
+        ended = launch(kind, run, log, moment, *settings)
         how = f"killed, ended {ended.seconds:.1f} s later" if ended.was_killed else "ended"
         left = f", left {left_behind(run)}" if left_behind(run) else ""
         self._report(
@@ -223,9 +218,7 @@ def random_moment(draw: random.Random, kind: Kind, run: Path, whole_seconds: flo
     )
 
 
-def launch(
-    kind: Kind, run: Path, log: Path, moment: Moment | None, *settings: str, by_torchrun: bool = False
-) -> Ended:
+def launch(kind: Kind, run: Path, log: Path, moment: Moment | None, *settings: str) -> Ended:
     """Start or resume a run, and kill one of its processes at a moment; None: kill no process.
 
     Raises:
@@ -233,7 +226,7 @@ def launch(
     """
     arguments = [*SETTINGS, *kind.settings, *settings, f"training.output_dir={run}"]
     began = time.monotonic()
-    launcher = _start(arguments, kind.num_processes, log, by_torchrun=by_torchrun)
+    launcher = _start(arguments, kind.num_processes, log)
     processes: list[psutil.Process] = []
     try:
         if moment is not None:
@@ -254,7 +247,7 @@ def launch(
     return Ended(code, "Signal 9" in said, seconds, num_left, said)
 
 
-def _start(arguments: list[str], num_processes: int, log: Path, *, by_torchrun: bool) -> psutil.Process:
+def _start(arguments: list[str], num_processes: int, log: Path) -> psutil.Process:
     process_id = os.fork()
     if process_id:
         return psutil.Process(process_id)
@@ -262,9 +255,6 @@ def _start(arguments: list[str], num_processes: int, log: Path, *, by_torchrun: 
         written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(written, 1)
         os.dup2(written, 2)
-        if by_torchrun:
-            options = ["--standalone", f"--nproc_per_node={num_processes}", str(FINETUNE), *arguments]
-            os.execv(sys.executable, [sys.executable, "-m", "torch.distributed.run", *options])
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,

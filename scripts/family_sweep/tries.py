@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ground_truth.families import VOCABULARY
-from ground_truth.stock_spread import why_losses_differ
-from ground_truth.tiny_configs import tiny_config
+from family_sweep.stock_spread import why_losses_differ
+from family_sweep.tiny_configs import tiny_config
+from measuring.families import VOCABULARY
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 

@@ -1,8 +1,8 @@
-"""Every technique of the memory ladder with every other: few runs in which any two compatible choices meet.
+"""Every technique of the memory ladder, and which of their choices go together.
 
 The capabilities of an optimizer come from its row, and a technique's needs of checkpointing from its knob. Other
 incompatibilities are listed twice: by the recipe's own rules (``recipe/rules/conflicts.py``), which refuse them, and
-here by ``NEEDS``, which steers the search. A test compares the two.
+here by ``NEEDS``, which steers the search of runs (``covering.py``). A test compares the two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import get_args
 
-from ground_truth.cpu_matrix import Choice, Levels
+from measuring.cpu_matrix import Choice, Levels
 
 from lowmem_ft.foundation.knob import Checkpointed, Effect
 from lowmem_ft.optimizers.table import Capability, optimizers_that
@@ -200,49 +200,3 @@ def overrides_of(levels: Levels) -> Choice:
 def random_levels(generator: random.Random) -> Levels:
     """Draw a choice of each factor, whether they are compatible or not."""
     return {factor: generator.choice(list(choices)) for factor, choices in FACTORS.items()}
-
-
-def covering(seed: int = 0) -> tuple[list[Levels], list[Mapping[str, str]]]:
-    """Return runs in which any two compatible choices meet at least once.
-
-    Args:
-        seed: another seed finds other runs.
-
-    Returns:
-        The runs, and the pairs for which no run was found.
-    """
-    generator = random.Random(seed)
-    missing = set(_pairs())
-    runs: list[Levels] = []
-    excluded: list[Mapping[str, str]] = []
-    while missing:
-        pair = min(missing, key=sorted)
-        candidates = [found for _ in range(60) if (found := _completed(dict(pair), generator)) is not None]
-        if not candidates:
-            excluded.append(dict(pair))
-            missing.discard(pair)
-            continue
-        best = max(candidates, key=lambda levels: len(missing & _pairs_of(levels)))
-        missing -= _pairs_of(best)
-        runs.append({factor: best[factor] for factor in FACTORS})
-    return runs, excluded
-
-
-def _completed(levels: dict[str, str], generator: random.Random) -> dict[str, str] | None:
-    """Fill in the other factors at random, in a random order; None at a dead end."""
-    for factor in generator.sample(list(FACTORS), len(FACTORS)):
-        if factor not in levels:
-            allowed = [choice for choice in FACTORS[factor] if is_possible({**levels, factor: choice})]
-            if not allowed:
-                return None
-            levels[factor] = generator.choice(allowed)
-    return levels if is_possible(levels) else None
-
-
-def _pairs() -> Iterator[frozenset[tuple[str, str]]]:
-    items = [(factor, choice) for factor, choices in FACTORS.items() for choice in choices]
-    return (frozenset(pair) for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0])
-
-
-def _pairs_of(levels: Levels) -> set[frozenset[tuple[str, str]]]:
-    return {frozenset(pair) for pair in itertools.combinations(levels.items(), 2)}

@@ -1,12 +1,12 @@
-"""Runs for a CPU: every family with every way to train it, or few runs that show every pair of them."""
+"""Runs for a CPU: every family with every way to train it."""
 
 from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 
-from ground_truth.families import FAMILIES
+from measuring.families import FAMILIES
 
 from lowmem_ft.optimizers.table import OPTIMIZERS
 
@@ -71,27 +71,6 @@ def is_possible(levels: Levels) -> bool:
     return not (levels.get("family") == "gemma2" and levels.get("attention") == "sdpa")
 
 
-def covering(seed: int = 0) -> list[Levels]:
-    """Return few runs in which any two choices of different factors meet at least once.
-
-    Greedy: each run begins with a pair that no run has yet, and takes for each further factor the choice that meets
-        most
-    such pairs.
-    """
-    generator = random.Random(seed)
-    missing = {frozenset(pair) for pair in _pairs(_items(FACTORS)) if is_possible(dict(pair))}
-    runs: list[Levels] = []
-    while missing:
-        first = min(missing, key=sorted)
-        levels = dict(first)
-        for factor in generator.sample(sorted(FACTORS), len(FACTORS)):
-            if factor not in levels:
-                levels[factor] = _best_choice(factor, levels, missing)
-        missing -= {frozenset(pair) for pair in itertools.combinations(levels.items(), 2)}
-        runs.append({factor: levels[factor] for factor in FACTORS})
-    return runs
-
-
 def sample(count: int, seed: int) -> list[Levels]:
     """Draw distinct runs from the full product."""
     generator = random.Random(seed)
@@ -101,19 +80,3 @@ def sample(count: int, seed: int) -> list[Levels]:
         if is_possible(levels):
             drawn[name_of(levels)] = levels
     return list(drawn.values())
-
-
-def _items(factors: Mapping[str, Mapping[str, Choice]]) -> list[tuple[str, str]]:
-    return [(factor, choice) for factor, choices in factors.items() for choice in choices]
-
-
-def _pairs(items: Iterable[tuple[str, str]]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
-    return (pair for pair in itertools.combinations(items, 2) if pair[0][0] != pair[1][0])
-
-
-def _best_choice(factor: str, levels: Levels, missing: set[frozenset[tuple[str, str]]]) -> str:
-    possible = [choice for choice in FACTORS[factor] if is_possible({**levels, factor: choice})]
-    return max(
-        possible,
-        key=lambda choice: sum(frozenset([(factor, choice), item]) in missing for item in levels.items()),
-    )

@@ -7,7 +7,7 @@ longest to load.
 
 from __future__ import annotations
 
-from ground_truth.cpu_matrix import FACTORS, Choice
+from measuring.cpu_matrix import FACTORS, Choice
 
 _PRECISION: dict[str, Choice] = {**FACTORS["precision"], "fp16": ("training.mixed_precision=fp16",)}
 _CHECKPOINTING = FACTORS["checkpointing"]

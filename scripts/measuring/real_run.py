@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from ground_truth.measured_rows import Documents, MeasuredRows, name_of
+from measuring.measured_rows import Documents, MeasuredRows, name_of
 from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
@@ -47,7 +47,7 @@ class RealPeaks:
         process: bytes of the whole process: on CUDA its device memory, on a CPU its host memory.
         process_read_by: source of that number.
         seconds: of each optimizer step, from one moment without work on the device to the next.
-        rows: what the rows were (:meth:`~ground_truth.measured_rows.MeasuredRows.described`).
+        rows: what the rows were (:meth:`~measuring.measured_rows.MeasuredRows.described`).
     """
 
     allocated: PeakByPhase = field(default_factory=dict)

@@ -6,17 +6,17 @@ without labels are found here.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from ground_truth.cpu_matrix import Choice, Levels
-from ground_truth.families import FAMILIES
-from ground_truth.ladder_matrix import is_possible, overrides_of, plain, random_levels
+from ground_truth.ladder_matrix import FACTORS, is_possible, overrides_of, plain
 from ground_truth.ladder_run import Outcome, Rows, outcome_of, tolerance
+from hypothesis.strategies import DrawFn, booleans, composite, integers, sampled_from
+from measuring.cpu_matrix import Choice, Levels
+from measuring.families import FAMILIES
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.errors import UserError
@@ -42,7 +42,6 @@ class RandomRun:
     """One run and its model.
 
     Args:
-        seed: recreates it.
         fields: fields of the model's config.
         levels: a choice of each of the ladder's factors except the family.
         shared: settings that the plain run has too.
@@ -50,35 +49,30 @@ class RandomRun:
         rows: the rows it trains on.
     """
 
-    seed: int
     fields: dict[str, Any]
     levels: Levels
     shared: Choice
     own: Choice
     rows: Rows
 
-    def __str__(self) -> str:
-        """Return the settings that make it, as a user types them."""
-        return " ".join((*overrides_of(self.levels), *self.shared, *self.own))
 
-
-def random_run(seed: int) -> RandomRun:
+@composite
+def random_runs(draw: DrawFn) -> RandomRun:
     """Draw a run that the rules allow; every second one is on a rung far down."""
-    generator = random.Random(seed)
-    family = generator.choice(list(FAMILIES))
-    fields = {"model_type": family, **FAMILIES[family], **_random_sizes(family, generator)}
-    levels = next(filter(is_possible, _candidates(family, generator)))
-    levels = {factor: choice for factor, choice in levels.items() if factor != "family"}
-    vocabulary: int = fields["vocab_size"]
-    labels = generator.choice(("most", "most", "none in one micro-batch", "one", "none"))
+    levels = _levels(draw)
+    family = levels.pop("family")
+    fields = {"model_type": family, **FAMILIES[family], **_random_sizes(family, draw)}
     return RandomRun(
-        seed=seed,
         fields=fields,
         levels=levels,
-        # Hyperparameters have a generator of their own: those of one optimizer do not change the other draws.
-        shared=(*_shared_settings(levels, generator), *_hyperparameters(levels, random.Random(seed))),
-        own=tuple(_own_settings(levels, _num_layers(fields), generator)),
-        rows=Rows(seed=seed, vocabulary=vocabulary, any_length=generator.random() < 0.6, labels=labels),
+        shared=(*_shared_settings(levels, draw), *_hyperparameters(levels, draw)),
+        own=tuple(_own_settings(levels, _num_layers(fields), draw)),
+        rows=Rows(
+            seed=draw(integers(0, 999)),
+            vocabulary=fields["vocab_size"],
+            any_length=draw(booleans()),
+            labels=draw(sampled_from(("most", "none in one micro-batch", "one", "none"))),
+        ),
     )
 
 
@@ -103,68 +97,72 @@ def has_way_out(error: UserError) -> bool:
     return all("Set " in problem or "name in " in problem for problem in error.problems)
 
 
-def _candidates(family: str, generator: random.Random) -> Iterator[dict[str, str]]:
-    is_far_down = generator.random() < 0.5
-    while True:
-        lowest = {factor: generator.choice(choices) for factor, choices in _LOWEST_RUNGS.items()}
-        yield {**random_levels(generator), **(lowest if is_far_down else {}), "family": family}
+def _levels(draw: DrawFn) -> dict[str, str]:
+    """Draw a choice of each factor, among those that go together with the ones before."""
+    lowest = _LOWEST_RUNGS if draw(booleans()) else {}
+    choices = {**FACTORS, **lowest, "family": FAMILIES}
+    levels: dict[str, str] = {}
+    for factor in dict.fromkeys(("family", "weights", "adapter", *lowest, *FACTORS)):
+        allowed = [choice for choice in choices[factor] if is_possible({**levels, factor: choice})]
+        levels[factor] = draw(sampled_from(allowed))
+    return levels
 
 
-def _random_sizes(family: str, generator: random.Random) -> dict[str, Any]:
+def _random_sizes(family: str, draw: DrawFn) -> dict[str, Any]:
     """Draw sizes that are no powers of two; multiples of 8, as the grouped product of experts requires in bfloat16."""
-    heads = generator.choice((2, 4))
+    heads = draw(sampled_from((2, 4)))
     sizes: dict[str, Any] = {
-        "vocab_size": generator.choice((257, 300, 503, 611)),
-        "num_hidden_layers": generator.randint(1, 4),
+        "vocab_size": draw(sampled_from((257, 300, 503, 611))),
+        "num_hidden_layers": draw(integers(1, 4)),
         "num_attention_heads": heads,
-        "hidden_size": heads * generator.choice((8, 16, 24)),
-        "num_key_value_heads": generator.choice((1, 2, heads)),
-        "intermediate_size": generator.choice((72, 104, 176)),
-        "head_dim": generator.choice((8, 16, 24)),
+        "hidden_size": heads * draw(sampled_from((8, 16, 24))),
+        "num_key_value_heads": draw(sampled_from((1, 2, heads))),
+        "intermediate_size": draw(sampled_from((72, 104, 176))),
+        "head_dim": draw(sampled_from((8, 16, 24))),
         "layer_types": None,
     }
     known = FAMILIES[family].keys() | _NAMES.get(family, {}).keys()
     sizes = {_NAMES.get(family, {}).get(key, key): value for key, value in sizes.items() if key in known}
-    biases = {name: generator.random() < 0.5 for name in _HAS_BIASES.get(family, ())}
-    return {**sizes, **biases, **_NO_DROPOUT.get(family, {}), "tie_word_embeddings": generator.random() < 0.5}
+    biases = {name: draw(booleans()) for name in _HAS_BIASES.get(family, ())}
+    return {**sizes, **biases, **_NO_DROPOUT.get(family, {}), "tie_word_embeddings": draw(booleans())}
 
 
 def _num_layers(fields: dict[str, Any]) -> int:
     return fields["n_layer" if "n_layer" in fields else "num_hidden_layers"]
 
 
-def _shared_settings(levels: Levels, generator: random.Random) -> Iterator[str]:
-    yield f"training.per_device_train_batch_size={generator.choice((1, 2, 3))}"
-    yield f"training.learning_rate={generator.choice((1e-4, 5e-4, 1e-3))}"
-    yield f"training.lr_scheduler_type={generator.choice(('constant', 'linear'))}"
-    yield f"training.seed={generator.randint(0, 999)}"
-    yield f"optimizer.weight_decay={generator.choice((0.0, 0.1))}"
-    yield f"accumulation.dtype={generator.choice(('float32', 'weights'))}"
+def _shared_settings(levels: Levels, draw: DrawFn) -> Iterator[str]:
+    yield f"training.per_device_train_batch_size={draw(sampled_from((1, 2, 3)))}"
+    yield f"training.learning_rate={draw(sampled_from((1e-4, 5e-4, 1e-3)))}"
+    yield f"training.lr_scheduler_type={draw(sampled_from(('constant', 'linear')))}"
+    yield f"training.seed={draw(integers(0, 999))}"
+    yield f"optimizer.weight_decay={draw(sampled_from((0.0, 0.1)))}"
+    yield f"accumulation.dtype={draw(sampled_from(('float32', 'weights')))}"
     if levels["window"] != "one":
-        yield f"training.gradient_accumulation_steps={generator.choice((2, 3))}"
+        yield f"training.gradient_accumulation_steps={draw(sampled_from((2, 3)))}"
 
 
-def _hyperparameters(levels: Levels, generator: random.Random) -> Iterator[str]:
+def _hyperparameters(levels: Levels, draw: DrawFn) -> Iterator[str]:
     """Draw values for the optimizer's hyperparameters, not 0 if there would be no state to have a format."""
     row = _ROWS[levels["optimizer"]]
     for name, values in _HYPERPARAMETERS.items():
         if name in row.hyperparameters:
-            value = generator.choice(values)
+            value = draw(sampled_from(values))
             is_refused = value == "0" and levels["state"] != "fp32" and row.stateless_at_zero == name
             yield f"optimizer.{name}={row.hyperparameters[name] if is_refused else value}"
 
 
-def _own_settings(levels: Levels, num_layers: int, generator: random.Random) -> Iterator[str]:
+def _own_settings(levels: Levels, num_layers: int, draw: DrawFn) -> Iterator[str]:
     if levels["loss"] != "plain":
-        yield f"loss.chunk_tokens={generator.choice((1, 7, 33, 200))}"
+        yield f"loss.chunk_tokens={draw(sampled_from((1, 7, 33, 200)))}"
     if levels["loss"] == "tiled":
-        yield f"tiling.head={generator.choice((2, 5, 9))}"
+        yield f"tiling.head={draw(sampled_from((2, 5, 9)))}"
     if levels["mlp"] == "tiled":
-        yield f"tiling.mlp={generator.choice((2, 3, 7, 50))}"
+        yield f"tiling.mlp={draw(sampled_from((2, 3, 7, 50)))}"
     if levels["parameters"] == "stream-1":
-        yield f"offload.resident_layers={generator.choice((1, max(1, num_layers - 1), num_layers))}"
+        yield f"offload.resident_layers={draw(sampled_from((1, max(1, num_layers - 1), num_layers)))}"
     if levels["checkpointing"] == "half":
-        yield f"checkpointing.every_n_layers={generator.choice((2, 3))}"
+        yield f"checkpointing.every_n_layers={draw(sampled_from((2, 3)))}"
 
 
 def _recipe(levels: Levels, settings: Choice, folder: Path) -> Recipe:

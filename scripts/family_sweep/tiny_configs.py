@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ground_truth.families import MAX_POSITIONS, VOCABULARY
+from measuring.families import MAX_POSITIONS, VOCABULARY
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
 _HEADS, _HEAD_SIZE, _ROTATED, _WIDTH = 4, 16, 8, 64

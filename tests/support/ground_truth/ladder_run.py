@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from ground_truth.cpu_matrix import Levels
-from ground_truth.families import VOCABULARY
 from ground_truth.ladder_matrix import CHANGES_THE_ORDER_OF_SUMS, plain
+from measuring.cpu_matrix import Levels
+from measuring.families import VOCABULARY
 from torch import Tensor
 
 from lowmem_ft.data.batches.batch import Batch

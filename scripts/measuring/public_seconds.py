@@ -20,8 +20,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ground_truth.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
-from ground_truth.public_runs import PublicRun, train
+from measuring.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
+from measuring.public_runs import PublicRun, train
 
 from lowmem_ft.catalog.clock_rates import host_range
 from lowmem_ft.catalog.gpu_catalog import find_gpu
