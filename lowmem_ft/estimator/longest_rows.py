@@ -41,12 +41,16 @@ class LongestRows:
         over_tokens: tokens of the shortest row that was estimated not to fit; None: ``most_tokens`` fit.
         most_tokens: the longest row that model and recipe allow.
         process_bytes: the process's peak at the upper end of its range, by the tokens that were tried.
+        over_device_bytes: bytes of device memory that rows of ``over_tokens`` lack, by that upper end.
+        over_host_bytes: bytes of host memory that they lack.
     """
 
     tokens: int
     over_tokens: int | None
     most_tokens: int
     process_bytes: tuple[tuple[int, int], ...]
+    over_device_bytes: int = 0
+    over_host_bytes: int = 0
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON types."""
@@ -123,6 +127,7 @@ def search_length(
         if low >= most or high - low <= max(GRID_TOKENS, RESOLUTION * low) or high <= GRID_TOKENS:
             break
         tokens = min(search.next_between(low, high), most)
+    over = search.found.get(high)
     return LongestRows(
         tokens=low,
         over_tokens=None if high > most else high,
@@ -130,7 +135,13 @@ def search_length(
         process_bytes=tuple(
             (tokens, found.process_high_bytes) for tokens, found in sorted(search.found.items())
         ),
+        over_device_bytes=0 if over is None else _over(over.process_high_bytes, over.budget.device_bytes),
+        over_host_bytes=0 if over is None else _over(over.host_peak_bytes, over.budget.host_bytes),
     )
+
+
+def _over(peak: int, limit: int | None) -> int:
+    return 0 if limit is None else max(0, peak - limit)
 
 
 def with_more(gpu: Gpu, extra_bytes: int) -> Gpu:

@@ -125,7 +125,9 @@ def seconds(recipe: Recipe, shape: ModelShape, parts: StepParts, gpu: Gpu, share
     computed = products + moved / (gpu.bandwidth * gpu.rates.bandwidth)
     state, weights = parts["state"].link, parts["layers"].link + parts["outer"].link + parts["rest"].link
     weights *= recipe.training.gradient_accumulation_steps if recipe.accumulation.order == "horizontal" else 1
-    waited = (0.0 if recipe.optimizer.in_backward else state) + weights
+    # Frozen weights arrive while the layer before computes: nothing has to be stepped or written back before.
+    waits = recipe.adapter.name == "none"
+    waited = (0.0 if recipe.optimizer.in_backward else state) + (weights if waits else 0.0)
     copied = (state + 2 * weights) / host_link_rate(gpu)
     sent = _sent_bytes(recipe, shape) / _sending_rate(recipe, gpu)
     return np.maximum(np.maximum(computed + waited / host_link_rate(gpu), copied), sent)

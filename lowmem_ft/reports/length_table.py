@@ -10,7 +10,10 @@ from lowmem_ft.reports.text.document import Table
 def length_words(found: LongestRows) -> str:
     """Return the longest rows that fit, as a sentence."""
     if not found.tokens:
-        return f"Rows of {found.over_tokens:,} tokens do not fit, and no shorter ones were found that do."
+        return (
+            f"Rows of {found.over_tokens:,} tokens do not fit{_lacking(found)}, and no shorter ones were found that "
+            "do. Raise that memory, or let `lowmem-ft plan` look for settings that fit."
+        )
     if found.over_tokens is None:
         is_longest = found.tokens >= found.most_tokens
         rest = (
@@ -19,7 +22,20 @@ def length_words(found: LongestRows) -> str:
             else "; no longer ones were tried"
         )
         return f"Rows of {found.tokens:,} tokens fit{rest}."
-    return f"Rows of {found.tokens:,} tokens fit; rows of {found.over_tokens:,} were estimated not to fit, or may not."
+    why = _lacking(found) if found.over_host_bytes else ""
+    over = f"rows of {found.over_tokens:,} were estimated not to fit, or may not{why}"
+    return f"Rows of {found.tokens:,} tokens fit; {over}."
+
+
+def _lacking(found: LongestRows) -> str:
+    """Return which memory the rows that do not fit lack, in parentheses; empty where it is not known."""
+    lacks = (
+        f"{format_bytes(size)} of {name} memory"
+        for name, size in (("device", found.over_device_bytes), ("host", found.over_host_bytes))
+        if size
+    )
+    words = " and ".join(lacks)
+    return f" (up to {words} too little)" if words else ""
 
 
 def length_table(found: LongestRows) -> Table:

@@ -47,6 +47,10 @@ BROKEN_AND_MENDED = {
         ["checkpointing.mode=auto", "plan.keep=[checkpointing.mode]"],
         ["checkpointing.mode=auto", "plan.keep=[optimizer, checkpointing.every_n_layers]"],
     ),
+    "what_is_given_up_is_not_kept": (
+        ["plan.keep=[data]", "plan.allow=[shorter_rows, lora]"],
+        ["plan.keep=[data]", "plan.allow=[lora]"],
+    ),
     "kept_keys_exist": (["plan.keep=[optimizer.stat]"], ["plan.keep=[optimizer.state, loss]"]),
     "steps_have_a_size": (
         ["data.packing=true", "data.max_length=128", "training.per_device_eval_batch_size=16385"],

@@ -226,9 +226,10 @@ def _check(options: argparse.Namespace) -> None:
         problems.append(
             "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
         )
-    if options.max_gpus is not None and not (options.max_gpus.isdecimal() and int(options.max_gpus)):
+    if options.max_gpus not in (None, "1", "2", "4", "8"):
         problems.append(
-            f"--max-gpus is a number of GPUs, at least 1, got {options.max_gpus}. Try --max-gpus 8, or leave it out."
+            f"--max-gpus is a number of GPUs, 1, 2, 4 or 8, got {options.max_gpus}. Try --max-gpus 8, which tries the "
+            "smaller numbers first, or leave it out."
         )
     problems += file_problems(options, "write", "json")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):

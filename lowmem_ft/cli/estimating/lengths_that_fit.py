@@ -227,6 +227,13 @@ def longest_rows_of_script(
     found = search_length(
         estimate_at, first=first, most=MOST_TOKENS, on_estimate=functools.partial(_tell, say, path.name)
     )
+    is_flat = len({size for _, size in found.process_bytes}) == 1 < len(found.process_bytes)
+    if found.over_tokens is None and is_flat:
+        raise UserError(
+            f"--longest-rows changes the script's own argument for the tokens of a row, and {arguments[place]} changes "
+            f"nothing: the peak is the same with {found.process_bytes[0][0]:,} and {found.process_bytes[-1][0]:,} "
+            "tokens. Name the argument that the script goes by."
+        )
 
     def report() -> int:
         output = Output(options.json)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import parse_bytes
-from lowmem_ft.recipe.reading.keys import recipe_groups, recipe_keys, unknown_key
+from lowmem_ft.recipe.reading.keys import keys_whose_effect, recipe_groups, recipe_keys, unknown_key
 from lowmem_ft.recipe.rules.rule import reads
 from lowmem_ft.recipe.rules.schedules import schedule_problems
 from lowmem_ft.recipe.training_config import TrainingConfig
@@ -54,6 +54,20 @@ def kept_keys_exist(recipe: Recipe) -> Iterator[str]:
     for path in recipe.plan.keep:
         if path not in recipe_keys() and path not in recipe_groups():
             yield f"plan.keep: {unknown_key(path)}"
+
+
+@reads("plan.allow", "plan.keep")
+def what_is_given_up_is_not_kept(recipe: Recipe) -> Iterator[str]:
+    """A plan cannot give up what it must not change: the consent would be skipped in silence."""
+    for path in keys_whose_effect(lambda effect: effect.consent):
+        kept = [name for name in recipe.plan.keep if name in (path, path.partition(".")[0])]
+        words = {effect.consent for effect in recipe_keys()[path].possible_effects}
+        for word in recipe.plan.allow:
+            if kept and word in words:
+                yield (
+                    f"plan.allow={word} lets a plan change {path}, and plan.keep={kept[0]} forbids it. Leave {word} "
+                    f"out of plan.allow, or {kept[0]} out of plan.keep."
+                )
 
 
 @reads("data.streaming", "training.max_steps")

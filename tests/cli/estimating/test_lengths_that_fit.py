@@ -78,6 +78,14 @@ def test_a_scripts_own_argument_is_changed(model, capsys):
     assert main([*alone, str(found["over_tokens"])]) == 3
 
 
+def test_an_argument_that_changes_nothing_is_refused(model, capsys):
+    with open("loop.py", "w", encoding="utf-8") as file:
+        file.write(LOOP.replace(".block_size", ".block_size and 256"))
+    words = ["estimate", "--script", "loop.py", "--gpu", "rtx-4060", "--longest-rows", "--"]
+    assert main([*words, "--block-size=1024"]) == 2
+    assert "changes nothing: the peak is the same" in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize(
     "arguments, place, before",
     [
