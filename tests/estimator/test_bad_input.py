@@ -184,3 +184,11 @@ def test_a_trace_that_waits_for_a_busy_machine_is_not_called_long(monkeypatch, t
     LlamaConfig(**SIZES).save_pretrained(tmp_path)
     estimate_memory(load_recipe("tiny", [f"model={tmp_path}"]), "l4")
     assert not [record for record in caplog.records if "takes long" in record.getMessage()]
+
+
+def test_more_layers_than_the_model_has_are_told_by_its_own_number(tmp_path):
+    """Though a few layers represent all of them."""
+    LlamaConfig(**SIZES | {"num_hidden_layers": 24}).save_pretrained(tmp_path)
+    settings = [f"model={tmp_path}", "checkpointing.mode=full", "checkpointing.skip_last_layers=24"]
+    with pytest.raises(UserError, match="from 0 to 23 with a model of 24 layers, got 24"):
+        estimate_memory(load_recipe(None, settings), "rtx-4090")

@@ -173,7 +173,7 @@ def _report(
             values["run"] = dataclasses.asdict(length)
             output.add(run_words(length, plan.estimate))
     data = [] if recipe.data.is_named else ["data=YOUR_DATA"]
-    if plan.fits and command is not None:
+    if plan.fits and command is not None and options.write is None:
         output.add(Document("Train it:", Command(*train_command(plan, command), *data), gap=0))
     if options.write is not None and plan.fits:
         with writing("write", options.write) as path:

@@ -173,7 +173,7 @@ def length_argument(arguments: Sequence[str]) -> tuple[int, int, str]:
     Raises:
         UserError: if no argument names a length, or its value is no number.
     """
-    for index, word in enumerate(arguments):
+    for index, word in reversed([*enumerate(arguments)]):  # of several, argparse takes the last
         name, equals, value = word.partition("=")
         if name.lstrip("-").replace("-", "_").lower() not in LENGTH_ARGUMENTS:
             continue

@@ -9,6 +9,7 @@ differ as far as batches and the head go (``inherited_proof.py``).
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections import OrderedDict
@@ -146,7 +147,7 @@ class KeptTraces:
             _write(file, key, short)
             self._make_room()
         except OSError as error:
-            logger.info("The trace is not kept in %s: %s.", file.parent, error)
+            _say_that_none_is_kept(file.parent, error.strerror or str(error))
 
     def _learn(self, key: TraceKey, short: ShortTrace | None) -> None:
         if short is not None and short.repetition is not None:
@@ -171,6 +172,16 @@ class KeptTraces:
             total += _last_used_and_size(file)[1]
             if total > self._max_folder_bytes:
                 file.unlink(missing_ok=True)
+
+
+@functools.cache  # once for all traces
+def _say_that_none_is_kept(folder: Path, problem: str) -> None:
+    logger.warning(
+        "Traces are not kept in %s: %s. The same question will take as long again. LOWMEM_FT_TRACE_CACHE names another "
+        "folder, or off.",
+        folder,
+        problem,
+    )
 
 
 def _last_used_and_size(file: Path) -> tuple[float, int]:

@@ -59,9 +59,8 @@ _VARIABLES = (
     *("CUBLAS", "CUDNN", "PYTORCH_", "TORCH_", "NVIDIA_", "TRANSFORMERS_", "BNB_", "FLASH", "LIGER_"),
     *("CAUSAL_CONV1D_", "FLA_", "MAMBA_"),
 )
-_INSTALLED_IN = ("site-packages", "dist-packages")
 _METADATA = (".dist-info", ".egg-info")
-"""Folders that Python's path names for installed packages, and the end of those that name a package and version."""
+"""The end of folders that name a package and its version."""
 
 
 class TraceKey(NamedTuple):
@@ -126,7 +125,7 @@ def _versions() -> dict[str, object]:
 
     Names of folders tell them, in a millisecond; reading the metadata of a hundred packages takes a hundred times that.
     """
-    folders = [folder for folder in sys.path if Path(folder).name in _INSTALLED_IN and Path(folder).is_dir()]
+    folders = filter(Path.is_dir, map(Path, sys.path))
     installed = {name for folder in folders for name in os.listdir(folder) if name.endswith(_METADATA)}
     return {
         "python": platform.python_version(),

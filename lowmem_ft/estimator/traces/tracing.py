@@ -31,8 +31,9 @@ from lowmem_ft.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.estimator.traces.trace_key import TraceKey, trace_key
 from lowmem_ft.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
 from lowmem_ft.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
-from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.packages import is_installed
+from lowmem_ft.models.files.model_files import num_layers_of
 from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.system.garbage_collector import collector_paused
@@ -97,6 +98,8 @@ def trace_recipe(
         ModelError: if the model cannot be found, or its forward cannot be traced.
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
+    if num_layers := num_layers_of(lambda name: getattr(hf_config, name, None)):
+        raise_problems(recipe.checkpointing.problems_with(num_layers))  # of which a few represent all below
     with deterministic_kernels(recipe.training.full_determinism):
         if not extend:
             refuse_too_many_tokens(recipe, hf_config)

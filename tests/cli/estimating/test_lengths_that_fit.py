@@ -92,6 +92,7 @@ def test_an_argument_that_changes_nothing_is_refused(model, capsys):
         (["data.json", "--max_length", "128"], 2, ""),
         (["--lr", "1e-4", "--max-seq-length=128"], 2, "--max-seq-length="),
         (["seq_len=128"], 0, "seq_len="),
+        (["--max_length", "64", "--max_length", "128"], 3, ""),
     ],
 )
 def test_the_argument_for_the_length_is_found_as_scripts_name_it(arguments, place, before):
