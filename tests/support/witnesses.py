@@ -8,7 +8,11 @@ then an operator, then a place. It is planted in a copy of a commit, and the tes
 against it, nearest first, for six minutes of a core at most: ``seen by`` the one that failed, ``unseen`` if all
 passed, ``not in time`` if those that ran did. A defect that changes nothing is struck by hand, with its reason.
 
-Two commits are compared by defects that are drawn from one of them (``--drawn-from``) and planted in each.
+Two commits are compared by defects that are drawn from one of them and planted in each. What was seen in one is sought
+in the other by the same test first; what was not cannot make the count smaller:
+
+    python tests/support/witnesses.py --at BEFORE --out before.json
+    python tests/support/witnesses.py --drawn-from BEFORE --seen-before before.json --out after.json
 """
 
 from __future__ import annotations
@@ -191,10 +195,15 @@ def _named(name: str, repository: Path) -> list[Defect]:
     return [one for one in defects if one.name == name]
 
 
-def seen_by(defect: Defect, tree: Path) -> str:
+def seen_by(defect: Defect, tree: Path, known: str | None = None) -> str:
     """Plant a defect in a checkout, run the tests that reach it, and take it out again.
 
     A test counts if it fails twice with the defect and passes without: some fail on a busy machine.
+
+    Args:
+        defect: what to plant.
+        tree: the checkout.
+        known: a test that saw it elsewhere, and is tried first, if it is there.
 
     Returns:
         The test that failed, or why there is none.
@@ -202,6 +211,9 @@ def seen_by(defect: Defect, tree: Path) -> str:
     path, left = tree / defect.path, float(SECONDS)
     source = path.read_bytes()
     tests = [str(test.relative_to(tree)) for test in Imports(tree).tests_of([path])]
+    if known is not None:
+        collected, _ = _pytest(tree, ["--collect-only", known], SECONDS)
+        tests = [known, *tests] if collected and not collected.returncode else tests
     doubtful: list[str] = []
     try:
         while True:
@@ -279,10 +291,12 @@ def main() -> None:
     parser.add_argument("--only", help="the name of one defect")
     parser.add_argument("--at", default="HEAD", metavar="REVISION", help="HEAD by default")
     parser.add_argument("--drawn-from", metavar="REVISION", help="draw from this one; from --at by default")
+    parser.add_argument("--seen-before", type=Path, help="--out of another commit: try what was seen there")
     parser.add_argument("--list", action="store_true", help="name those that would be planted")
     parser.add_argument("--out", type=Path, help="JSON of the results; those it has are not repeated")
     args = parser.parse_args()
     results: dict[str, str] = json.loads(args.out.read_text()) if args.out and args.out.exists() else {}
+    before: dict[str, str] = json.loads(args.seen_before.read_text()) if args.seen_before else {}
     with _checkout(args.drawn_from or args.at) as tree:
         names = [args.only] if args.only else [one.name for one in drawn(args.count, args.seed, tree)]
     with _checkout(args.at) as tree:
@@ -290,7 +304,14 @@ def main() -> None:
             if name in results:
                 continue
             defects = _named(name, tree)
-            results[name] = "drawn" if args.list else seen_by(defects[0], tree) if defects else "not there"
+            if args.list or not defects:
+                results[name] = "drawn" if defects else "not there"
+            elif before and not before[name].startswith("seen by "):
+                results[name] = "not seen before, and not tried"
+            else:
+                results[name] = seen_by(
+                    defects[0], tree, before.get(name, "").removeprefix("seen by ") or None
+                )
             print(f"{name}: {results[name]}", flush=True)
             if args.out and not args.list:
                 args.out.write_text(json.dumps(results, indent=1) + "\n")
