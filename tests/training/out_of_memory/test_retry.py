@@ -260,7 +260,9 @@ def test_a_refused_allocation_changes_nothing_but_the_cut(rung, retries_of, monk
 @pytest.mark.slow
 @pytest.mark.parametrize("rung", RUNGS)
 def test_any_allocation_may_be_refused(rung, retries_of, monkeypatch):
-    assert sweep(retries_of, rung, monkeypatch, lambda places: places) > 100
+    """Every fourth of them, beginning elsewhere at each rung: most are those of the rungs before."""
+    first = [*RUNGS].index(rung) % 4
+    assert sweep(retries_of, rung, monkeypatch, lambda places: places[first::4]) > 25
 
 
 @pytest.mark.parametrize("rung", ["one micro-batch, bf16", "streamed, dropout, one micro-batch"])
