@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
-import doc_numbers
 import pytest
 from doc_numbers import blocks_of, brought_up_to_date, pages, with_block, with_needs
 
@@ -72,10 +68,3 @@ def test_the_table_of_recipes_has_what_they_need(name):
     page = next(page for page in pages() if page.name == name).read_text(encoding="utf-8")
     assert with_needs(page) == page, WAY_OUT
     assert with_needs(page.replace(" GiB | ", ".1 GiB | ")) == page
-
-
-@pytest.mark.slow
-def test_the_pages_say_what_the_commands_print():
-    words = [sys.executable, doc_numbers.__file__, "--check"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=3600, check=False)
-    assert done.returncode == 0, f"{WAY_OUT}\n{done.stdout}\n{done.stderr}"

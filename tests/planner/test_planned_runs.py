@@ -26,7 +26,7 @@ from lowmem_ft.planner.search import estimated_search
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.tensors.storage_tracker import StorageTracker
 
-NUM_RUNS = 44
+NUM_RUNS = 22
 QUICK = (18,)
 """What `make test` tries."""
 
