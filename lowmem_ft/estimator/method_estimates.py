@@ -367,6 +367,8 @@ class _Places:
             keeps_all = setting.kept == QUARTERS
             chosen[f"{_CHECKPOINTING}mode"] = "none" if keeps_all else "full"
             chosen[f"{_CHECKPOINTING}skip_last_layers"] = 0 if keeps_all else self._num_kept(setting.kept)
+            if keeps_all:
+                chosen[f"{_CHECKPOINTING}mlp_activation"] = "keep"
         return self._asked.command(self._route.settings, chosen)
 
     def recipe(self, setting: Setting) -> Recipe:

@@ -196,6 +196,13 @@ def test_the_printed_command_has_the_numbers_of_the_table(results, gpu):
     assert own.by_category_at_peak == shared.estimate.by_category_at_peak
 
 
+@pytest.mark.parametrize("method", ["lora", "qlora"])
+def test_where_everything_fits_nothing_is_computed_again(results, method):
+    """Though the recipe that it begins with may compute some."""
+    checkpointing = as_recipe(of(results, method, "h100-80gb").command).checkpointing
+    assert (checkpointing.mode, checkpointing.mlp_activation) == ("none", "keep")
+
+
 def test_all_methods_of_a_gpu_step_over_as_many_tokens(results):
     assert len({each.estimate.step.tokens for each in results if each.estimate}) == 1
 
