@@ -74,10 +74,10 @@ gpu-check: ## On a GPU, in MINUTES=60: rates, steps, a layer, the tests for a GP
 	$(GPU_PYTHON) scripts/lease.py --minutes $(MINUTES) --out $(OUT) $(LEASE)
 
 bench: setup ## Step time and kept bytes beside the stock Trainer; host memory at load; seconds of an estimate
-	$(BIN)/python scripts/bench_step.py
-	$(BIN)/python scripts/bench_ladder.py
-	$(BIN)/python scripts/measure_load.py
-	$(BIN)/python scripts/bench_estimator.py
+	$(BIN)/python scripts/bench step
+	$(BIN)/python scripts/bench ladder
+	$(BIN)/python scripts/calibrate load
+	$(BIN)/python scripts/bench estimator
 
 clean: ## Remove the virtual environment, caches and runs
 	rm -rf $(VENV) site .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache runs build dist

@@ -18,7 +18,7 @@ lack, as wheels to carry there, for Python 3.12 and Linux on x86-64; ``--packed`
 
 Nothing reads the rows by itself. Of rates (``products``, ``kernels``) the clock's are in
 ``lowmem_ft/catalog/clock_rates.json``; seconds of steps belong to ``tests/data/measured/speed-cuda.json``, from which
-``bench_speed.py --write-measured`` writes the table of ``docs/benchmarks.md``; the host's seconds are in
+``bench speed --write-measured`` writes the table of ``docs/benchmarks.md``; the host's seconds are in
 ``clock_rates.json`` (``operator_seconds``) and, in operators, in ``lowmem_ft/virtual_gpu/upstream/host_python.py``.
 """
 
@@ -186,11 +186,11 @@ ITEMS = (
                 "ladder",
                 "seconds of each rung of the memory ladder",
                 (
-                    *("scripts/bench_ladder.py", "--device", "cuda", "--model", "llama-3.2-1b"),
+                    *("scripts/bench", "ladder", "--device", "cuda", "--model", "llama-3.2-1b"),
                     *("--budgets", "24GiB", "8GiB", "4GiB", "--steps", "6"),
                 ),
             ),
-            ("step", "a step next to the stock Trainer's", ("scripts/bench_step.py", "--device", "cuda")),
+            ("step", "a step next to the stock Trainer's", ("scripts/bench", "step", "--device", "cuda")),
         )
     ),
 )

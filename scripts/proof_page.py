@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import marked_table
+from calibrate.ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
 from command_line import parser_of
-from fit_ranges import ESTIMATES, held_when_left_out, measured_runs, public_rows
 from kill_processes import RESULTS as KILLS
 from measuring.constant_rows import caveat_of_recipes
 from proof.formulas import FORMULAS
@@ -142,7 +142,7 @@ def _held() -> str:
     alone, _ = held_when_left_out(runs, lambda run: run.name)
     return _wrapped(
         f"A range of memory that was fitted without a run holds that run in {alone} of {tried} cases; fitted without "
-        f"any run of its source, in {unseen} of {tried} (`python scripts/fit_ranges.py`)."
+        f"any run of its source, in {unseen} of {tried} (`python scripts/calibrate ranges`)."
     )
 
 

@@ -6,7 +6,7 @@ scales the one whose work is most alike by the work of the two. Before that, the
 
 The work of a step becomes one number: the seconds that a processor takes which computes 100 GFLOP/s, moves 10 GB/s and
 calls an operator in 10 µs. Only the ratios of these three matter, as each timed step stretches or shrinks all of them
-alike; ``scripts/cpu_seconds_against_runs.py`` shows what is lost by that.
+alike; ``scripts/calibrate cpu_seconds`` shows what is lost by that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowmem_ft.memory.step_work import StepWork
 SAME_SHARE, OTHER_SHARE = 0.25, 0.6
 """Relative distance of a run's seconds from those of the same step timed before, and from those scaled from another.
 
-Each holds 7 of the 8 settings of ``scripts/cpu_seconds_against_runs.py`` (AMD EPYC, 2 cores, torch 2.13.0, 2026-11-27):
+Each holds 7 of the 8 settings of ``scripts/calibrate cpu_seconds`` (AMD EPYC, 2 cores, torch 2.13.0, 2026-11-27):
 repetitions differ by 11% (median) and 43%, the nearest other setting by 22% and 59%.
 """
 

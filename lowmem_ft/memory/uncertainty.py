@@ -20,7 +20,7 @@ reserved, 16-bit weights        0.3% in the median and 3.0% at most in 44 runs o
                                 fine-tuning and batches of many lengths among them (:data:`RESERVED_SHARE`)
 reserved, 4-bit weights         1.2% in the median and 6.0% at most in 26 runs (:data:`QUANTIZED_RESERVED_SHARE`),
                                 under libraries that this package accepts; transformers 5.0 loads in random order:
-                                12.6%. ``scripts/fit_ranges.py`` fits both shares, and with them 65 of 70 runs from
+                                12.6%. ``scripts/calibrate ranges`` fits both shares, and with them 65 of 70 runs from
                                 sources that the fit had not seen were within the range
                                 context, measured               two A100 differ by 1%, 14 runs on a T4 not at all;
                                 other drivers are not

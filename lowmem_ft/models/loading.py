@@ -1,7 +1,7 @@
 """Read a model: hub id, local folder or GGUF file; safetensors only; straight to the device.
 
 transformers builds the model on the meta device and reads one tensor at a time into its place, so the host never
-holds a second copy of the weights: the peak is the weights plus the largest tensor (``scripts/measure_load.py``).
+holds a second copy of the weights: the peak is the weights plus the largest tensor (``scripts/calibrate load``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
 makes (``planner/search/ranking.py``), so a wrong one costs estimates, never the plan.
 
-Nine shares stand in for what is not counted. ``scripts/fit_expectations.py`` fits them to kept estimates of random
+Nine shares stand in for what is not counted. ``scripts/calibrate expectations`` fits them to kept estimates of random
 combinations: of an 8B on two GPUs, and of a 1B on another. ``expected_shares.json`` has the shares, and their errors on
 each model when it is left out of the fit: the root mean square of the logarithm of seconds is at most 0.1, and 0.06
 without its level; that of device bytes is 0.06 for the 8B and 0.1 for the 1B. The samples are of an earlier clock: its

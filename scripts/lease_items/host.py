@@ -1,6 +1,6 @@
 """Seconds of the host for Python around kernels: by them the same GPU is fast in one machine, and slow in another.
 
-Tensors are so small that the GPU waits for the host. ``measure_host.py`` tells, on any machine, how many operators each
+Tensors are so small that the GPU waits for the host. ``calibrate host`` tells, on any machine, how many operators each
 technique's Python is worth; here are the seconds of one.
 """
 

@@ -11,8 +11,8 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 
-import measure_rates
 import torch
+from calibrate import rates
 from lease_items.parts import Numbers, Part, Setting, timed, wait
 from lease_items.shapes import Shapes, shapes
 
@@ -94,6 +94,6 @@ def sustained(size: Shapes, rows: int, data: str, setting: Setting) -> Numbers:
 
 def _host_link() -> Numbers:
     return {
-        "to_device_gb_per_second": measure_rates.transfer(to_device=True) / 1e9,
-        "to_host_gb_per_second": measure_rates.transfer(to_device=False) / 1e9,
+        "to_device_gb_per_second": rates.transfer(to_device=True) / 1e9,
+        "to_host_gb_per_second": rates.transfer(to_device=False) / 1e9,
     }

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from calibrate.ranges import ESTIMATES, public_rows
 from clock_against_public import load_without_sources
-from fit_ranges import ESTIMATES, public_rows
 from marked_table import cells_of
 from measuring.public_seconds import SecondsRow, load_rows, measured_rows
 from mixtures_against_public import COMMON as COMMON_OF_MIXTURES
@@ -168,7 +168,7 @@ def _public_memory() -> Iterator[ProofRow]:
             name=row["name"],
             url=f"https://github.com/{source['repository']}/blob/{source['commit']}/{source['file']}",
             gpu=row["gpu"],
-            script="fit_ranges.py",
+            script="calibrate ranges",
             memory=_bytes(estimate["reserved"], row["measured"]["reserved"], share),
             formulas=_by_formulas(_architecture(row["settings"]["model"]), settings),
             note="its batch's length was chosen by this row" if "fitted" in row else "",

@@ -1,9 +1,9 @@
-"""Plans at full size against random combinations, which ``scripts/bench_plans.py`` has sampled."""
+"""Plans at full size against random combinations, which ``scripts/bench plans`` has sampled."""
 
 from __future__ import annotations
 
-import bench_plans
 import pytest
+from bench import plans as bench_plans
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.foundation.units import GIB

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from bench_step import _Alternate
+from bench.step import _Alternate
 
 from lowmem_ft.virtual_gpu import VirtualGPU
 

@@ -264,7 +264,7 @@ def test_what_only_a_gpu_runs_is_run_on_a_virtual_one(module, monkeypatch):
 
     monkeypatch.setattr(lease_module, "timed", timed, raising=False)
     monkeypatch.setattr(lease_module, "CHAIN", 2, raising=False)
-    monkeypatch.setattr("measure_rates.timed", timed)
+    monkeypatch.setattr("calibrate.rates.timed", timed)
     monkeypatch.setattr(
         lease_module, "recorded", lambda run: {}, raising=False
     )  # torch's profiler sees no GPU

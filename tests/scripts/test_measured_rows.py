@@ -274,7 +274,7 @@ def run_of(work, name, seconds, rows):
 def test_no_ratio_is_one_of_runs_on_different_rows():
     for package in ("bitsandbytes", "trl", "peft", "liger_kernel"):
         pytest.importorskip(package)
-    from bench_speed import measured_lines
+    from bench.speed import measured_lines
 
     short, long = described((512,) * 4), described((2048,))
     old = [run_of("8b", "theirs", 1, {}), run_of("8b", "ours", 2, {})]

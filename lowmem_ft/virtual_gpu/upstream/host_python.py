@@ -1,6 +1,6 @@
 """Python that torch runs between operators, counted as the operators that keep the host about as long.
 
-The numbers are those of ``scripts/measure_host.py`` on a CPU (AMD EPYC, one thread, torch 2.13, 2026-11-27), in
+The numbers are those of ``scripts/calibrate host`` on a CPU (AMD EPYC, one thread, torch 2.13, 2026-11-27), in
 operators: 2.2 to 3.3 for a pass of an autograd function in fused adapters and in sums inside products, 4.8 to 5.6 in
 MLPs in tiles; 1.2 to 1.3 for a hook on a saved tensor, with the layer's own context managers: a checkpointed layer
 calls three for each tensor that it would save; 1.5 to 2.0 for an operator that a dispatch mode of selective

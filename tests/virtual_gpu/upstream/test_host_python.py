@@ -38,7 +38,7 @@ class Quadruple(Function):
 
 
 MEASURED = {"pass": (2.2, 5.6), "hook": (1.2, 1.3), "dispatch": (1.5, 2.0), "bitsandbytes": (1.3, 1.4)}
-"""Operators that each was worth, from the least to the most (``scripts/measure_host.py``, 2026-11-27)."""
+"""Operators that each was worth, from the least to the most (``scripts/calibrate host``, 2026-11-27)."""
 
 
 def test_each_is_worth_what_was_measured():

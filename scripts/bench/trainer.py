@@ -1,6 +1,6 @@
 """A recipe attached to stock ``Trainer`` next to the same recipe in our own loop: peaks, losses and time of every rung.
 
-    python scripts/bench_trainer.py [--model FOLDER] [--steps 4]
+    python scripts/bench trainer [--model FOLDER] [--steps 4]
 
 Both take the same rows. Peak: the most bytes of tensors in the last step, including those stored on the host (exact
 sums over storages, on a CPU). Time: of all steps except the first, as a ratio; the two run one after the other, so

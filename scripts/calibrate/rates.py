@@ -1,6 +1,6 @@
 """Rates of this machine's GPU that the clock reckons with, as shares of the catalogue's peaks; seconds to run.
 
-    python scripts/measure_rates.py
+    python scripts/calibrate rates
 
 Products of squares in bfloat16; the forward and backward pass of fused causal attention, by the FLOPs that the causal
 half has; a copy on the device; copies from and to pinned memory; and the seconds that the host takes for an operator

@@ -1,6 +1,6 @@
 """Slowdown of a training step while it is watched, by each tier of lowmem_ft.monitoring, on one core.
 
-    python scripts/bench_monitoring.py
+    python scripts/bench monitoring
 
 Steps of each tier take turns with plain ones, and the ratio is that of median processor seconds, so that other programs
 on the machine matter little.

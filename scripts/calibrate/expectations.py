@@ -1,13 +1,13 @@
 """Fit what a search expects of a step to estimates of random combinations, and report how far off it is.
 
-    python scripts/fit_expectations.py [--write]
+    python scripts/calibrate expectations [--write]
 
-The estimates are the samples in ``tests/data/random_combinations``, which ``scripts/bench_plans.py`` made; each file
+The estimates are the samples in ``tests/data/random_combinations``, which ``scripts/bench plans`` made; each file
 says with which rates of the clock, and seconds are expected at the same ones. A share is found by least squares of the
 logarithms of expected over estimated numbers (Gauss-Newton with damping). Then each model is left out in turn, the
 shares are fitted to the others, and its errors are those of a model that a search has not seen. ``--write`` keeps
 shares and errors in ``lowmem_ft/planner/expected_shares.json``, where the planner reads them;
-``tests/scripts/test_fit_expectations.py`` fits them again.
+``tests/scripts/test_calibrated_expectations.py`` fits them again.
 
 Device bytes are fitted to steps that compute in 16 bits. The samples were made before float32 attention repeated
 grouped heads: such a step kept all attention scores, up to seven times the bytes that are expected of it now.
@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bench_plans import DATA, gpus_of, plain_recipe, read
+from bench.plans import DATA, gpus_of, plain_recipe, read
 from command_line import parser_of
 
 from lowmem_ft.catalog.gpu_spec import Gpu

@@ -1,6 +1,6 @@
 """Our training step next to that of stock ``transformers.Trainer``: time, loss and bytes, on equal work in one run.
 
-    python scripts/bench_step.py [--model FOLDER] [--steps 20] [--device cpu]
+    python scripts/bench step [--model FOLDER] [--steps 20] [--device cpu]
 
 Both train the same model from the same weights on the same batches with the same AdamW, schedule and clipping, in fp32.
 They alternate step by step in one process, so that any other load on the machine affects both alike: our whole step

@@ -1,7 +1,7 @@
 """Processor seconds that answers take: whole commands in fresh processes, with nothing kept from before.
 
-    python scripts/bench_estimator.py [--only full all ...] [--times 3] [--against REVISION]
-    python scripts/bench_estimator.py --preflight 8b-24gb=rtx-4090 8b-bf16=h100-80gb ...
+    python scripts/bench estimator [--only full all ...] [--times 3] [--against REVISION]
+    python scripts/bench estimator --preflight 8b-24gb=rtx-4090 8b-bf16=h100-80gb ...
 
 A command's seconds are those of all its processes, user and system, the median of several runs; the clock on the wall
 depends on what else the machine does. ``beyond_imports`` leaves out what the imports of torch, transformers, accelerate
@@ -39,7 +39,7 @@ from typing import Any
 from command_line import answer_of_new_process, parser_of
 from measured_on import measured_on
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+REPOSITORY = Path(__file__).resolve().parents[2]
 IMPORTS = "imports"
 _PROGRAM_OF_IMPORTS = "import torch, transformers, accelerate; from transformers import LlamaForCausalLM"
 

@@ -1,6 +1,6 @@
 """Measure the host's time for Python between operators, in operators; half a minute on a CPU.
 
-    python scripts/measure_host.py [--repeats 40]
+    python scripts/calibrate host [--repeats 40]
 
 A small Llama with tensors of a few numbers runs with one technique and without it, by turns in one process, so that
 any other load affects both alike. What a step takes longer, less the operators that came, is divided by the calls that

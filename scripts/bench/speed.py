@@ -1,6 +1,6 @@
 """Seconds and memory of our recipes next to the trainers that people would pick, on the same rows and the same clock.
 
-    python scripts/bench_speed.py [--works 8b-full 7b-lora ...] [--documents 1x2048] [--device cuda] [--write]
+    python scripts/bench speed [--works 8b-full 7b-lora ...] [--documents 1x2048] [--device cuda] [--write]
 
 Each work is one model on one GPU with 16 rows of 2048 tokens a step, random ones, the same for both
 (``measuring/measured_rows.py``). The peer's program is its own code, as installed, on a virtual GPU:
@@ -49,7 +49,7 @@ from speed.works import WORKS, title_of
 
 from lowmem_ft.foundation.units import GIB
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks.md"
 MEASURED = ROOT / "tests" / "data" / "measured" / "speed-cuda.json"
 ONE_DOCUMENT = (TOKENS,)
@@ -82,7 +82,7 @@ def main() -> None:
         parser.error("--write is for the virtual clock's table: leave --device out")
     if arguments.write_measured:
         table = "\n".join(measured_lines(json.loads(MEASURED.read_text()))) + "\n"
-        put_table(PAGE, f"{Path(__file__).name} --device cuda", table)
+        put_table(PAGE, "bench speed --device cuda", table)
         return
     documents: Documents = arguments.documents
     if sum(documents) != TOKENS:
@@ -108,7 +108,7 @@ def main() -> None:
             lines.append(line)
     if arguments.write:
         table = "\n".join([*lines, "", f"Rows of {name_of(documents)} tokens. {_versions()}", ""])
-        put_table(PAGE, Path(__file__).name, table)
+        put_table(PAGE, "bench speed", table)
 
 
 def measure(

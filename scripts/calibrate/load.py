@@ -1,6 +1,6 @@
 """Host memory while a model is loaded: the weights, the largest tensor in transit, and little else.
 
-    python scripts/measure_load.py [--model FOLDER_OR_GGUF ...] [--offload-folder FOLDER]
+    python scripts/calibrate load [--model FOLDER_OR_GGUF ...] [--offload-folder FOLDER]
 
 Each load runs in a process of its own. Idle is that process after all imports, with the architecture built once on the
 meta device. The promise: a peak of at most the weights, the largest tensor (in fp32, which files hold or unpack to)

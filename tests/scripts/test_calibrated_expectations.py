@@ -6,7 +6,7 @@ import dataclasses
 import json
 
 import pytest
-from fit_expectations import FILE, errors_of, estimates, fitted, result
+from calibrate.expectations import FILE, errors_of, estimates, fitted, result
 
 from lowmem_ft.planner.expectations import SHARES
 

@@ -1,6 +1,6 @@
 """Fit the ranges of estimates to runs that others have measured, and report how often they hold an unseen run.
 
-    python scripts/fit_ranges.py [--estimate] [--rows TEXT]
+    python scripts/calibrate ranges [--estimate] [--rows TEXT]
 
 The runs are ``tests/data/measured/public-*.json``. ``--estimate`` estimates each again (some minutes) and keeps the
 results in ``estimated-public.json`` there, from which everything is printed.
@@ -10,7 +10,7 @@ of rank ``ceil(0.93 (n + 1))``, rounded up to a thousandth. Errors are shares of
 allocator, as ranges are. Then each run is left out in turn, alone and with all others of its source, the shares are
 fitted without it, and the script checks whether the range holds it. The target is nine of ten; a run whose source is
 unseen is harder than the next of a known one, hence the extra three. ``lowmem_ft/memory/uncertainty.py`` has the shares
-of all runs together, and ``tests/scripts/test_fit_ranges.py`` compares it with them.
+of all runs together, and ``tests/scripts/test_calibrated_ranges.py`` compares it with them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from command_line import parser_of
 
 from lowmem_ft.memory.uncertainty import CONTEXT_SHARE
 
-FOLDER = Path(__file__).resolve().parent.parent / "tests" / "data" / "measured"
+FOLDER = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured"
 ESTIMATES = FOLDER / "estimated-public.json"
 
 HELD = 0.93

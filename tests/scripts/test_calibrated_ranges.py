@@ -3,7 +3,7 @@
 import dataclasses
 
 import pytest
-from fit_ranges import (
+from calibrate.ranges import (
     LEAST_SHARE,
     Run,
     fitted_shares,

@@ -1,6 +1,6 @@
 """A step with our compact optimizer next to the stock Trainer's with bitsandbytes, by a virtual GPU's timing model.
 
-    python scripts/bench_update.py [--write]            # --write: the table of docs/memory_ladder.md
+    python scripts/bench update [--write]            # --write: the table of docs/memory_ladder.md
 
 Llama 3.1 8B, rows of 2048 tokens, two per step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
 bitsandbytes' 8-bit AdamW, and our step with split24 masters and 8-bit state, each without checkpointing and with it.
@@ -37,7 +37,7 @@ from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import load_recipe
 
 ROWS, TOKENS = 2, 2048
-PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
+PAGE = Path(__file__).parents[2] / "docs" / "memory_ladder.md"
 COMMON = (
     "data=any",
     f"data.max_length={TOKENS}",
@@ -61,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     model, rows = arguments.model, list(rows_of(arguments.model))
     if arguments.write:
-        put_table(PAGE, "bench_update.py", lines_of(rows))
+        put_table(PAGE, "bench update", lines_of(rows))
     found = {**measured_on("cpu"), "model": model, "batch": f"{ROWS} x {TOKENS} tokens"}
     print(json.dumps({**found, "rows": rows}, indent=2))
 

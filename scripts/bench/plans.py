@@ -1,8 +1,8 @@
 """Plans at full size against random combinations of the whole space, each estimated once and judged on every GPU.
 
-    python scripts/bench_plans.py sample llama-3.1-8b --gpus h100-80gb rtx-4090 --budgets 24 48 65 79
-    python scripts/bench_plans.py sample llama-3.2-1b --gpus rtx-4060 --budgets 4 6 7.6
-    python scripts/bench_plans.py compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
+    python scripts/bench plans sample llama-3.1-8b --gpus h100-80gb rtx-4090 --budgets 24 48 65 79
+    python scripts/bench plans sample llama-3.2-1b --gpus rtx-4060 --budgets 4 6 7.6
+    python scripts/bench plans compare llama-3.1-8b=h100-80gb:24,48,65,79 llama-3.1-8b=rtx-4090:23.5 --write
 
 A space of tens of thousands of combinations is no even mixture: for an 8B, one in a hundred may fit in 24 GiB. So the
 script draws as many for each budget, from those whose bounds let them fit there, and judges every budget by all of
@@ -48,7 +48,7 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.space.search_space import Combination, Settings, Space, space_of, with_settings
 
-DATA = Path(__file__).parents[1] / "tests" / "data" / "random_combinations"
+DATA = Path(__file__).parents[2] / "tests" / "data" / "random_combinations"
 
 CHECKED = 4
 """Number of a file's rows, from its first to its last, that are estimated again before others join them."""
@@ -57,7 +57,7 @@ NEAR = 1e-3
 """Relative difference up to which a row counts as what is estimated now: plans are compared by 1% and more."""
 
 PLANS = DATA / "plans.json"
-PAGE = Path(__file__).parents[1] / "docs" / "planning.md"
+PAGE = Path(__file__).parents[2] / "docs" / "planning.md"
 HEADER = "| for | a step | best of the sample | estimates | first answer | CPU s | |\n|---|---|---|---|---|---|---|\n"
 
 Row = dict[str, Any]
@@ -267,7 +267,7 @@ def keep(result: Row) -> None:
 def with_plans(page: str) -> str:
     """Return a page with the kept rows between its marks."""
     rows = json.loads(PLANS.read_text(encoding="utf-8"))
-    return with_table(page, "bench_plans.py", HEADER + "".join(map(_line, rows)))
+    return with_table(page, "bench plans", HEADER + "".join(map(_line, rows)))
 
 
 def _case(row: Row) -> tuple[str, str, float, float]:

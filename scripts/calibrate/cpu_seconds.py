@@ -1,6 +1,6 @@
 """Compare seconds that an estimate for a processor scales from another step with what runs on this machine take.
 
-    python scripts/cpu_seconds_against_runs.py [--steps 4]
+    python scripts/calibrate cpu_seconds [--steps 4]
 
 Each setting trains a random Llama for some steps, and leaves the seconds of one (``catalog/timed_steps.py``); each does
 so twice. A run is then predicted from its repetition, from the nearest other setting, as an estimate does, and from
@@ -27,7 +27,7 @@ from lowmem_ft.catalog.timed_steps import timed_steps
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.memory.cpu_seconds import TimedStep
 
-TINY = Path(__file__).resolve().parent.parent / "recipes" / "tiny"
+TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 
 SETTINGS = {
     "4 layers of 256": (256, 4, ()),

@@ -1,9 +1,9 @@
 """The memory ladder, rung by rung: bytes, seconds and losses of real steps, in one table.
 
-    python scripts/bench_ladder.py [--model FOLDER] [--steps 20]
-    python scripts/bench_ladder.py --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
-    python scripts/bench_ladder.py --clock [--model llama-3.1-8b] [--gpus rtx-4090 h100-80gb] [--accumulation 16]
-    python scripts/bench_ladder.py --clock --write          # the table of docs/memory_ladder.md
+    python scripts/bench ladder [--model FOLDER] [--steps 20]
+    python scripts/bench ladder --device cuda [--model llama-3.1-8b] [--budgets 24GiB 16GiB 12GiB 8GiB 4GiB]
+    python scripts/bench ladder --clock [--model llama-3.1-8b] [--gpus rtx-4090 h100-80gb] [--accumulation 16]
+    python scripts/bench ladder --clock --write          # the table of docs/memory_ladder.md
 
 On a CPU: a small real model on the demo's examples. First each rung alone, for its bytes: those kept between two steps
 by kind, those on the host apart, and the peak of a step; exact sums over tensor storages. Then all rungs in one
@@ -52,8 +52,8 @@ from lowmem_ft.training.loop import TrainingRun
 from lowmem_ft.training.session import Session
 
 TOKENS = 256
-TINY = Path(__file__).parents[1] / "recipes" / "tiny"
-PAGE = Path(__file__).parents[1] / "docs" / "memory_ladder.md"
+TINY = Path(__file__).parents[2] / "recipes" / "tiny"
+PAGE = Path(__file__).parents[2] / "docs" / "memory_ladder.md"
 
 
 def main() -> None:
@@ -87,7 +87,7 @@ def main() -> None:
         table = "\n".join([*caveat_of_the_clock(), table_of(header, lines)])
         print(table)
         if arguments.write:
-            put_table(PAGE, "bench_ladder.py", table + "\n")
+            put_table(PAGE, "bench ladder", table + "\n")
     else:
         rows = on_cuda(arguments) if arguments.device == "cuda" else on_cpu(arguments)
         print(_table(rows))

@@ -1,0 +1,11 @@
+"""Measurements and fits, by name, of what estimates go by."""
+
+import sys
+from pathlib import Path
+
+sys.path[0] = str(Path(__file__).parents[1])
+
+from command_line import run_by_name  # noqa: E402 - which is there now
+
+if __name__ == "__main__":
+    run_by_name(Path(__file__).parent, __doc__)
