@@ -38,8 +38,8 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Mark and order tests before pytest looks at marks, and leave of each function what was asked for after that."""
-    items[:] = marked(items)
+    """Mark tests before pytest looks at marks, and leave of each function what was asked for after that."""
+    mark(items)
     yield
     cases = {}
     for item in items:
@@ -50,7 +50,9 @@ def pytest_collection_modifyitems(config, items):
         for item in drawn:
             item.stash[_COUNTS_FOR] = len(of_function) / len(drawn)
     config.hook.pytest_deselected(items=[item for item in items if _COUNTS_FOR not in item.stash])
-    items[:] = [item for item in items if _COUNTS_FOR in item.stash]
+    left = [item for item in items if _COUNTS_FOR in item.stash]
+    # Several processes end together if the longest begin; one runs in the order that was asked for.
+    items[:] = longest_first(left) if hasattr(config, "workerinput") else left
 
 
 @pytest.hookimpl(wrapper=True)
@@ -85,22 +87,23 @@ def _function(test):
     return test.partition("[")[0]
 
 
-def marked(items):
-    """Mark cases ``traced`` that ``make test`` leaves out, and return all items, modules that take longest first.
-
-    Of a function that takes long (see :data:`KEPT`), the first case stays. A module's tests stay together, as they
-    share what its fixtures make.
-    """
-    takes_long = json.loads(KEPT.read_text("utf-8"))
-    of_modules, seen = Counter(), set()
+def mark(items):
+    """Mark cases ``traced`` that ``make test`` leaves out: of a function that takes long (:data:`KEPT`), all but one."""
+    takes_long, seen = json.loads(KEPT.read_text("utf-8")), set()
     for item in items:
         function = _function(item.nodeid)
-        of_modules[item.path] += takes_long.get(function, 0)
         if function in takes_long and not any(map(item.get_closest_marker, ("slow", "gpu"))):
             if function in seen:
                 item.add_marker("traced")
             seen.add(function)
-    return sorted(items, key=lambda item: -of_modules[item.path])
+
+
+def longest_first(items):
+    """Return the tests, modules that take longest first; those of a module share its fixtures and stay together."""
+    takes_long, of_modules = json.loads(KEPT.read_text("utf-8")), Counter()
+    for function in {_function(item.nodeid): None for item in items}:
+        of_modules[function.partition("::")[0]] += takes_long.get(function, 0)
+    return sorted(items, key=lambda item: -of_modules[item.nodeid.partition("::")[0]])
 
 
 def main() -> None:
