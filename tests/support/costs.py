@@ -88,7 +88,7 @@ def _function(test):
 
 
 def mark(items):
-    """Mark cases ``traced`` that ``make test`` leaves out: of a function that takes long (:data:`KEPT`), all but one."""
+    """Mark what ``make test`` leaves out as ``traced``: of a function that takes long (:data:`KEPT`), all but one case."""
     takes_long, seen = json.loads(KEPT.read_text("utf-8")), set()
     for item in items:
         function = _function(item.nodeid)
