@@ -21,6 +21,9 @@ clock, no run has shown: the one pair that was measured on one day, 1b-bf16 on a
 without (docs/clock.md).
 """
 
+KEPT_OF = {"7b-qlora-t4": ("offload.parameters",)}
+"""Streamed weights would save 6% there, and take 11 GiB of host memory: notebooks with a T4 often have 13 in all."""
+
 WORTH_A_CHANGE = 0.03
 """Share of a step's seconds."""
 
@@ -38,7 +41,7 @@ def test_no_plan_for_its_gpu_is_much_faster_than_a_recipe(name):
     """If one is: take over its settings, `python scripts/recipe_needs.py NAME`, `python scripts/doc_numbers.py`."""
     needs = needs_of_shipped_recipes()[name]
     recipe, gpu = on_gpus(load_recipe(name), needs.gpu)
-    found = plan(recipe, gpu=gpu, keep=KEPT)
+    found = plan(recipe, gpu=gpu, keep=(*KEPT, *KEPT_OF.get(name, ())))
     assert found.fits
     assert found.estimate.step is not None
     assert needs.step_seconds is not None
