@@ -66,8 +66,8 @@ FAMILIES: dict[str, Callable[[int], PretrainedConfig]] = {
         num_hidden_layers=n,
     ),
 }
-NUM_LAYERS = {"gemma2": 16, "gemma3": 16}
-"""Where layers alternate, the stand-in is deeper; the others take 10. With fewer, nothing is extended."""
+ALTERNATING = ("gemma2", "gemma3")
+"""Where layers alternate, the stand-in is deeper. With fewer layers, nothing is extended."""
 
 SEVERAL = ["training.gradient_accumulation_steps=5"]
 VERTICAL = [*SEVERAL, "accumulation.order=vertical", "loss.chunk_tokens=8"]
@@ -205,12 +205,14 @@ def assert_equal_to_full_trace(recipe: Recipe, kind: str) -> None:
 
 
 def check(folder: Path, family: str, technique: str, kind: str, traced_depths: list[int]) -> None:
-    num_layers = max(NUM_LAYERS.get(family, 10), DEEPER_TECHNIQUES.get(technique, 0))
+    num_layers = DEEPER_TECHNIQUES.get(technique, 10)
+    if family in ALTERNATING:
+        num_layers = max(16, 2 * num_layers - 8)
     recipe = recipe_for(folder, FAMILIES[family](num_layers), TECHNIQUES[technique])
     assert_equal_to_full_trace(recipe, kind)
     *for_extension, full = traced_depths
     assert full == num_layers
-    if family in NUM_LAYERS and technique in SEVERAL_STRETCHES:
+    if family in ALTERNATING and technique in SEVERAL_STRETCHES:
         return  # layers that alternate in several stretches are traced whole
     assert for_extension  # else nothing was extended
     assert max(for_extension) < num_layers
