@@ -125,7 +125,7 @@ def _versions() -> dict[str, object]:
 
     Names of folders tell them, in a millisecond; reading the metadata of a hundred packages takes a hundred times that.
     """
-    folders = filter(Path.is_dir, map(Path, sys.path))
+    folders = [folder for folder in map(Path, sys.path) if folder.is_dir() and os.access(folder, os.R_OK)]
     installed = {name for folder in folders for name in os.listdir(folder) if name.endswith(_METADATA)}
     return {
         "python": platform.python_version(),
