@@ -34,6 +34,20 @@ def kernel_packages_lacking() -> frozenset[str]:
     return frozenset(package for package, module in modules if importlib.util.find_spec(module) is None)
 
 
+def own_folder(package: str) -> str:
+    """Return the folder of a package of ours, such as ``lowmem_ft.virtual_gpu``, with a separator at its end.
+
+    Code knows calls by the file that makes them, so that its words for a folder must be true.
+
+    Raises:
+        ModuleNotFoundError: if there is no such package.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise ModuleNotFoundError(f"There is no package {package}.", name=package)
+    return f"{spec.submodule_search_locations[0]}{os.sep}"
+
+
 def is_installed(package: str) -> bool:
     """Return whether a package can be imported; a bare folder of its name, as ``wandb`` leaves, does not count.
 

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import did_you_mean
+from lowmem_ft.foundation.packages import own_folder
 
 
 def expand_user(path: str | os.PathLike[str]) -> Path:
@@ -51,7 +52,7 @@ _ON_THE_HUB = re.compile(
 
 def recipes_folder() -> Path:
     """Return the folder of the recipes that come with this package."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(own_folder("lowmem_ft")).resolve()
     inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
     return inside_wheel if inside_wheel.is_dir() else in_source_tree
 

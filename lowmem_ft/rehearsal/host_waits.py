@@ -7,16 +7,13 @@ from pathlib import Path
 
 import torch
 
-import lowmem_ft
+from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.virtual_gpu.recording.work import WorkLog
 from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
 
-_NOT_THE_PROGRAM = tuple(
-    str(folder)
-    for folder in (
-        Path(torch.__file__).parent,
-        *(Path(lowmem_ft.__file__).parent / name for name in ("rehearsal", "estimator", "virtual_gpu")),
-    )
+_NOT_THE_PROGRAM = (
+    str(Path(torch.__file__).parent),
+    *map(own_folder, ("lowmem_ft.rehearsal", "lowmem_ft.estimator")),
 )
 """Folders whose lines only replace those of the program, or are called by them."""
 

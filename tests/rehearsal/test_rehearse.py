@@ -11,20 +11,26 @@ from typing import Any
 
 import pytest
 import torch
+from foreign_frames import call_in
 from gpu_runs import budget_of_one_mib
 from rich.console import Console
 from torch import nn
 
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.estimator import device_target, estimate_memory
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.rehearsal import interpolation
+from lowmem_ft.rehearsal.host_waits import HostWaits
 from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND
 from lowmem_ft.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.rehearsal_table import rehearsal_table
 from lowmem_ft.training.loop import train
+from lowmem_ft.virtual_gpu.device import registration
+from lowmem_ft.virtual_gpu.recording.work import WorkLog
 
 EVALUATED = ("data.eval_size=8", "training.eval_steps=1")
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
@@ -246,6 +252,16 @@ def test_it_says_where_the_host_waits(whole):
     files = {place.rpartition(":")[0] for place in waits}
     assert "lowmem_ft/training/step.py" in files  # is the step finite?
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
+
+
+@pytest.mark.parametrize("between", [interpolation, device_target, registration], ids=lambda m: m.__name__)
+def test_lines_that_stand_for_those_of_the_program_do_not_wait(between):
+    work = WorkLog(Timeline())
+    waits = HostWaits(work)
+    call_in(between)(work.on_host_wait, 2)
+    [[place, times]] = waits.take().items()
+    assert "test_rehearse.py:" in place
+    assert times == 2
 
 
 def test_fields_of_the_data_that_are_not_used_are_told(rehearse, small, tmp_path):

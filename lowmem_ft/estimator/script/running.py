@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-import lowmem_ft
 from lowmem_ft.estimator.script.after_training import AfterTraining
 from lowmem_ft.estimator.script.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
 from lowmem_ft.estimator.script.script_refusals import refuse_what_cannot_be
@@ -28,6 +27,7 @@ from lowmem_ft.estimator.script.temporary_files import FilesKeptAway
 from lowmem_ft.estimator.script.trainers import ShortTraining
 from lowmem_ft.estimator.script.weights import weights_from_configs
 from lowmem_ft.foundation.errors import Interrupted, UserError
+from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
 from lowmem_ft.upstream.patches import replace
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
@@ -58,10 +58,9 @@ OF_ONE_PROCESS = {
 
 _MOST_FRAMES = 5
 
-_PACKAGE = f"{Path(lowmem_ft.__file__).parent}{os.sep}"
+_PACKAGE = own_folder("lowmem_ft")
 _STANDS_FOR_OTHERS = tuple(
-    f"{_PACKAGE}{folder}{os.sep}"
-    for folder in ("virtual_gpu", "upstream", os.path.join("estimator", "script"))
+    map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.upstream", "lowmem_ft.estimator.script"))
 )
 
 

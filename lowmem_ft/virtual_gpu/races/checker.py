@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.memory.category import Place
 from lowmem_ft.memory.race import MemoryUse, Race
 from lowmem_ft.tensors.backward_pass import is_in_backward
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 _PASSED_OVER = (
-    *(f"{__file__.rpartition('virtual_gpu')[0]}{room}" for room in ("virtual_gpu", "upstream")),
+    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.upstream")),
     torch.__file__.removesuffix("__init__.py"),
     "<frozen",
 )

@@ -23,21 +23,21 @@ from types import FrameType
 import torch
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.virtual_gpu.values.control_flow import answer_that_passes, innermost_loop, returns_answer
 
 MOST_ROUNDS = 1000
 """Times that a ``while`` loop may ask for one unknown value: more will not end it."""
 
-_HERE, _PACKAGE = (f"{folder}{os.sep}" for folder in Path(__file__).parents[1:3])
 _TORCH = str(Path(torch.__file__).parent) + os.sep
 _LIBRARIES = (
-    _PACKAGE,
+    own_folder("lowmem_ft"),
     str(Path(_TORCH).parent) + os.sep,
     *(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib")),
     "<frozen",
 )
 _MACHINERY = (
-    *(_HERE, f"{_PACKAGE}upstream{os.sep}"),
+    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.upstream")),
     *(_TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep),
 )
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})

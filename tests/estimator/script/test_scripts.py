@@ -11,9 +11,11 @@ import pytest
 import torch
 from packed_checkpoints import packed_checkpoint
 
-from lowmem_ft.estimator.script import ScriptError, estimate_script
+from lowmem_ft.estimator.script import ScriptError, estimate_script, temporary_files
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.units import MIB
+from lowmem_ft.upstream import patches
+from lowmem_ft.virtual_gpu.device import registration
 
 PARAMETERS = 64 * 64 + 64
 
@@ -235,6 +237,13 @@ def test_an_error_in_code_of_ours_shows_where_and_is_not_called_the_scripts(scri
     assert "of its own code and lowmem_ft" in shown
     assert "/lowmem_ft/recipe/" in shown
     assert "on_gpus('7b-lora', None)" in shown
+
+
+@pytest.mark.parametrize("stand_in", [registration, patches, temporary_files], ids=lambda m: m.__name__)
+def test_an_error_in_what_stands_for_others_is_not_called_ours(script, stand_in):
+    raises = f"exec(compile('1 / 0', {stand_in.__file__!r}, 'exec'))\n"
+    with pytest.raises(ScriptError, match="before the end of its first step: ZeroDivisionError"):
+        estimate_script(script(raises), gpu="t4")
 
 
 def test_a_frame_of_a_library_is_not_called_the_scripts_own(script):

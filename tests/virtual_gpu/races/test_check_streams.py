@@ -6,9 +6,12 @@ import contextlib
 
 import pytest
 import torch
+from foreign_frames import call_in
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import RaceError
+from lowmem_ft.upstream import patches
+from lowmem_ft.virtual_gpu.device import registration
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
 
 LARGE, SMALL = 2**20, 2**10
@@ -330,6 +333,19 @@ def test_a_race_is_told_with_both_lines_and_what_the_memory_is():
     assert "test_check_streams.py" in race.first.places[0]
     assert (race.place, race.category, race.size_bytes) == ("device", "parameter", 256)
     assert "reads 256 B of device memory (parameter) and does not wait for copy_ on stream 1" in str(race)
+
+
+@pytest.mark.parametrize("between", [registration, patches], ids=lambda module: module.__name__)
+def test_calls_of_ours_in_between_are_no_lines_of_a_race(between):
+    def program():
+        host, here, stream = pinned(), on_gpu(), torch.cuda.Stream()
+        stream.wait_stream(current())
+        with torch.cuda.stream(stream):
+            call_in(between)(host.copy_, here, True)
+        here.add_(1)
+
+    [race] = races_of(program)
+    assert ["test_check_streams.py" in place for place in race.first.places] == [True]
 
 
 def test_the_block_ends_with_an_error_and_the_report_has_them_all():

@@ -7,10 +7,13 @@ import unittest
 
 import pytest
 import torch
+from foreign_frames import call_in
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.upstream import patches
+from lowmem_ft.virtual_gpu.device import registration
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.values import questions
 from lowmem_ft.virtual_gpu.values.constant_propagation import MOST_ELEMENTS
@@ -190,6 +193,14 @@ def test_what_is_no_check_is_answered_no_and_the_report_says_where(hidden, gpu):
     assert "test_questions.py:" in first
     assert '`answer = "yes" if (hidden > 3).any() else "no"`: a boolean' in first
     assert "`is_equal = torch.equal(hidden, hidden + 1)`" in second
+
+
+@pytest.mark.parametrize("between", [registration, patches], ids=lambda module: module.__name__)
+def test_calls_of_ours_in_between_are_not_the_line_that_asks(hidden, gpu, between):
+    call_in(between)(bool, (hidden > 3).any())
+    [choice] = gpu.report().choices
+    assert "test_questions.py:" in choice
+    assert "called from" not in choice
 
 
 def test_an_early_return_before_a_check_is_not_one(hidden):
