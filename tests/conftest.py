@@ -237,7 +237,7 @@ def cuda_driver(monkeypatch):
 
     Processes of tests have had virtual GPUs, and could not train on a real one.
     """
-    monkeypatch.setattr("lowmem_ft.virtual_gpu.active.has_virtual_device", lambda: False)
+    monkeypatch.setattr("lowmem_ft.foundation.virtual_device.has_virtual_device", lambda: False)
     return lambda **properties: CudaDriver(monkeypatch, **properties)
 
 

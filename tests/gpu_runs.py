@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 _IN_BACKWARD = ("optimizer.in_backward=true", "accumulation.order=vertical")
 _TWO_MICRO_BATCHES = ("training.gradient_accumulation_steps=2",)

@@ -8,13 +8,13 @@ from collections.abc import Mapping
 import torch
 
 from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.catalog.context_overhead import allocator_cap
 from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.memory.memory_estimate import BudgetVerdict
-from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap
 
 CPU = "cpu"
 """The value to pass in place of a GPU's name, to estimate training on this machine's processor."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import budget_beyond, capped_bytes, choose_gpu, limits, processor_name
 from lowmem_ft.estimator.run_host_memory import host_outside
@@ -32,7 +33,6 @@ from lowmem_ft.system.garbage_collector import collector_paused
 from lowmem_ft.system.malloc import LARGEST_IN_HEAP_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (

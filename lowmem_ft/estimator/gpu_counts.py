@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import limits
 from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
@@ -14,7 +15,6 @@ from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.engine_rules import problems_with_engine, problems_with_processes
 from lowmem_ft.recipe.space.search_space import with_settings
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 NUMBERS = (2, 4, 8)
 """Numbers of GPUs that one machine has, and is rented with."""

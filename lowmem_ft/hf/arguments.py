@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.hf.trainers.shared_settings import (
+from lowmem_ft.recipe import Recipe, check_recipe
+from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
+from lowmem_ft.recipe.trainers.shared_settings import (
     SHARED_SETTINGS,
     keep_overrides,
     plain,
     settings_for_our_loop,
 )
-from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
-from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
@@ -33,8 +33,8 @@ def training_arguments(recipe: RecipeLike, **overrides: Any) -> TrainingArgument
     """Return a recipe's ``transformers.TrainingArguments``: all of it that they can express.
 
     ``hf.attach`` carries techniques and optimizer, ``hf.prepare_model`` the model, and the script its own data;
-    ``hf/trainers/shared_settings.py`` lists each field. HF's own checkpointing flag stays off, as ``attach`` brings the
-    recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
+    ``recipe/trainers/shared_settings.py`` lists each field. HF's own checkpointing flag stays off, as ``attach`` brings
+    the recipe's. In vertical order a batch holds all rows of a step, and ``gradient_accumulation_steps`` is 1.
 
     Args:
         recipe: the recipe to train, or its name or path.

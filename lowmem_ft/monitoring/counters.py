@@ -9,6 +9,7 @@ import torch
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.devices import kernels_of, with_index
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.monitoring.usage import MemoryUsage
 from lowmem_ft.system.memory_meter import (
@@ -20,7 +21,6 @@ from lowmem_ft.system.memory_meter import (
 )
 from lowmem_ft.tensors.live_tensors import live_tensors
 from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
 
 _CPU = torch.device("cpu")
 
@@ -130,11 +130,11 @@ class _CudaCounters(Counters):
 class _VirtualCounters(Counters):
     """Counters of a virtual GPU's trace so far. Host memory belongs to the tracing process, and is not counted."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: VirtualDevice) -> None:
         super().__init__()
         self.notes["process"] = "the virtual GPU: reserved and the catalogue's context"
         self._device = torch.device("cuda", 0)
-        self._outside_bytes = active_gpu().outside_bytes()
+        self._outside_bytes = device.outside_bytes()
 
     def now(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -201,8 +201,8 @@ def counters_of(device: torch.device, running: contextlib.ExitStack, *, exact: b
         running: receives whatever has to end.
         exact: count every storage of a CPU; CUDA's counters are exact as they are.
     """
-    if device.type != "cpu" and active_gpu_or_none() is not None:  # in its block "cuda" means the virtual GPU
-        return _VirtualCounters()
+    if device.type != "cpu" and (virtual := active_device()):  # in its block "cuda" means the virtual GPU
+        return _VirtualCounters(virtual)
     if device.type == "cuda":
         return _CudaCounters(device)
     if not exact:

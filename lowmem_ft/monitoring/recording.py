@@ -7,17 +7,14 @@ import logging
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL, memory_snapshot
-from lowmem_ft.virtual_gpu.active import active_gpu_or_none
-
-if TYPE_CHECKING:
-    from lowmem_ft.virtual_gpu import VirtualGPU
+from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
+from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +46,8 @@ def record_snapshot(path: Path | str, *, max_entries: int = 100_000) -> Iterator
     """
     path = Path(path)
     raise_problems(_problems(path, max_entries))
-    gpu = active_gpu_or_none()
-    with _recording_trace(gpu, max_entries) if gpu is not None else _recording(max_entries) as snapshot:
+    virtual = active_device()
+    with _recording_trace(virtual, max_entries) if virtual else _recording(max_entries) as snapshot:
         try:
             yield
         finally:
@@ -68,17 +65,14 @@ def _recording(max_entries: int) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _recording_trace(gpu: VirtualGPU, max_entries: int) -> Iterator[Any]:
-    timeline = gpu.recorder.timeline
-    begin = len(timeline.events)
+def _recording_trace(device: VirtualDevice, max_entries: int) -> Iterator[Any]:
+    snapshot = device.snapshots()
 
-    def snapshot() -> dict[str, Any]:
-        whole = memory_snapshot(timeline, gpu.counters.config)
-        (trace,) = whole["device_traces"]
-        within = [entry for entry in trace if entry["time_us"] >= begin]
-        return {**whole, "device_traces": [within[-max_entries:]]}
+    def last_entries() -> dict[str, Any]:
+        whole = snapshot()
+        return {**whole, "device_traces": [trace[-max_entries:] for trace in whole["device_traces"]]}
 
-    yield snapshot
+    yield last_entries
 
 
 def _problems(path: Path, max_entries: int) -> Iterator[str]:

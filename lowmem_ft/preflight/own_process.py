@@ -18,8 +18,8 @@ from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.estimator.device_target import CPU
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.virtual_device import has_virtual_device
 from lowmem_ft.recipe.named_recipe import as_recipe
-from lowmem_ft.virtual_gpu.active import has_virtual_device
 
 if TYPE_CHECKING:
     from lowmem_ft.estimator.estimate import estimate_memory  # noqa: F401

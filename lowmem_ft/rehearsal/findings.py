@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import capped_bytes, limits
 from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
@@ -21,7 +22,6 @@ from lowmem_ft.rehearsal.result import DISK_BYTES_PER_SECOND, Failure, Rehearsal
 from lowmem_ft.rehearsal.runtime import RehearsalRuntime, Traced
 from lowmem_ft.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
 from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs

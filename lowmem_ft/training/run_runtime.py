@@ -13,6 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lowmem_ft.budget import Budget
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
 from lowmem_ft.host.mapped_files import MappedFiles
 from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
@@ -28,7 +29,6 @@ from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.random_state import import_random_state
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.schedule import create_scheduler
-from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
 
 if TYPE_CHECKING:
     from lowmem_ft.training.session import Session

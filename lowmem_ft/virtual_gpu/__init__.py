@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
+    from lowmem_ft.tensors.operator_costs import register_operator_cost
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-    from lowmem_ft.virtual_gpu.recording.operator_costs import register_operator_cost
 
 __all__ = ["VirtualGPU", "register_operator_cost"]
 

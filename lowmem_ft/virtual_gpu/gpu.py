@@ -6,23 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.virtual_device import DEVICE_TYPE, activated
 from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.memory.race import Race, race_error
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, activated, active_gpu_or_none
+from lowmem_ft.memory.snapshot import memory_snapshot
+from lowmem_ft.virtual_gpu.active import active_gpu_or_none
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew
 from lowmem_ft.virtual_gpu.distributed.one_process import process_groups_of_one
 from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
 from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.recurrent.package_functions import package_functions_as_installed
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     Surroundings,
@@ -112,6 +115,19 @@ class VirtualGPU(TracingMachine):
     def outside_bytes(self) -> int:
         """Return the device bytes that a process holds on this GPU outside torch's allocator."""
         return sum(self._outside().values())
+
+    def snapshots(self) -> Callable[[], dict[str, Any]]:
+        """Return a function that makes a snapshot for pytorch.org/memory_viz of what happens from now on."""
+        timeline, begin = self.recorder.timeline, len(self.recorder.timeline.events)
+
+        def snapshot() -> dict[str, Any]:
+            whole = memory_snapshot(timeline, self.counters.config)
+            traces = (
+                [entry for entry in trace if entry["time_us"] >= begin] for trace in whole["device_traces"]
+            )
+            return {**whole, "device_traces": list(traces)}
+
+        return snapshot
 
     def _outside(self) -> dict[str, int]:
         return process_overhead_bytes(

@@ -11,7 +11,7 @@ from page_tables import several_gpus
 
 from lowmem_ft.catalog.architectures import load_architectures
 from lowmem_ft.foundation.knob import ENGINES
-from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused, Verdict
+from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Refused, Verdict
 
 TRIES = Path(__file__).parents[2] / "tests" / "data" / "families.json"
 TECHNIQUES = ("plain", "lowest rung", "LoRA", "QLoRA", "packing", "FSDP2", "estimate")

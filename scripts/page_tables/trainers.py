@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowmem_ft.hf.trainers.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
+from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
 
 
 def table() -> str:

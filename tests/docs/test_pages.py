@@ -14,8 +14,8 @@ from trained_by_processes import CASES
 
 import lowmem_ft
 from lowmem_ft.foundation.knob import ENGINES
-from lowmem_ft.hf.trainers.trainer_kinds import ROWS
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.trainers.trainer_kinds import ROWS
 
 ROOT = Path(__file__).parents[2]
 NO_TECHNIQUES = {

@@ -7,7 +7,7 @@ import pytest
 from lowmem_ft.estimator import answers, estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.rehearsal import rehearse
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
+from lowmem_ft.upstream.torch_version import TORCH_VERSION
 
 WITHOUT_LOSS = ("data.eval_size=null", "training.eval_steps=null", "training.use_cpu=false")
 

@@ -14,8 +14,8 @@ from transformers.training_args import OptimizerNames
 
 from lowmem_ft import hf
 from lowmem_ft.hf.trainers import attaching
-from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME
 from lowmem_ft.optimizers import OPTIMIZERS
+from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME
 
 TAKEN = [name.value for name in OptimizerNames if name.value in BY_HF_NAME]
 STEPS = 3

@@ -25,7 +25,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, SFTC
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Refused
+from lowmem_ft.recipe.trainers.trainer_kinds import ROWS, Refused
 
 STATE = ("offload.optimizer=host", "checkpointing.mode=full", "tiling.mlp=2", "offload.activations=inputs")
 STREAMED = (

@@ -11,8 +11,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.units import MIB
+from lowmem_ft.upstream.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 
 NUM_PROCESSES = 4
 ROWS = 4096

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     from lowmem_ft.estimator.script import ScriptEstimate
-    from lowmem_ft.hf.script.attach_savings import Savings
+    from lowmem_ft.hf.trainers.attach_savings import Savings
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
     from lowmem_ft.estimator.script import ScriptError, estimate_script
-    from lowmem_ft.hf.script.attach_savings import Savings, TrainerSeen
+    from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
 
     seen = TrainerSeen()
     run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.budget import Budget
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.estimator.device_target import choose_gpu, limits, processor_name
 from lowmem_ft.estimator.estimate import CannotRun
@@ -28,7 +29,6 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.recording.code_places import Running
 from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 from lowmem_ft.virtual_gpu.replay.failed_attempts import without_failed_attempts
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces

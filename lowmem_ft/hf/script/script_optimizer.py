@@ -10,9 +10,9 @@ from transformers import Trainer
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.script.untranslated import Reading, script_estimate
-from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME, optim_args
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
+from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, optim_args
 
 
 def optimizer_config(

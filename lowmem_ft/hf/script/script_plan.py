@@ -7,10 +7,10 @@ from typing import Any
 
 from lowmem_ft.budget import Budget
 from lowmem_ft.hf.script.script_recipe import recipe_from
-from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.planner import MemoryPlan
 from lowmem_ft.preflight.plan_first import planned_for_this_machine
 from lowmem_ft.recipe.plan_config import PlanConfig
+from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 
 
 def plan_for(trainer: Any, budget: Budget | str) -> MemoryPlan:

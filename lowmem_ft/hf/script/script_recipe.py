@@ -20,7 +20,6 @@ from lowmem_ft.hf.script.script_model import adapter_config, model_config
 from lowmem_ft.hf.script.script_optimizer import optimizer_config
 from lowmem_ft.hf.script.trl_loss import trl_loss
 from lowmem_ft.hf.script.untranslated import Reading, script_estimate
-from lowmem_ft.hf.trainers.supported_models import problem_with_class
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -28,6 +27,7 @@ from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.supported_models import problem_with_class
 from lowmem_ft.techniques.offload.config import OffloadConfig
 
 if TYPE_CHECKING:

@@ -19,7 +19,14 @@ from lowmem_ft.foundation.knob import as_typed
 from lowmem_ft.hf.script.script_model import quantization_of, weights_type
 from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
 from lowmem_ft.hf.trainers.liger_flag import liger_asked_by_flag
-from lowmem_ft.hf.trainers.shared_settings import (
+from lowmem_ft.models.config import ModelConfig
+from lowmem_ft.models.files.model_files import text_fields
+from lowmem_ft.recipe import Recipe, TrainingConfig
+from lowmem_ft.recipe.plan_config import PlanConfig
+from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
+from lowmem_ft.recipe.rules.conflicts import recipe_problems
+from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.recipe.trainers.shared_settings import (
     HYPERPARAMETERS,
     SHARED_SETTINGS,
     Fields,
@@ -28,14 +35,7 @@ from lowmem_ft.hf.trainers.shared_settings import (
     overridden,
     plain,
 )
-from lowmem_ft.hf.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
-from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.models.files.model_files import text_fields
-from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.recipe.plan_config import PlanConfig
-from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
-from lowmem_ft.recipe.rules.conflicts import recipe_problems
-from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.recipe.trainers.trainer_kinds import Kind, problems_of_kind, refused_defaults
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name

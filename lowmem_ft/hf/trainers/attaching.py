@@ -24,15 +24,15 @@ from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_c
 from lowmem_ft.hf.trainers.prepared_model import finer_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
-from lowmem_ft.hf.trainers.supported_models import problems_with_model
-from lowmem_ft.hf.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
+from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.enabled_techniques import SwitchedOn, switch_on

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.hf.trainers.shared_settings import CHECKPOINTING_OPTIONS
+from lowmem_ft.recipe.trainers.shared_settings import CHECKPOINTING_OPTIONS
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.hf.trainers.trainer_kinds import Kind
+from lowmem_ft.recipe.trainers.trainer_kinds import Kind
 from lowmem_ft.techniques.kernels.liger_patches import ARGUMENTS
 
 if TYPE_CHECKING:

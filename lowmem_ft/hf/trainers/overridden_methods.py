@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe.trainers.trainer_kinds import Kind
 
 _OWN_OPTIMIZER = (
     "creates an optimizer, but the recipe has one. Remove the method, or train without hf.attach()"

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
 from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
 from lowmem_ft.models.files.stored_quantization import problems_of_training
 from lowmem_ft.models.hf_config import compute_dtype, load_model_config, other_parts_of, weights_dtype
@@ -24,7 +25,6 @@ from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 from lowmem_ft.techniques.adapters.lora import check_adapter, enable_lora
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
-from lowmem_ft.virtual_gpu.active import refuse_after_virtual_gpu
 
 _SOURCE = "lowmem_ft_source"
 

@@ -12,12 +12,12 @@ from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.hf.trainers.overridden_methods import problems_with_overrides
-from lowmem_ft.hf.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
-from lowmem_ft.hf.trainers.trainer_kinds import Kind
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
+from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
+from lowmem_ft.recipe.trainers.trainer_kinds import Kind
 from lowmem_ft.tensors.finiteness import some_of
 from lowmem_ft.tensors.local_shards import is_sharded
 

@@ -8,13 +8,13 @@ from typing import NamedTuple
 import torch
 
 from lowmem_ft.budget import Budget, is_of_size
+from lowmem_ft.catalog.context_overhead import allocator_cap, process_overhead_bytes
 from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.units import MIB, format_bytes, parse_bytes
 from lowmem_ft.system.host_limits import HostLimit, tightest_host_limit
 from lowmem_ft.system.memory_meter import read_device_memory, read_host_memory
 from lowmem_ft.system.process_memory import resident_file_bytes
-from lowmem_ft.virtual_gpu.replay.context_overhead import allocator_cap, process_overhead_bytes
 
 logger = logging.getLogger(__name__)
 

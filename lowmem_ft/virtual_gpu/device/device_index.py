@@ -8,7 +8,7 @@ import torch
 from torch.cuda._utils import _get_device_index
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
 
 
 def device_index(device: Any, *, optional: bool = True) -> int:

@@ -6,7 +6,7 @@ import functools
 
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.device.device import VirtualBackend
 from lowmem_ft.virtual_gpu.device.guard import VirtualDeviceGuard
 from lowmem_ft.virtual_gpu.kernels.attention_kernel import register_attention

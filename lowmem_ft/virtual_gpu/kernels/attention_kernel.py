@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.active import active_gpu
-from lowmem_ft.virtual_gpu.kernels.attention_choice import (
+from lowmem_ft.upstream.attention_choice import (
     KERNEL_NAMES,
     Backend,
     SdpaCall,
     choose_sdpa,
     trains,
 )
+from lowmem_ft.virtual_gpu.active import active_gpu
 
 
 @functools.cache

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE
+from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
 
 _KEY = "AutocastPrivateUse1"
 _LIBRARY = torch.library.Library("aten", "IMPL")

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.tensors.backward_pass import is_in_backward
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
-from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
+from lowmem_ft.tensors.operator_costs import registered_cost
+from lowmem_ft.upstream.torch_version import TORCH_VERSION
 
 aten = torch.ops.aten
 

@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_ft.memory.category import Category, Place
 from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.tensors.operator_costs import registered_cost
 from lowmem_ft.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.device.host_copies import HostCopies
 from lowmem_ft.virtual_gpu.device.orderings import Orderings
@@ -37,7 +38,6 @@ from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
 from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
-from lowmem_ft.virtual_gpu.recording.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.untraceable import lacks_kernel, no_rule

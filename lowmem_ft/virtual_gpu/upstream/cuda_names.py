@@ -22,8 +22,9 @@ from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
 from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
-from lowmem_ft.virtual_gpu.active import DEVICE_TYPE, active_gpu
+from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.device.device import VirtualBackend
 from lowmem_ft.virtual_gpu.device.device_index import device_index
 from lowmem_ft.virtual_gpu.upstream.cuda_classes import classes_of_cuda

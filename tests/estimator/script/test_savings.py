@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForMaskedLM, BertForSequenceClassificat
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.estimator.script import estimate_script
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.script.attach_savings import Savings, TrainerSeen
+from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
 
 TRAINER = """
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
@@ -133,7 +133,7 @@ def test_an_error_of_ours_in_looking_is_no_matter_of_the_scripts(script, monkeyp
     def fail(trainer):
         raise AttributeError("a bug")
 
-    monkeypatch.setattr("lowmem_ft.hf.script.attach_savings.kind_of", fail)
+    monkeypatch.setattr("lowmem_ft.hf.trainers.attach_savings.kind_of", fail)
     seen = TrainerSeen()
     found = estimate_script(script(TRAINER), gpu="l4", steps=2, on_trainer=seen)
     assert found.steps == 2

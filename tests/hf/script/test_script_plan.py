@@ -12,9 +12,9 @@ from stock_scripts import CHECKPOINTING, ProcessHere, trainer_of
 from lowmem_ft import UserError, estimate_memory, hf
 from lowmem_ft.hf.script.script_plan import plan_for
 from lowmem_ft.hf.trainers import attaching
-from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.preflight import plan_first
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 
 

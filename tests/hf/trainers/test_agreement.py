@@ -15,9 +15,9 @@ from transformers import Trainer
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.hf.trainers.agreement import agree
-from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, ROWS, Refused
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
+from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, ROWS, Refused
 
 CPU = ("training.use_cpu=true", "training.report_to=[]")
 

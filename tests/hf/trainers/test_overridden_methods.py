@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.hf.trainers.overridden_methods import REFUSED, REFUSED_MOMENTS
-from lowmem_ft.hf.trainers.trainer_kinds import KINDS
+from lowmem_ft.recipe.trainers.trainer_kinds import KINDS
 from lowmem_ft.upstream.tested import is_before
 
 

@@ -6,16 +6,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.upstream.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.kernels.workspaces import (
     _cublaslt_workspace_bytes,
     cublas_workspace_bytes,
     persistent_workspaces,
     workspace_bytes,
 )
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 aten = torch.ops.aten
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32

@@ -17,11 +17,11 @@ from lowmem_ft.hf.script.script_model import weights_type
 from lowmem_ft.hf.script.script_optimizer import optimizer_config
 from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.hf.trainers.attaching import attach, is_attached, settled_with
-from lowmem_ft.hf.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind_of, refused_defaults
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind_of, refused_defaults
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 
 _CHUNKS = "loss.chunk_tokens"

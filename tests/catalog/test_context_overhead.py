@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from lowmem_ft.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.virtual_gpu.replay.context_overhead import process_overhead_bytes
 
 GPU = find_gpu("a100-80gb")
 

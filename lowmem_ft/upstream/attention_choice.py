@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.kernels.torch_version import TORCH_VERSION
+from lowmem_ft.upstream.torch_version import TORCH_VERSION
 
 Backend = Literal["flash", "efficient", "cudnn", "math"]
 
