@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,6 +55,13 @@ def _what_is_there_is_frozen():
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_bits_of_optimizers():
+    """bitsandbytes keeps for a process how many bits the state of a Trainer's parameters has, by their numbers."""
+    if "bitsandbytes" in sys.modules:
+        sys.modules["bitsandbytes"].optim.GlobalOptimManager.get_instance().initialize()
 
 
 def pytest_collection_finish(session):

@@ -10,10 +10,11 @@ import torch
 import lowmem_ft
 from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation import virtual_device
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.preflight import own_process
 from lowmem_ft.training.run_runtime import RunRuntime
-from lowmem_ft.virtual_gpu import VirtualGPU, active
+from lowmem_ft.virtual_gpu import VirtualGPU
 
 CUDA = torch.device("cuda", 0)
 
@@ -58,5 +59,5 @@ def test_a_process_that_had_a_virtual_gpu_does_not_train_on_a_real_one(monkeypat
     with pytest.raises(UserError, match="had a virtual GPU cannot train on a real one"):
         RunRuntime("no", CUDA)
     RunRuntime("no", torch.device("cpu"))
-    monkeypatch.setattr(active, "has_virtual_device", lambda: False)
+    monkeypatch.setattr(virtual_device, "has_virtual_device", lambda: False)
     RunRuntime("no", CUDA)

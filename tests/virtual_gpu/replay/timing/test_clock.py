@@ -259,12 +259,12 @@ def test_a_type_that_the_hardware_lacks_runs_on_its_float32_units():
 
 def test_float32_products_use_tf32_only_where_torch_may():
     assert matmul_rate(H100, "float32") == pytest.approx(67e12 * RATES.products)
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
+    products = torch.backends.cuda.matmul
+    before, products.fp32_precision = products.fp32_precision, "tf32"
     try:
         assert matmul_rate(H100, "float32") == pytest.approx(494e12 * RATES.products)
     finally:
-        torch.set_float32_matmul_precision(before)
+        products.fp32_precision = before
 
 
 def test_one_log_replays_on_many_gpus():
