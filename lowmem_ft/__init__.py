@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.budget import Budget
-    from lowmem_ft.estimator.script import estimate_script
+    from lowmem_ft.foundation.budget import Budget
     from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
-    from lowmem_ft.planner import MemoryPlan
-    from lowmem_ft.preflight.own_process import estimate_memory, plan, plan_checkpointing, rehearse
-    from lowmem_ft.preflight.train import train
+    from lowmem_ft.planning.planner import MemoryPlan
+    from lowmem_ft.planning.preflight.own_process import estimate_memory, plan, plan_checkpointing, rehearse
+    from lowmem_ft.planning.preflight.train import train
+    from lowmem_ft.planning.rehearsal import Rehearsal
+    from lowmem_ft.planning.script_runs import estimate_script
     from lowmem_ft.recipe import Recipe, load_recipe
-    from lowmem_ft.rehearsal import Rehearsal
     from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
     from lowmem_ft.virtual_gpu import VirtualGPU
 

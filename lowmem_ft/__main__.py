@@ -5,7 +5,7 @@ accelerate launch -m lowmem_ft train recipe=NAME|PATH [key=value ...]
 
 from __future__ import annotations
 
-from lowmem_ft.system.signals import end_at_ctrl_c
+from lowmem_ft.foundation.system.signals import end_at_ctrl_c
 
 end_at_ctrl_c()
 

@@ -8,9 +8,10 @@ runs of recipes in ``measured-cuda.json`` are rows too.
 
 ``--fit`` fits the share of the peak of products and of fused attention, the share of the bandwidth, the host's seconds
 an operator, and how many operators a launch by Triton is, to the rows of each architecture that has at least four, and
-writes them into ``lowmem_ft/catalog/clock_rates.json`` as an entry of their own; other architectures keep the default's
-host. Rows of programs that run other kernels are left out of the fit, and so are those that are held out: they were
-found when the clock was made. It minimises the squared relative errors, and adds the squared distance from the
+writes them into ``lowmem_ft/foundation/catalog/clock_rates.json`` as an entry of their own; other architectures keep
+the default's host. Rows of programs that run other kernels are left out of the fit, and so are those that are held out:
+they were found when the clock was made. It minimises the squared relative errors, and adds the squared distance from
+the
 microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the
 clock.
 
@@ -41,9 +42,9 @@ from measuring.constant_rows import caveat_of_the_clock
 from measuring.public_seconds import ROWS, SecondsRow, TracedRecipe, TracedRow, load_rows, measured_rows
 from numpy.typing import NDArray
 
-from lowmem_ft.catalog.clock_rates import ClockRates, clock_rates, rate_entries, reference_host
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.clock_rates import ClockRates, clock_rates, rate_entries, reference_host
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
 RATES = ROOT / "lowmem_ft" / "catalog" / "clock_rates.json"

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from command_line import parser_of
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes

@@ -7,7 +7,7 @@ This is ``accelerate launch -m lowmem_ft train`` as a file, for a clone of the r
 
 from __future__ import annotations
 
-from lowmem_ft.system.signals import end_at_ctrl_c
+from lowmem_ft.foundation.system.signals import end_at_ctrl_c
 
 end_at_ctrl_c()
 

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from transformers.models.llama import modeling_llama  # noqa: F401
 
-import lowmem_ft.preflight.train  # noqa: F401
+import lowmem_ft.planning.preflight.train  # noqa: F401
 from lowmem_ft.cli.commands.train import main
 
 NUM_STEPS, SAVE_STEPS, EVAL_STEPS = 12, 3, 2

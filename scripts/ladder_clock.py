@@ -11,11 +11,11 @@ from unittest import mock
 
 from ladder_rungs import RUNGS, Rung, settings_of
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.estimate import estimate_of_trace
-from lowmem_ft.estimator.traces.tracing import trace_recipe
-from lowmem_ft.memory.memory_estimate import StepTime
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.memory_estimate import StepTime
+from lowmem_ft.planning.estimator.estimate import estimate_of_trace
+from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

@@ -69,7 +69,7 @@ LLAMA_8B = ("model=llama-3.1-8b", "data=any", "data.max_length=2048")
 
 def main() -> None:
     """Print a Markdown table; GB = 10^9 bytes."""
-    from lowmem_ft.estimator import estimate_memory
+    from lowmem_ft.planning.estimator import estimate_memory
     from lowmem_ft.recipe import load_recipe
 
     print("| rung | allocated on the GPU | host memory | pinned of it |\n|---|---|---|---|")

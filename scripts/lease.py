@@ -17,8 +17,8 @@ alone; a row says which. ``--pack`` collects those that a machine with torch, tr
 lack, as wheels to carry there, for Python 3.12 and Linux on x86-64; ``--packed`` uses them there, and installs nothing.
 
 Nothing reads the rows by itself. Of rates (``products``, ``kernels``) the clock's are in
-``lowmem_ft/catalog/clock_rates.json``; seconds of steps belong to ``tests/data/measured/speed-cuda.json``, from which
-``bench speed --write-measured`` writes the table of ``docs/benchmarks.md``; the host's seconds are in
+``lowmem_ft/foundation/catalog/clock_rates.json``; seconds of steps belong to ``tests/data/measured/speed-cuda.json``,
+from which ``bench speed --write-measured`` writes the table of ``docs/benchmarks.md``; the host's seconds are in
 ``clock_rates.json`` (``operator_seconds``) and, in operators, in ``lowmem_ft/virtual_gpu/upstream/host_python.py``.
 """
 

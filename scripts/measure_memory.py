@@ -50,11 +50,11 @@ from measuring.public_seconds import updated_in_chunks_until
 from measuring.real_run import RealPeaks, run_for_real
 from measuring.whole_runs import WHOLE_RUNS, estimate_whole, run_whole, settings_of
 
-from lowmem_ft.catalog.this_machine import this_machines_gpu
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
+from lowmem_ft.foundation.memory.comparison import estimated_peaks as whole_peaks
 from lowmem_ft.foundation.units import GIB, format_bytes
-from lowmem_ft.memory.comparison import estimated_peaks as whole_peaks
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import Recipe, load_recipe
 
 NUM_STEPS = {"cpu": 2, "cuda": 3}

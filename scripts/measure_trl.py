@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from command_line import parser_of
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.modules.patching import wrap_method
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 # isort: split
 from transformers import Trainer, TrainerCallback

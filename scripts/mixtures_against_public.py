@@ -17,8 +17,8 @@ from pathlib import Path
 from command_line import parser_of
 from marked_table import put_table, table_of
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 
 PAGE = Path(__file__).parent.parent / "docs" / "estimating.md"

@@ -25,7 +25,7 @@ from proof.formulas import FORMULAS
 from proof.picture import Panel, proof_svg
 from proof.rows import Pair, ProofRow, load_proof_rows
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
 

@@ -20,11 +20,11 @@ from typing import Any, cast
 
 import torch
 
+from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
 from lowmem_ft.optimizers.formats.state_formats import state_format
 from lowmem_ft.optimizers.triton.triton_update import VECTOR
-from lowmem_ft.tensors.operator_costs import registered_cost
 
 AVERAGES = {"adamw": 2, "lion": 1, "sgd": 1}
 MASTERS = ("weight", "fp32", "split16", "split24", "stochastic_rounding", "none")

@@ -16,7 +16,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 
 TOKENS = 16
 

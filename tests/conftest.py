@@ -121,7 +121,7 @@ def forks():
 def disk_folder(tmp_path):
     """A folder on a disk: temporary ones are in RAM on some machines. What is tested leaves nothing behind."""
     from lowmem_ft.foundation.errors import UserError
-    from lowmem_ft.host.mapped_files import MappedFiles
+    from lowmem_ft.foundation.host.mapped_files import MappedFiles
 
     try:
         return MappedFiles(tmp_path).folder
@@ -252,8 +252,8 @@ def cuda_driver(monkeypatch):
 @pytest.fixture
 def linux_process(monkeypatch):
     """This process, as Linux would show it: the test says what is resident."""
+    from lowmem_ft.foundation.system import memory_meter, process_memory
     from lowmem_ft.foundation.units import MIB
-    from lowmem_ft.system import memory_meter, process_memory
 
     process = LinuxProcess(held=100 * MIB, of_files=50 * MIB)
     monkeypatch.setattr(process_memory, "_STATUS", process)

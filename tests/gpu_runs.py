@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from lowmem_ft.catalog.context_overhead import process_overhead_bytes
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.recipe import Recipe, load_recipe
 

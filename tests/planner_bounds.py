@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.planner import bounds
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.planning.estimator import estimate_memory
+from lowmem_ft.planning.planner import bounds
 
 GPU = "l4"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
+from lowmem_ft.foundation.memory.uncertainty import TIGHT_SHARE
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.uncertainty import TIGHT_SHARE
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
@@ -48,7 +48,7 @@ def test_a_recipe_opens_with_its_launch_line(path):
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_recipe_leaves_room_on_the_card_it_names(path):
-    """The numbers are kept; `tests/estimator/test_recipe_needs.py` estimates them again."""
+    """The numbers are kept; `tests/planning/estimator/test_recipe_needs.py` estimates them again."""
     needs = needs_of_shipped_recipes()[path.stem]
     if needs.gpu == CPU:
         return

@@ -1,8 +1,8 @@
 """Every undocumented name of another library that the package relies on, listed under its owner.
 
-``tests/upstream`` compares the list with the installed libraries and the sources with the list: a name that a library
-renames fails, and so does a new one that is missing here. To find where a name is used, search for it. An attribute
-that objects get when they are made is listed under the class, or the module, whose source sets it.
+``tests/foundation/upstream`` compares the list with the installed libraries and the sources with the list: a name that
+a library renames fails, and so does a new one that is missing here. To find where a name is used, search for it. An
+attribute that objects get when they are made is listed under the class, or the module, whose source sets it.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import lowmem_ft
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError, did_you_mean
-from lowmem_ft.system.launch_variables import alone
+from lowmem_ft.foundation.system.launch_variables import alone
 
 COMMANDS = {
     "train": "fine-tune a model: train recipe=NAME|PATH [key=value ...]",

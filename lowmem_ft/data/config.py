@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lowmem_ft.data.source_keys import source_problems
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS
+from lowmem_ft.foundation.memory.least_memory import PARTS_BY_TOKENS
 
 FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
 LossOn = Literal["completion", "assistant", "all"]

@@ -18,7 +18,7 @@ from lowmem_ft.data.summary import LengthLimits
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer
 from lowmem_ft.data.tokenized_parts import TokenizedParts
 from lowmem_ft.foundation.errors import DataError, raise_problems
-from lowmem_ft.system.launch_variables import is_main_process
+from lowmem_ft.foundation.system.launch_variables import is_main_process
 
 
 def load_data(

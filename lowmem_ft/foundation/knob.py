@@ -89,7 +89,7 @@ Effects = Mapping[Any, Effect] | Effect
 """The effect of each value that has one, or one effect for every value except the one that switches the knob off."""
 
 Leaves = Mapping[Any, Callable[..., Any]]
-"""A statement by part, see ``memory/least_memory.py``."""
+"""A statement by part, see ``foundation/memory/least_memory.py``."""
 
 
 def knob(
@@ -123,7 +123,8 @@ def knob(
         planned: the values for a planner alone, where it chooses between more than are worth an offer; empty:
             those of ``tries``.
         leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
-            moves (``memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it is on.
+            moves (``foundation/memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it
+            is on.
         is_kernel: whether its values compute the same mathematics by other kernels, which round differently: a resumed
             run keeps its own, unless ``training.resume_with_other_kernels`` lets it change.
 

@@ -9,10 +9,10 @@ from lowmem_ft.foundation.lazy_exports import lazy_exports
 if TYPE_CHECKING:
     from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
     from lowmem_ft.hf.memory_callback import MemoryCallback
-    from lowmem_ft.hf.script.script_recipe import recipe_from
-    from lowmem_ft.hf.script.trl_rows import load_rows
     from lowmem_ft.hf.trainers.attaching import Attached, attach
     from lowmem_ft.hf.trainers.prepared_model import prepare_model
+    from lowmem_ft.planning.script_recipes.script_recipe import recipe_from
+    from lowmem_ft.planning.script_recipes.trl_rows import load_rows
 
 __all__ = [
     "Attached",

@@ -10,16 +10,16 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainingArguments
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.hf.script.row_lengths import longest_row
-from lowmem_ft.hf.script.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
-from lowmem_ft.memory.comparison import Row
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.preflight.background_estimate import BackgroundEstimate
+from lowmem_ft.foundation.memory.comparison import Row
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.system.memory_meter import read_device_memory
+from lowmem_ft.planning.preflight.background_estimate import BackgroundEstimate
+from lowmem_ft.planning.script_recipes.row_lengths import longest_row
+from lowmem_ft.planning.script_recipes.script_recipe import Script, is_sft, recipe_of, refuse_other_losses
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
-from lowmem_ft.system.memory_meter import read_device_memory
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.preflight import check_estimate
 from lowmem_ft.training.run.run_memory import RunMemory

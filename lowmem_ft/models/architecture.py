@@ -10,11 +10,11 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem_ft.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.architectures import find_architecture
 from lowmem_ft.foundation.errors import ModelError, raise_problems
+from lowmem_ft.foundation.upstream.layer_configs import layer_configs
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
-from lowmem_ft.upstream.layer_configs import layer_configs
 
 logger = logging.getLogger(__name__)
 

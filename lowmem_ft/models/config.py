@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.foundation.memory.least_memory import PARTS, Held, StepFacts, as_it_is
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.memory.least_memory import PARTS, Held, StepFacts, as_it_is
 
 _IN_16_BITS = Effect(fidelity="unbiased rounding")
 _QUANTIZED = Effect(cost="time", fidelity="other mathematics")

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.tensors.local_shards import whole_shape, whole_tensor
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE
 from lowmem_ft.models.saving import MAX_SHARD_BYTES
-from lowmem_ft.tensors.local_shards import whole_shape, whole_tensor
 
 logger = logging.getLogger(__name__)
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
+from lowmem_ft.foundation.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_config
@@ -41,7 +42,6 @@ from lowmem_ft.models.quantizing.stored_quantizers import (
     unpacking_config,
 )
 from lowmem_ft.models.tokenizer import load_tokenizer, new_token_ids
-from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PretrainedConfig
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError
+from lowmem_ft.foundation.tensors.finiteness import some_of
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of, nearest_names, out_of_reach
 from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, DAMAGED_GGUF, first_line
-from lowmem_ft.tensors.finiteness import some_of
 
 _OTHER_HEADS = ("Classification", "ForQuestionAnswering", "ForMaskedLM", "RewardModel", "ForMultipleChoice")
 """Suffixes of the names of classes whose heads predict no next token."""

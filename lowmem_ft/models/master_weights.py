@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem_ft.host.mapped_files import forget_pages
+from lowmem_ft.foundation.host.mapped_files import forget_pages
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight, causal_lm_class
 from lowmem_ft.models.files.sources import source_of

@@ -14,8 +14,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 from transformers.utils import logging as transformers_logging
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.tensors.local_shards import whole_shape
 from lowmem_ft.models.other_parts import LanguageNames, other_parts
-from lowmem_ft.tensors.local_shards import whole_shape
 
 logger = logging.getLogger(__name__)
 

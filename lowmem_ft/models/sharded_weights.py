@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from lowmem_ft.foundation.system.malloc import return_free_memory
+from lowmem_ft.foundation.tensors.local_shards import rows_of
 from lowmem_ft.models.weights_on_disk import each_weight_moved_by
-from lowmem_ft.system.malloc import return_free_memory
-from lowmem_ft.tensors.local_shards import rows_of
 
 
 @contextlib.contextmanager

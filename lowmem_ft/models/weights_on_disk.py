@@ -11,9 +11,9 @@ from accelerate.utils import patch_environment
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lowmem_ft.host.mapped_files import is_in_file
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.system.malloc import return_free_memory
+from lowmem_ft.foundation.host.mapped_files import is_in_file
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.system.malloc import return_free_memory
 
 
 @contextlib.contextmanager

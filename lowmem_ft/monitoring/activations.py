@@ -18,10 +18,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.live_tensors import has_storage, storage_key
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.monitoring.module_pattern import module_pattern
 from lowmem_ft.monitoring.text_table import size, text_table
-from lowmem_ft.tensors.live_tensors import has_storage, storage_key
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 OUTSIDE = "(outside the model)"
 """The name of the module if no module is running, as in a loss function."""

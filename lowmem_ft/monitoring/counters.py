@@ -6,21 +6,21 @@ import contextlib
 
 import torch
 
-from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.devices import kernels_of, with_index
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
-from lowmem_ft.monitoring.usage import MemoryUsage
-from lowmem_ft.system.memory_meter import (
+from lowmem_ft.foundation.system.memory_meter import (
     begin_phase,
     peaks_will_be_reset,
     phase_peak_bytes,
     read_device_memory,
     read_host_memory,
 )
-from lowmem_ft.tensors.live_tensors import live_tensors
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.live_tensors import live_tensors
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
+from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.monitoring.usage import MemoryUsage
 
 _CPU = torch.device("cpu")
 

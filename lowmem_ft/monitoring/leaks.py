@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.system.garbage_collector import collector_paused
+from lowmem_ft.foundation.tensors.live_tensors import live_tensors, storage_key
 from lowmem_ft.monitoring.holders import holder_in_garbage, holder_of
 from lowmem_ft.monitoring.leak_report import Growth, Kind, LeakReport
 from lowmem_ft.monitoring.storage_origins import Birth, BirthTracker
-from lowmem_ft.system.garbage_collector import collector_paused
-from lowmem_ft.tensors.live_tensors import live_tensors, storage_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self

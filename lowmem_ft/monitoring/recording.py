@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.errors import raise_problems
+from lowmem_ft.foundation.memory.snapshot import PICKLE_PROTOCOL
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
-from lowmem_ft.memory.snapshot import PICKLE_PROTOCOL
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowmem_ft.tensors.live_tensors import live_tensors, storage_key
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.live_tensors import live_tensors, storage_key
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 
 _LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
 """Folders whose frames are skipped, up to the frame of the program that called them."""
@@ -43,7 +43,8 @@ class BirthTracker(StorageTracker):
     """A tracker of all devices that remembers where storages come from.
 
     Attributes:
-        births: births of live storages, by :func:`~lowmem_ft.tensors.live_tensors.storage_key`, the oldest first.
+        births: births of live storages, by :func:`~lowmem_ft.foundation.tensors.live_tensors.storage_key`, the oldest
+            first.
         step: the step written into births from now on.
     """
 

@@ -18,8 +18,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.devices import is_apart, kernels_of
+from lowmem_ft.foundation.host.copy_engine import CopyEvent
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.host.copy_engine import CopyEvent
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.local_shards import first_element, is_sharded, local_part
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom
 from lowmem_ft.optimizers.formats.master_formats import MasterFormat, master_format
@@ -33,8 +35,6 @@ from lowmem_ft.optimizers.triton.triton_trial import in_kernel
 from lowmem_ft.optimizers.triton.triton_update import launch
 from lowmem_ft.optimizers.updates.slice_update import ChunkUpdate, SliceUpdate
 from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
-from lowmem_ft.tensors.gradient_slice import GradientSlice
-from lowmem_ft.tensors.local_shards import first_element, is_sharded, local_part
 
 CPU_CHUNK_ELEMENTS = 2**18
 """Elements of a chunk that, with its state, fits in a core's cache: four times as fast as whole tensors.

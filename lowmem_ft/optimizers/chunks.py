@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import Tensor, nn
 
-from lowmem_ft.tensors.local_shards import local_part
+from lowmem_ft.foundation.tensors.local_shards import local_part
 
 
 def flat_weight(parameter: nn.Parameter) -> Tensor:

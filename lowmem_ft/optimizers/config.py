@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from lowmem_ft.foundation.knob import Effect, as_typed, knob
+from lowmem_ft.foundation.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.wsl import is_wsl
-from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless
 from lowmem_ft.optimizers.key_help import averages_by_optimizer, freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,

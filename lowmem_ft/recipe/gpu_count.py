@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from lowmem_ft.catalog.gpu_catalog import split_count
+from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.errors import RecipeError, raise_problems
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.reading.loading import load_recipe
 from lowmem_ft.recipe.tree import Recipe

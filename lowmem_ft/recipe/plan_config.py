@@ -1,4 +1,4 @@
-"""Choices that a plan may make for a recipe before it is trained; :mod:`lowmem_ft.planner` makes them."""
+"""Choices that a plan may make for a recipe before it is trained; :mod:`lowmem_ft.planning.planner` makes them."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.foundation.memory.least_memory import PARTS_BY_TOKENS, as_it_is
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS, as_it_is
 
 MOST_EPOCHS = 1_000_000
 MOST_PROFILED_STEPS = 20

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.budget import Budget
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.knob import knob
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.config import OptimizerConfig

@@ -11,10 +11,10 @@ from rich.text import Text
 from lowmem_ft.data.inspection import Inspection, ShownRow
 from lowmem_ft.data.text.marked_pieces import Piece
 from lowmem_ft.data.text.template_checks import MOST_KINDS, NUM_CHECKED_EXAMPLES
+from lowmem_ft.foundation.system.visible import visible
 from lowmem_ft.foundation.units import counted
 from lowmem_ft.reports.text.bar import Bar
 from lowmem_ft.reports.text.document import Document, Pairs, Table
-from lowmem_ft.system.visible import visible
 
 LEARNT_STYLE, OTHER_STYLE, OURS_STYLE = "bold green", "dim", "bold yellow"
 

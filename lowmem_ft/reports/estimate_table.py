@@ -10,12 +10,12 @@ from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
-from lowmem_ft.catalog.gpu_spec import Price
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus, split_count
+from lowmem_ft.foundation.catalog.gpu_spec import Price
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.category import PHASES
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, StepTime
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.category import PHASES
-from lowmem_ft.memory.memory_estimate import MemoryEstimate, StepTime
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.command_lines import command_line, without
 from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
@@ -40,8 +40,8 @@ from lowmem_ft.reports.wording import (
 )
 
 if TYPE_CHECKING:
-    from lowmem_ft.estimator.changes import Change, Changes
-    from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
+    from lowmem_ft.planning.estimator.changes import Change, Changes
+    from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
 
 WORTH_A_WORD = 0.005
 """Share of the host's peak below which parts are left out."""

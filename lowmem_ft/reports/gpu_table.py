@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.gpu_counts import SeveralGpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import GIB, format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.planning.estimator.gpu_counts import SeveralGpus
 from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
 from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour

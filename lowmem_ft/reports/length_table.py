@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from lowmem_ft.estimator.longest_rows import LongestRows
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.planning.estimator.longest_rows import LongestRows
 from lowmem_ft.reports.text.document import Table
 
 

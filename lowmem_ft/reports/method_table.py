@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.method_estimates import MethodEstimate
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
 from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.shipped.fine_tuning_methods import FUSED_KERNELS, METHODS, Method
 from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_million_tokens

@@ -8,11 +8,11 @@ from typing import Any
 
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import counted, format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
-from lowmem_ft.planner.run_length import RunLength
+from lowmem_ft.planning.planner.memory_plan import NOT_ESTIMATED, Counts, MemoryPlan, typed
+from lowmem_ft.planning.planner.run_length import RunLength
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.command_lines import command_line, launched, without
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys

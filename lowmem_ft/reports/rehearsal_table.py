@@ -7,18 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from rich.text import Text
 
-from lowmem_ft.estimator.changes import Change
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import counted, format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.rehearsal.fix_search import Fix
-from lowmem_ft.rehearsal.result import (
+from lowmem_ft.planning.estimator.changes import Change
+from lowmem_ft.planning.rehearsal.fix_search import Fix
+from lowmem_ft.planning.rehearsal.result import (
     DISK_BYTES_PER_SECOND,
     NETWORK_BYTES_PER_SECOND,
     Failure,
     Rehearsal,
     TracedShape,
 )
-from lowmem_ft.rehearsal.runtime import Saved
+from lowmem_ft.planning.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Iterable, Sequence
 from html import escape
 
-from lowmem_ft.memory.comparison import compared
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.comparison import compared
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.recipe.command_lines import command_line, launched
 from lowmem_ft.reports.plots.html_page import page, table

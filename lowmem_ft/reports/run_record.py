@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.comparison import Peaks, compared, peaks_in
+from lowmem_ft.foundation.memory.comparison import Peaks, compared, peaks_in
 from lowmem_ft.monitoring.profiling.step_profile import StepProfile
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.generation.generations_file import (

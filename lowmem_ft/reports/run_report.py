@@ -8,10 +8,10 @@ from pathlib import Path
 
 from rich.text import Text
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu, Price
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
+from lowmem_ft.foundation.memory.comparison import Peaks, Row, compared
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.comparison import Peaks, Row, compared
 from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.estimate_table import format_dollars

@@ -9,8 +9,8 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.reports.wording import CATEGORY_WORDS
 
 if TYPE_CHECKING:
-    from lowmem_ft.estimator.script import ScriptEstimate
-    from lowmem_ft.memory.category import Category
+    from lowmem_ft.foundation.memory.category import Category
+    from lowmem_ft.planning.script_runs import ScriptEstimate
 
 _WAYS: dict[Category, str] = {
     "parameter": "load the weights in bfloat16, or train adapters (peft) on top of frozen, quantized ones",

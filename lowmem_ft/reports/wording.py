@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lowmem_ft.foundation.memory.category import Category, Phase
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
+from lowmem_ft.foundation.memory.uncertainty import TIGHT_SHARE, is_tight
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.memory.uncertainty import TIGHT_SHARE, is_tight
 
 CATEGORY_WORDS: dict[Category, str] = {
     "parameter": "parameters",

@@ -21,15 +21,15 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.side_stream import SideStream
 from lowmem_ft.foundation.repetition import rounds
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.local_shards import is_sharded, local_part, sum_over_shards
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.host.side_stream import SideStream
 from lowmem_ft.techniques.gradients.norm import clip_factor, norm_in_float32
 from lowmem_ft.techniques.technique import Technique, Unscale
-from lowmem_ft.tensors.gradient_slice import GradientSlice
-from lowmem_ft.tensors.local_shards import is_sharded, local_part, sum_over_shards
 
 __all__ = ["enable_optimizer_in_backward"]
 

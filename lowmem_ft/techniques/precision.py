@@ -14,8 +14,8 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lowmem_ft.foundation.devices import has_values
+from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.local_shards import local_part
 
 __all__ = ["enable_lost_update_meter"]
 

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.backward_pass import is_in_backward
 
 __all__ = ["enable_update_overlap"]
 

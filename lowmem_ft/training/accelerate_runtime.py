@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable

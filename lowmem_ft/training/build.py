@@ -17,7 +17,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.foundation.devices import has_bfloat16, kernels_of, name_of
 from lowmem_ft.foundation.errors import raise_problems
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.models.files.stored_quantization import packing_problem, problems_of_training
 from lowmem_ft.models.hf_config import compute_dtype, other_parts_of, weights_dtype
 from lowmem_ft.models.loading import model_of_config
@@ -31,7 +32,6 @@ from lowmem_ft.techniques.adapters.lora import check_adapter, check_names
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
 from lowmem_ft.techniques.precision_check import check_precision
-from lowmem_ft.tensors.logical_size import num_parameters
 from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session

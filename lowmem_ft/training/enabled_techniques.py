@@ -23,7 +23,9 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.finiteness import some_of
+from lowmem_ft.foundation.tensors.local_shards import first_element, whole_shape
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.hf_config import compute_dtype
 from lowmem_ft.models.master_weights import MasterWeights
@@ -50,8 +52,6 @@ from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreamin
 from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
-from lowmem_ft.tensors.finiteness import some_of
-from lowmem_ft.tensors.local_shards import first_element, whole_shape
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,11 @@ from typing import Any
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
+from lowmem_ft.foundation.system.launch_variables import is_main_process
+from lowmem_ft.foundation.system.memory_meter import read_device_memory
+from lowmem_ft.foundation.system.signals import Interruption
+from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.system.launch_variables import is_main_process
-from lowmem_ft.system.memory_meter import read_device_memory
-from lowmem_ft.system.signals import Interruption
 from lowmem_ft.training.callbacks.callbacks import FAIL, STOP, check_callbacks
 from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent
 from lowmem_ft.training.checkpoints.run_checkpoints import RunCheckpoints
@@ -48,7 +49,6 @@ from lowmem_ft.training.run.start import log_start, write_sources
 from lowmem_ft.training.run.time_left import TimeLeft
 from lowmem_ft.training.run.unplanned import refuse_unplanned
 from lowmem_ft.training.run_runtime import RunRuntime
-from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from lowmem_ft.catalog.timed_steps import with_seconds_here
 from lowmem_ft.data.prepared_data import PreparedData
+from lowmem_ft.foundation.catalog.timed_steps import with_seconds_here
 from lowmem_ft.foundation.errors import DoesNotFitError
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.run_runtime import RunRuntime
 

@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem_ft.budget import Budget
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.foundation.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
-from lowmem_ft.host.mapped_files import MappedFiles
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model

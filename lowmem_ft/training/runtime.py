@@ -6,7 +6,7 @@ step. It has three parts: the device is :class:`Runtime` itself, with
 :class:`~lowmem_ft.training.distributed.processes.Processes` are one alone; and in a whole run
 (:class:`~lowmem_ft.training.run_runtime.RunRuntime`) there are
 :class:`~lowmem_ft.training.checkpoints.run_files.RunFiles`. Each implements the plain case, and an implementation
-overrides what differs: ``accelerate_runtime.py`` for several processes, ``estimator/runtime.py`` for traces.
+overrides what differs: ``accelerate_runtime.py`` for several processes, ``planning/estimator/runtime.py`` for traces.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lowmem_ft.budget import Budget
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.recipe import TrainingConfig

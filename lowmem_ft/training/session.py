@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Techniques
 
 if TYPE_CHECKING:

@@ -19,15 +19,15 @@ import psutil
 if sys.platform != "win32":
     import resource
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus, split_count
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator import estimate_memory, estimate_methods
-from lowmem_ft.estimator.device_target import choose_gpu
-from lowmem_ft.estimator.longest_rows import LongestRows, longest_rows
-from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus, split_count
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError, raise_together
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planner import plan
+from lowmem_ft.planning.estimator import estimate_memory, estimate_methods
+from lowmem_ft.planning.estimator.device_target import choose_gpu
+from lowmem_ft.planning.estimator.longest_rows import LongestRows, longest_rows
+from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.planning.planner import plan
 from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.gpu_count import on_gpus

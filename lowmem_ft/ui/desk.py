@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_ft.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.planning.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.ui.answering import isolate_process
 
 LIMIT_SECONDS = 1800.0

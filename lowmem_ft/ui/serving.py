@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse  # pyright: ignore[reportMissi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.system.signals import if_stopped
+from lowmem_ft.foundation.system.signals import if_stopped
 from lowmem_ft.ui.desk import Desk
 from lowmem_ft.ui.kept_files import MOST_DATA_BYTES, KeptFiles
 from lowmem_ft.ui.page import make_page

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.tensors.operator_costs import register_operator_cost
+    from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
     from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 __all__ = ["VirtualGPU", "register_operator_cost"]

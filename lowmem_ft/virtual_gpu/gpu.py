@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from lowmem_ft.catalog.context_overhead import process_overhead_bytes
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEstimate
+from lowmem_ft.foundation.memory.race import Race, race_error
+from lowmem_ft.foundation.memory.snapshot import memory_snapshot
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE, activated
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate
-from lowmem_ft.memory.race import Race, race_error
-from lowmem_ft.memory.snapshot import memory_snapshot
 from lowmem_ft.virtual_gpu.active import active_gpu_or_none
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew

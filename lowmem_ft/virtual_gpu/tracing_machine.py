@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.category import Category, Phase
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.repetition import abridged_for
-from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.system.garbage_collector import collector_paused
-from lowmem_ft.system.signals import signals_wait_while
-from lowmem_ft.tensors.backward_pass import is_in_backward
-from lowmem_ft.tensors.logical_size import num_parameters
-from lowmem_ft.tensors.storage_resizing import storage_resizes_seen
-from lowmem_ft.upstream.tested import warn_if_untested
+from lowmem_ft.foundation.system.garbage_collector import collector_paused
+from lowmem_ft.foundation.system.signals import signals_wait_while
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.logical_size import num_parameters
+from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
+from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes

@@ -201,7 +201,7 @@ def _git(*arguments: str) -> None:
 
 def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Return wall-clock seconds of the process that estimates before a run, twice with, twice without its imports."""
-    from lowmem_ft.estimator.child_process import EstimatingProcess, estimate_without_timeline
+    from lowmem_ft.planning.estimator.child_process import EstimatingProcess, estimate_without_timeline
     from lowmem_ft.recipe import load_recipe
 
     recipe = load_recipe(recipe_name)

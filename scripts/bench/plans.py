@@ -30,20 +30,20 @@ from command_line import parser_of
 from marked_table import with_table
 from measured_on import measured_on
 
-from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.clock_rates import ClockRates
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.estimate import CannotRun, SharedTraces
-from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.foundation.catalog.clock_rates import ClockRates
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.planner import MemoryPlan, PlanProgress, plan
-from lowmem_ft.planner.plan_target import Target
-from lowmem_ft.planner.planning import only_looking
-from lowmem_ft.planner.search.candidates import candidates_of
-from lowmem_ft.planner.search.estimated_needs import Limits, need_from
+from lowmem_ft.planning.estimator.estimate import CannotRun, SharedTraces
+from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.planning.planner import MemoryPlan, PlanProgress, plan
+from lowmem_ft.planning.planner.plan_target import Target
+from lowmem_ft.planning.planner.planning import only_looking
+from lowmem_ft.planning.planner.search.candidates import candidates_of
+from lowmem_ft.planning.planner.search.estimated_needs import Limits, need_from
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.space.search_space import Combination, Settings, Space, space_of, with_settings

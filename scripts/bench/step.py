@@ -27,13 +27,13 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, Trainer, Traine
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
 
 ROWS, TOKENS = 2, 256

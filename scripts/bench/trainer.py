@@ -26,9 +26,9 @@ from measuring.measured_rows import write_completions
 from transformers import AutoTokenizer, Trainer
 
 from lowmem_ft import hf
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loop import TrainingRun
 
 ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256

@@ -30,10 +30,10 @@ from measuring.constant_rows import caveat_of_the_clock
 from measuring.measured_rows import MeasuredRows
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 
 ROWS, TOKENS = 2, 2048

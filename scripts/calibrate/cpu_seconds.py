@@ -2,9 +2,9 @@
 
     python scripts/calibrate cpu_seconds [--steps 4]
 
-Each setting trains a random Llama for some steps, and leaves the seconds of one (``catalog/timed_steps.py``); each does
-so twice. A run is then predicted from its repetition, from the nearest other setting, as an estimate does, and from
-every other one. The machine must be idle.
+Each setting trains a random Llama for some steps, and leaves the seconds of one
+(``foundation/catalog/timed_steps.py``); each does so twice. A run is then predicted from its repetition, from the
+nearest other setting, as an estimate does, and from every other one. The machine must be idle.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import torch
 from measured_on import measured_on
 from transformers import LlamaConfig
 
-from lowmem_ft.catalog.timed_steps import timed_steps
+from lowmem_ft.foundation.catalog.timed_steps import timed_steps
+from lowmem_ft.foundation.memory.cpu_seconds import TimedStep
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
-from lowmem_ft.memory.cpu_seconds import TimedStep
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"
 

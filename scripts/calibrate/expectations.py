@@ -6,7 +6,7 @@ The estimates are the samples in ``tests/data/random_combinations``, which ``scr
 says with which rates of the clock, and seconds are expected at the same ones. A share is found by least squares of the
 logarithms of expected over estimated numbers (Gauss-Newton with damping). Then each model is left out in turn, the
 shares are fitted to the others, and its errors are those of a model that a search has not seen. ``--write`` keeps
-shares and errors in ``lowmem_ft/planner/expected_shares.json``, where the planner reads them;
+shares and errors in ``lowmem_ft/planning/planner/expected_shares.json``, where the planner reads them;
 ``tests/scripts/test_calibrated_expectations.py`` fits them again.
 
 Device bytes are fitted to steps that compute in 16 bits. The samples were made before float32 attention repeated
@@ -28,12 +28,12 @@ import numpy as np
 from bench.plans import DATA, gpus_of, plain_recipe, read
 from command_line import parser_of
 
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.memory.least_memory import StepParts
-from lowmem_ft.memory.uncertainty import with_headroom
-from lowmem_ft.planner import bounds, expectations
-from lowmem_ft.planner.expectations import SHARES, Shares
-from lowmem_ft.planner.plan_target import Target
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.least_memory import StepParts
+from lowmem_ft.foundation.memory.uncertainty import with_headroom
+from lowmem_ft.planning.planner import bounds, expectations
+from lowmem_ft.planning.planner.expectations import SHARES, Shares
+from lowmem_ft.planning.planner.plan_target import Target
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.space.search_space import with_settings
 

@@ -24,15 +24,15 @@ from demo.get_demo_model import default_cache_dir, get_demo_model
 from measured_on import measured_on
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from lowmem_ft.foundation.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.system.memory_meter import read_host_memory
+from lowmem_ft.foundation.system.process_memory import held_bytes
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.host.mapped_files import MappedFiles
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.weights_on_disk import weights_in_files
-from lowmem_ft.system.memory_meter import read_host_memory
-from lowmem_ft.system.process_memory import held_bytes
 
 ALLOWANCE_BYTES = 200 * 10**6
 

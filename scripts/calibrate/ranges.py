@@ -9,8 +9,8 @@ A kind's share is the error that 93 runs of a hundred do not exceed, as in confo
 of rank ``ceil(0.93 (n + 1))``, rounded up to a thousandth. Errors are shares of the estimated bytes of the caching
 allocator, as ranges are. Then each run is left out in turn, alone and with all others of its source, the shares are
 fitted without it, and the script checks whether the range holds it. The target is nine of ten; a run whose source is
-unseen is harder than the next of a known one, hence the extra three. ``lowmem_ft/memory/uncertainty.py`` has the shares
-of all runs together, and ``tests/scripts/test_calibrated_ranges.py`` compares it with them.
+unseen is harder than the next of a known one, hence the extra three. ``lowmem_ft/foundation/memory/uncertainty.py`` has
+the shares of all runs together, and ``tests/scripts/test_calibrated_ranges.py`` compares it with them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 
 from command_line import parser_of
 
-from lowmem_ft.memory.uncertainty import CONTEXT_SHARE
+from lowmem_ft.foundation.memory.uncertainty import CONTEXT_SHARE
 
 FOLDER = Path(__file__).resolve().parents[2] / "tests" / "data" / "measured"
 ESTIMATES = FOLDER / "estimated-public.json"

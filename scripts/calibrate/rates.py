@@ -4,7 +4,7 @@
 
 Products of squares in bfloat16; the forward and backward pass of fused causal attention, by the FLOPs that the causal
 half has; a copy on the device; copies from and to pinned memory; and the seconds that the host takes for an operator
-whose kernel is over at once. Numbers of ``lowmem_ft/catalog/clock_rates.json`` can be compared with them.
+whose kernel is over at once. Numbers of ``lowmem_ft/foundation/catalog/clock_rates.json`` can be compared with them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lease_items.host import host_seconds, operators
 from lease_items.parts import timed
 from measured_on import measured_on, require_device
 
-from lowmem_ft.catalog.this_machine import this_machines_gpu
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.virtual_gpu.replay.timing.links import pcie_rate
 
 REPEATS = 20

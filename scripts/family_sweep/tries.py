@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.row import IGNORED_LABEL
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.device_target import CPU
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.planning.estimator.device_target import CPU
 
 METRICS = ("allocated", "reserved", "process")
 

@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 from transformers.integrations import replace_with_bnb_linear
 
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import replay
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.memory.allocator.replay import replay
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.techniques.kernels.fused_operators import Kernels, enable_fused_operators

@@ -23,15 +23,15 @@ from typing import Any
 from measuring.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
 from measuring.public_runs import PublicRun, train
 
-from lowmem_ft.catalog.clock_rates import host_range
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.estimate import surroundings_of
-from lowmem_ft.estimator.traces.tracing import trace_recipe
-from lowmem_ft.memory.memory_estimate import StepTime
+from lowmem_ft.foundation.catalog.clock_rates import host_range
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.memory_estimate import StepTime
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers import chunked_optimizer
+from lowmem_ft.planning.estimator.estimate import surroundings_of
+from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work

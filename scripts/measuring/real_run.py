@@ -21,14 +21,14 @@ from measuring.measured_rows import Documents, MeasuredRows, name_of
 from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.foundation.devices import with_index
-from lowmem_ft.memory.category import Phase
+from lowmem_ft.foundation.memory.category import Phase
+from lowmem_ft.foundation.system.memory_meter import read_host_memory
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.system.memory_meter import read_host_memory
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import Plan, build_session, plan_session
 from lowmem_ft.training.session import Session

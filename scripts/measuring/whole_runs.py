@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import LlamaConfig, Phi3Config, PretrainedConfig, Qwen3MoeConfig
 
-from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.device_target import CPU
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.planning.estimator import estimate_memory
+from lowmem_ft.planning.estimator.device_target import CPU
 from lowmem_ft.recipe import load_recipe
 
 SMOLLM2 = LlamaConfig(

@@ -14,14 +14,14 @@ from speed.peers import MicroBatches
 from speed.this_gpu import Result, ThisGPU
 from speed.works import WORKS, Work
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.estimator.estimate import estimate_of_trace
-from lowmem_ft.estimator.traces.tracing import trace_recipe
-from lowmem_ft.estimator.worst_batch import documents_of_full_row
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.planning.estimator.estimate import estimate_of_trace
+from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
+from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.work import STEP_END

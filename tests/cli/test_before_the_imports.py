@@ -19,8 +19,8 @@ from processes import LIMIT_SECONDS, set_launch
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import MissingPackageError
 from lowmem_ft.foundation.packages import is_installed
+from lowmem_ft.foundation.system.launch_variables import is_main_process
 from lowmem_ft.recipe.training_config import require_tracker
-from lowmem_ft.system.launch_variables import is_main_process
 
 HEAVY = {"torch", "transformers", "datasets", "accelerate", "pyarrow", "pandas"}
 
@@ -109,7 +109,7 @@ for command in {COMMANDS!r}:
     ],
 )
 def test_a_budget_that_no_run_can_keep_is_told_without_them(settings, told, tmp_path, monkeypatch, capfd):
-    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports them
+    monkeypatch.setitem(sys.modules, "lowmem_ft.planning.preflight.train", None)  # what imports them
     llama = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **llama}))
     (tmp_path / "tokenizer.json").write_text('{"model": {}}')
@@ -123,7 +123,7 @@ def test_a_budget_that_no_run_can_keep_is_told_without_them(settings, told, tmp_
 
 def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, capfd):
     """Each process is told by its launcher how many they are."""
-    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports them
+    monkeypatch.setitem(sys.modules, "lowmem_ft.planning.preflight.train", None)  # what imports them
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "0")
     settings = [
@@ -138,7 +138,7 @@ def test_what_works_in_one_process_is_told_without_them(tmp_path, monkeypatch, c
 
 def test_each_process_of_a_launch_ends_of_bad_data_and_the_main_one_tells(tmp_path, monkeypatch, capfd):
     """One that went on would wait for the others on another machine, until it gives up."""
-    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports torch
+    monkeypatch.setitem(sys.modules, "lowmem_ft.planning.preflight.train", None)  # what imports torch
     monkeypatch.chdir(tmp_path)
     (tmp_path / "data.jsonl").write_text('{"messages": 1}\n')
     told: list[object] = []
@@ -193,7 +193,7 @@ def test_a_package_that_is_not_installed_is_told_without_them(
 ):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "w.gguf").write_bytes(b"GGUF" + bytes(100))
-    monkeypatch.setitem(sys.modules, "lowmem_ft.preflight.train", None)  # what imports them
+    monkeypatch.setitem(sys.modules, "lowmem_ft.planning.preflight.train", None)  # what imports them
     found = importlib.util.find_spec
     gone = package.replace("-", "_")
     monkeypatch.setattr(

@@ -16,7 +16,7 @@ from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.commands import train as train_command
 from lowmem_ft.cli.console.exit_codes import MORE_ON_MEMORY
 from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted
-from lowmem_ft.preflight import train as preflight
+from lowmem_ft.planning.preflight import train as preflight
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 from lowmem_ft.training.distributed import rendezvous
@@ -216,10 +216,10 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
 
 
 STOPPED = {
-    "lowmem_ft.preflight.train.train": ["train", "recipe=tiny"],
+    "lowmem_ft.planning.preflight.train.train": ["train", "recipe=tiny"],
     "lowmem_ft.recipe.load_recipe": ["train", "recipe=tiny"],
-    "lowmem_ft.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
-    "lowmem_ft.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
+    "lowmem_ft.planning.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
+    "lowmem_ft.planning.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.recipe.rules.path_checks.check_merge": ["merge", "adapter", "out"],
     "importlib.import_module": ["recipes"],
 }
@@ -278,7 +278,7 @@ def test_sigterm_that_a_launcher_passes_on_is_no_second_one(trained, monkeypatch
 
 TOLD_AGAIN = """
 import signal
-from lowmem_ft.system import signals
+from lowmem_ft.foundation.system import signals
 
 signals.ONE_REQUEST_SECONDS = -1
 with signals.stops_as_ctrl_c():

@@ -18,9 +18,9 @@ from sweeps import few_quick
 from tiny_models import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
-from lowmem_ft.catalog.architectures import load_architectures
-from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
 from lowmem_ft.cli import main
+from lowmem_ft.foundation.catalog.architectures import load_architectures
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus, split_count
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
 OWN = {
@@ -119,7 +119,7 @@ def test_every_command_that_an_answer_prints_runs(asked, folder, capsys, monkeyp
     def stop(*arguments):
         raise FirstTraceError
 
-    monkeypatch.setattr("lowmem_ft.estimator.traces.tracing._take_steps", stop)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.traces.tracing._take_steps", stop)
     for command in commands:
         if command[0] == "train":
             gpu = next(iter(load_gpus())) if asked.gpu == "all" else asked.gpu

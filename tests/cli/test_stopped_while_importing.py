@@ -32,8 +32,8 @@ def code_if_stopped_at(number):
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 BEFORE_ANYTHING_CAN_BE_DONE = (
-    "lowmem_ft.__main__", "lowmem_ft.foundation", "lowmem_ft.foundation.lazy_exports", "lowmem_ft.system",
-    "lowmem_ft.system.signals", "lowmem_ft.system.launch_variables",
+    "lowmem_ft.__main__", "lowmem_ft.foundation", "lowmem_ft.foundation.lazy_exports", "lowmem_ft.foundation.system",
+    "lowmem_ft.foundation.system.signals", "lowmem_ft.foundation.system.launch_variables",
 )
 PROGRAM = {program!r}
 sys.argv = ["lowmem-ft", "--help"]

@@ -156,6 +156,6 @@ def test_links_out_of_the_docs_become_paths_on_the_site():
 def test_each_published_module_has_its_docstrings_on_the_site():
     fake = FakePage("python_api.md")
     page = site_hooks.on_page_markdown(PAGES["docs/python_api.md"], page=fake)
-    assert "\n::: lowmem_ft.estimator\n" in page
+    assert "\n::: lowmem_ft.planning.estimator\n" in page
     assert page.count("\n::: ") == PAGES["docs/python_api.md"].count("\n## `") - 1
     assert fake.meta["search"]["boost"] < 1, "it would be found before the pages that answer"

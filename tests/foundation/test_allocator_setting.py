@@ -5,10 +5,10 @@ import os
 import pytest
 import torch
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation import allocator_setting, wsl
 from lowmem_ft.foundation.allocator_setting import use_growing_segments
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     allocator_config_of_environment,
     allocator_config_of_runs,

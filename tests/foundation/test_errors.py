@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import (
     RecipeError,
     UserError,
 )
-from lowmem_ft.upstream.patches import UpstreamChangedError
+from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
 
 MADE_OTHERWISE = {
     MissingPackageError: MissingPackageError("model.quantization=nf4", "bitsandbytes"),

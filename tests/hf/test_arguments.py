@@ -10,9 +10,9 @@ from transformers import TrainingArguments
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.upstream.tested import is_before
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.trainers.shared_settings import SHARED_SETTINGS
-from lowmem_ft.upstream.tested import is_before
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from transformers import TrainerCallback, set_seed
 
 from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 
 ON_THE_HOST = (
     *VERTICAL,

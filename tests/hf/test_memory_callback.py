@@ -8,8 +8,8 @@ import pytest
 from stock_scripts import ProcessHere, trainer_of
 
 from lowmem_ft import DoesNotFitError, hf
-from lowmem_ft.budget import Budget
-from lowmem_ft.preflight import background_estimate
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.planning.preflight import background_estimate
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from __future__ import annotations
 from ground_truth import small_visits
 from ground_truth.checked_streams import leave_out_each, orders_of_visits, visited_gpu
 
-from lowmem_ft.host import pinned_memory
-from lowmem_ft.host.copy_engine import CopyEngine
+from lowmem_ft.foundation.host import pinned_memory
+from lowmem_ft.foundation.host.copy_engine import CopyEngine
 
 NOT_NEEDED = {
     "self._inward.synchronize() < head.py held_gradient": "who reads a gradient waits for both directions",

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
+from lowmem_ft.foundation.host.mapped_files import MappedFiles, is_in_file
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.host.mapped_files import MappedFiles, is_in_file
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
@@ -98,8 +98,8 @@ MEASURE_LOAD = """
 import sys, torch
 from pathlib import Path
 from transformers import AutoModelForCausalLM
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.hf_config import load_model_config

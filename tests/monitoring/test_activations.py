@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.monitoring import activation_report
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 X = torch.randn(8, 16)
 

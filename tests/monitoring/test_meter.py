@@ -12,11 +12,11 @@ from torch import nn
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.system import memory_meter as process_meter
+from lowmem_ft.foundation.system.memory_meter import begin_phase, read_device_memory, read_host_memory
+from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.monitoring import MemoryMeter
-from lowmem_ft.system import memory_meter as process_meter
-from lowmem_ft.system.memory_meter import begin_phase, read_device_memory, read_host_memory
-from lowmem_ft.system.phase_peaks import PhasePeaks
 
 CUDA = torch.device("cuda", 0)
 

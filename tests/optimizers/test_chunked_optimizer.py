@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.table import optimizers_that
-from lowmem_ft.tensors.gradient_slice import GradientSlice
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 OWN_OPTIMIZERS = optimizers_that("takes_formats")
 MASTERS = ("fp32", "split16", "split24", "stochastic_rounding", "none")

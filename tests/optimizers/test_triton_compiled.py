@@ -49,7 +49,7 @@ from torch import nn
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import compute_cache_key, create_function_from_signature
-from lowmem_ft.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.triton.triton_kernel import update_chunk
 

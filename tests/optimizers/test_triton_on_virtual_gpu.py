@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.memory.race import RaceError
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.memory.race import RaceError
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload

@@ -7,12 +7,18 @@ import numpy as np
 import pytest
 from rich.console import Console, RenderableType
 
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.memory.allocator.replay import replay
+from lowmem_ft.foundation.memory.memory_estimate import (
+    BudgetVerdict,
+    DeviceLimit,
+    MemoryEstimate,
+    ModelSize,
+    StepTime,
+)
+from lowmem_ft.foundation.memory.playback import Playback, StepClock
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import replay
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.memory.playback import Playback, StepClock
-from lowmem_ft.memory.timeline import Allocation, Timeline
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.memory.memory_estimate import Processes, StepTime
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.memory.memory_estimate import Processes, StepTime
 from lowmem_ft.reports.costs import OwnData, usd_per_million_tokens, with_cost
 
 GPU = find_gpu("rtx-4090")

@@ -7,11 +7,11 @@ import re
 import pytest
 from rich.console import Console
 
-from lowmem_ft.catalog.gpu_spec import Price
-from lowmem_ft.estimator.changes import Change, Changes
+from lowmem_ft.foundation.catalog.gpu_spec import Price
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, ProcessRange
+from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, ProcessRange
-from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.planning.estimator.changes import Change, Changes
 from lowmem_ft.recipe.space.remediations import Remediation
 from lowmem_ft.reports.estimate_table import (
     changes_table,

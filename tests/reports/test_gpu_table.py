@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu, Price
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, DeviceLimit
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit
 from lowmem_ft.reports.gpu_table import by_cost, gpu_table
 
 

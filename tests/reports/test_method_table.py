@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.estimator.method_estimates import MethodEstimate
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, StepTime
+from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
 from lowmem_ft.recipe.shipped.fine_tuning_methods import METHODS
 from lowmem_ft.reports.costs import OwnData
 from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus

@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.memory_estimate import BudgetVerdict
-from lowmem_ft.planner.memory_plan import NOT_ESTIMATED, Counts, KnobChoice, MemoryPlan, Rejected
+from lowmem_ft.planning.planner.memory_plan import NOT_ESTIMATED, Counts, KnobChoice, MemoryPlan, Rejected
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.plan_table import plan_table
 

@@ -6,7 +6,7 @@ import json
 import pytest
 from drawings import Page
 
-from lowmem_ft.memory.comparison import compared
+from lowmem_ft.foundation.memory.comparison import compared
 from lowmem_ft.monitoring.profiling.step_profile import ProfileRow, StepProfile
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.run_page import run_page

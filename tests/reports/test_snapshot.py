@@ -6,12 +6,12 @@ import pickletools
 import pytest
 from torch.cuda import _memory_viz as viz
 
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.memory.allocator.replay import replay
+from lowmem_ft.foundation.memory.snapshot import memory_snapshot, write_snapshot
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.units import MIB
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import replay
-from lowmem_ft.memory.snapshot import memory_snapshot, write_snapshot
-from lowmem_ft.memory.timeline import Allocation, Timeline
 
 CONFIGS = [AllocatorConfig(), AllocatorConfig(expandable_segments=True)]
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
+from lowmem_ft.foundation.memory.category import CATEGORIES, PHASES
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, DeviceLimit, ProcessRange
+from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.category import CATEGORIES, PHASES
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, ProcessRange
-from lowmem_ft.memory.uncertainty import Uncertainty
 from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, caution, module_words, verdict
 
 

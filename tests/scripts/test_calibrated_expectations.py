@@ -1,4 +1,4 @@
-"""The shares of ``planner/expectations.py``, and the estimates that they are fitted to."""
+"""The shares of ``planning/planner/expectations.py``, and the estimates that they are fitted to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import json
 import pytest
 from calibrate.expectations import FILE, errors_of, estimates, fitted, result
 
-from lowmem_ft.planner.expectations import SHARES
+from lowmem_ft.planning.planner.expectations import SHARES
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The shares of ``memory/uncertainty.py``, the runs that they are fitted to, and how often they hold an unseen one."""
+"""The shares of ``foundation/memory/uncertainty.py``, the runs they are fitted to, and how often they hold another."""
 
 import dataclasses
 
@@ -14,7 +14,7 @@ from calibrate.ranges import (
     report,
 )
 
-from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
+from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 
 RUNS = measured_runs()
 

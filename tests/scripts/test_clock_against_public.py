@@ -21,8 +21,8 @@ from clock_against_public import (
 )
 from measuring.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows, measured_rows, work_of
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.memory.memory_estimate import StepTime
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.memory.memory_estimate import StepTime
 from lowmem_ft.virtual_gpu.recording.work import STEP_END
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 

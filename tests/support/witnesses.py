@@ -1,7 +1,7 @@
 """Defects planted one at a time, and the tests that see them: how well the tests would notice.
 
     python tests/support/witnesses.py --count 24 --seed 1 [--out seen.json]      # some two hours of a core
-    python tests/support/witnesses.py --only 'lowmem_ft.planner.bounds:device_bytes sign 2'
+    python tests/support/witnesses.py --only 'lowmem_ft.planning.planner.bounds:device_bytes sign 2'
 
 Each defect is a small change by one of four operators, in a function drawn by the seed: first a room of the package,
 then an operator, then a place. It is planted in a copy of a commit, and the tests that can reach its file run
@@ -173,10 +173,9 @@ def defects_in(path: Path, repository: Path = REPOSITORY) -> list[Defect]:
 
 def drawn(count: int, seed: int, repository: Path = REPOSITORY) -> list[Defect]:
     """Return defects of as many rooms as there are, before a second one of a room."""
-    rooms: dict[str, list[Defect]] = {}
+    rooms: dict[Path, list[Defect]] = {}
     for path in sorted((repository / "lowmem_ft").rglob("*.py")):
-        room = path.relative_to(repository).parts[1]
-        rooms.setdefault(room, []).extend(defects_in(path, repository))
+        rooms.setdefault(path.parent, []).extend(defects_in(path, repository))
     chance, chosen = random.Random(seed), []
     while len(chosen) < count:
         for room in chance.sample(sorted(rooms), len(rooms)):

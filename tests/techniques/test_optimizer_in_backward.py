@@ -17,14 +17,14 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
 from lowmem_ft.techniques import optimizer_in_backward as module
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.loss_scaling import unscale
 
 CPU = torch.device("cpu")

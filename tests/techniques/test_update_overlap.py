@@ -10,7 +10,7 @@ import torch
 from tiny_models import tiny_llama
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward

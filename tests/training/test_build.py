@@ -6,8 +6,8 @@ import logging
 
 import pytest
 
+from lowmem_ft.planning.rehearsal import rehearse
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.rehearsal import rehearse
 
 ALL_FLOAT32 = "Weights and products are float32"
 

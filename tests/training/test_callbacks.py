@@ -12,7 +12,7 @@ import pytest
 from transformers import TrainerCallback
 
 from lowmem_ft import EvaluationEvent, SaveEvent, StepEvent, Stop, UserError
-from lowmem_ft.preflight.train import train as train_after_preflight
+from lowmem_ft.planning.preflight.train import train as train_after_preflight
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.loop import train
 

@@ -16,8 +16,8 @@ from transformers import (
     ZayaConfig,
 )
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.loop import train
 
 OWN_CODE = """

@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import modeling_flash_attention_utils as flash_attention
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import loop
 from lowmem_ft.training.deterministic_kernels import deterministic_kernels

@@ -13,8 +13,8 @@ from measuring.comparison import estimated_peaks
 from measuring.real_run import run_for_real
 from safetensors.torch import load_file
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import step as step_module
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime

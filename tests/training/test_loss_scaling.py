@@ -11,7 +11,7 @@ from batches import batch_of
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.data.batches.position import DataPosition
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision_check
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss

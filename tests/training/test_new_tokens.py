@@ -7,9 +7,9 @@ import torch
 from tiny_models import tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.models.new_tokens import resize_embeddings
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
 

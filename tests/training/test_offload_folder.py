@@ -13,15 +13,15 @@ from sweeps import few_quick
 from transformers import LlamaConfig
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.catalog.gpu_catalog import find_gpu
-from lowmem_ft.estimator import estimate_memory
-from lowmem_ft.estimator.traces.tracing import trace_recipe
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import RecipeError
-from lowmem_ft.host.copy_engine import PutOffCopy
-from lowmem_ft.host.mapped_files import is_in_file
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.uncertainty import HEAP_SHARE_OF_RUNS
+from lowmem_ft.foundation.host.copy_engine import PutOffCopy
+from lowmem_ft.foundation.host.mapped_files import is_in_file
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.uncertainty import HEAP_SHARE_OF_RUNS
+from lowmem_ft.planning.estimator import estimate_memory
+from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import build
 from lowmem_ft.training.loop import train

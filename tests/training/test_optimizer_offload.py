@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host import pinned_memory
-from lowmem_ft.system.host_limits import HostLimit
+from lowmem_ft.foundation.host import pinned_memory
+from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.training.loop import train
 
 SHORT = (

@@ -17,12 +17,12 @@ pytest.importorskip("peft")
 
 import peft
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train

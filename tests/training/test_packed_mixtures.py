@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
 
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train

@@ -7,9 +7,9 @@ import logging
 
 import pytest
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.memory.memory_estimate import (
+from lowmem_ft.foundation.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
     MemoryEstimate,
@@ -18,7 +18,7 @@ from lowmem_ft.memory.memory_estimate import (
     ProcessRange,
     StepTime,
 )
-from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.preflight import check_estimate

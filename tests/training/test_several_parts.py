@@ -12,14 +12,14 @@ from ladder_rungs import RUNGS, settings_of
 from several_parts import CONFIGS, PROCESSOR, class_of, several_parts, tensors_in
 from transformers import AutoModelForImageTextToText
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.upstream import tested
 from lowmem_ft.hf import prepare_model
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
-from lowmem_ft.upstream import tested
 
 LORA = ("adapter.name=lora", "adapter.r=4")
 IDS = torch.arange(3, 40)[None]

@@ -10,13 +10,13 @@ import torch
 from batches import batch_of
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step

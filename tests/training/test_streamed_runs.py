@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from sweeps import few_quick
 
-from lowmem_ft.estimator import estimate_memory
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.loop import train
 
 IN_BACKWARD = (

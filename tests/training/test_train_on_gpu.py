@@ -18,10 +18,10 @@ from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
 import lowmem_ft
-from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.cli import main
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host.copy_engine import CopyEngine
+from lowmem_ft.foundation.host.copy_engine import CopyEngine
 from lowmem_ft.training.loop import train
 
 pytestmark = [

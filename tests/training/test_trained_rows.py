@@ -16,9 +16,10 @@ pytest.importorskip("peft")
 
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import RecipeError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.hf.trainers.refusals import problems_of_whole_runs
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter, merge_adapter
@@ -26,7 +27,6 @@ from lowmem_ft.techniques.adapters.trained_rows import trained_rows_of
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.export.model_source import find_model, forward_recipe
 from lowmem_ft.training.export.saved_evaluation import evaluate_saved

@@ -56,7 +56,7 @@ import gc, json, sys, types, weakref
 from torch.multiprocessing.reductions import StorageWeakRef
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.distributed import fully_sharded
-from lowmem_ft.tensors.local_shards import is_sharded
+from lowmem_ft.foundation.tensors.local_shards import is_sharded
 from lowmem_ft.training.loop import TrainingRun
 sys.path.append(sys.argv[2])
 from transcribed_liger import transcribed_kernels

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from lowmem_ft.estimator.child_process import ChildFailedError
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.planning.estimator.child_process import ChildFailedError
 from lowmem_ft.ui import desk as desk_module
 from lowmem_ft.ui.answering import isolate_process
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError

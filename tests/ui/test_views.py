@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import dataclasses
 
-from lowmem_ft.estimator.longest_rows import LongestRows
 from lowmem_ft.foundation.units import GIB
+from lowmem_ft.planning.estimator.longest_rows import LongestRows
 from lowmem_ft.ui import views
 from lowmem_ft.ui.desk import Progress
 

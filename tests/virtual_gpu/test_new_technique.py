@@ -7,7 +7,7 @@ import contextlib
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

@@ -23,7 +23,7 @@ from transformers.utils.import_utils import is_torch_cuda_available
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 ROWS = [{"input_ids": list(range(16)), "labels": list(range(16))}] * 12

@@ -7,7 +7,7 @@ import torch
 import torch._inductor  # noqa: F401
 from torch import nn
 
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

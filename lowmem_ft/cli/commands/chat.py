@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.exit_codes import explains_user_errors, for_stderr
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
-from lowmem_ft.system.signals import SIGNALLED, if_stopped, was_terminated
+from lowmem_ft.foundation.system.signals import SIGNALLED, if_stopped, was_terminated
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -70,10 +70,10 @@ def main(arguments: list[str]) -> int:
 
 def _conversation(options: argparse.Namespace, source: ModelSource, recipe: Recipe) -> Conversation:
     from lowmem_ft.data.text.chat_templates import prepare_tokenizer
-    from lowmem_ft.estimator.answer_size import size_of_answers
     from lowmem_ft.foundation.units import format_bytes
     from lowmem_ft.models.hf_config import load_model_config, max_positions
     from lowmem_ft.models.tokenizer import load_tokenizer
+    from lowmem_ft.planning.estimator.answer_size import size_of_answers
     from lowmem_ft.training.build import plan_session
     from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
     from lowmem_ft.training.generation.conversation import Conversation

@@ -11,7 +11,7 @@ from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import libraries_loading
 from lowmem_ft.cli.estimating.estimate_options import file_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST, raise_problems
-from lowmem_ft.system.signals import if_stopped
+from lowmem_ft.foundation.system.signals import if_stopped
 
 ROWS_SHOWN = 2
 

@@ -34,12 +34,12 @@ from lowmem_ft.cli.estimating.lengths_that_fit import (
     longest_rows_of_recipe,
 )
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
-from lowmem_ft.system.signals import stops_remembered
+from lowmem_ft.foundation.system.signals import stops_remembered
 
 if TYPE_CHECKING:
-    from lowmem_ft.estimator.changes import Change, Changes
-    from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
-    from lowmem_ft.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.planning.estimator.changes import Change, Changes
+    from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
     from lowmem_ft.recipe import Recipe
 
 
@@ -90,7 +90,7 @@ def main(arguments: list[str]) -> int:
             lambda: check_packages(recipe),
             *([lambda: check_model_alone(recipe, settings, options)] if is_by_method else of_size),
         )
-        import lowmem_ft.estimator  # noqa: F401 - imports the libraries whose logs are taken over
+        import lowmem_ft.planning.estimator  # noqa: F401 - imports the libraries whose logs are taken over
 
     take_over_library_logs()
     if is_by_method:
@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
 
 def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
     """Check what is known of a named device; only torch knows what this machine has."""
-    from lowmem_ft.catalog.gpu_catalog import find_gpu
+    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
     if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
@@ -123,11 +123,11 @@ def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
 def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     import torch
 
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.catalog.timed_steps import with_seconds_here
-    from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.estimator.device_target import choose_gpu
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.foundation.catalog.timed_steps import with_seconds_here
+    from lowmem_ft.planning.estimator import estimate_memory
+    from lowmem_ft.planning.estimator.device_target import choose_gpu
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
     from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.estimate_table import estimate_table
@@ -174,8 +174,8 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
 
 def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
     """Return the recipe with the checkpointed layers chosen, and a sentence about them."""
-    from lowmem_ft.planner import plan_checkpointing
-    from lowmem_ft.planner.automatic_checkpointing import chosen_in_words
+    from lowmem_ft.planning.planner import plan_checkpointing
+    from lowmem_ft.planning.planner.automatic_checkpointing import chosen_in_words
 
     with progress_line("choosing the checkpointed layers") as say:
         found = plan_checkpointing(
@@ -187,10 +187,10 @@ def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
 
 
 def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.estimator import estimate_on_gpus, estimate_on_several
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.memory.memory_estimate import SCHEMA, MemoryEstimate
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA, MemoryEstimate
+    from lowmem_ft.planning.estimator import estimate_on_gpus, estimate_on_several
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
 
@@ -279,10 +279,10 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
 
 def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
     """Return the changes found before the search or the user ended it; first ``tell`` a shipped recipe that fits."""
-    from lowmem_ft.estimator.changes import Changes, ChangeSearch
-    from lowmem_ft.estimator.fitting_recipe import shipped_recipe_that_fits
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.planner.outlook import outlook_for
+    from lowmem_ft.planning.estimator.changes import Changes, ChangeSearch
+    from lowmem_ft.planning.estimator.fitting_recipe import shipped_recipe_that_fits
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planning.planner.outlook import outlook_for
 
     kept = KeptTraces.of_user()
     found: list[Change] = []

@@ -10,7 +10,7 @@ from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.estimating.estimate_options import file_problems
 from lowmem_ft.foundation.errors import raise_problems
-from lowmem_ft.system.signals import if_stopped
+from lowmem_ft.foundation.system.signals import if_stopped
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -59,7 +59,7 @@ def _evaluate(arguments: list[str]) -> int:
 
     check_small_local_data(recipe.data)
 
-    from lowmem_ft.preflight.own_process import estimate_evaluation
+    from lowmem_ft.planning.preflight.own_process import estimate_evaluation
     from lowmem_ft.reports.text.document import Pairs
     from lowmem_ft.reports.wording import verdict
     from lowmem_ft.training.export.saved_evaluation import evaluate_saved

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import GIB
 
 if TYPE_CHECKING:

@@ -26,9 +26,9 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_prob
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
-    from lowmem_ft.memory.memory_estimate import StepTime
-    from lowmem_ft.planner import MemoryPlan, PlanProgress
-    from lowmem_ft.planner.run_length import RunLength
+    from lowmem_ft.foundation.memory.memory_estimate import StepTime
+    from lowmem_ft.planning.planner import MemoryPlan, PlanProgress
+    from lowmem_ft.planning.planner.run_length import RunLength
     from lowmem_ft.recipe import Recipe
 
 _USAGE = (
@@ -93,12 +93,12 @@ def main(arguments: list[str]) -> int:
 
         if is_open and not torch.cuda.is_available():
             raise UserError(_for_no_device(arguments))
-        import lowmem_ft.planner
+        import lowmem_ft.planning.planner
         from lowmem_ft.reports.wording import short_name
 
     take_over_library_logs()
     with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
-        plan = lowmem_ft.planner.plan(
+        plan = lowmem_ft.planning.planner.plan(
             recipe,
             gpu=options.gpu,
             max_gpus=int(options.max_gpus or 1),
@@ -145,7 +145,7 @@ def _words(progress: PlanProgress) -> str:
 def _report(
     plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.recipe.command_lines import launched
     from lowmem_ft.reports.costs import row_tokens_of, with_cost
@@ -194,7 +194,7 @@ def _report(
 
 def _why_this_gpu(recipe: Recipe, options: argparse.Namespace) -> str:
     """Return which GPU of the catalogue was chosen for a budget; empty for a named GPU or this machine's."""
-    from lowmem_ft.estimator.device_target import choose_gpu
+    from lowmem_ft.planning.estimator.device_target import choose_gpu
 
     is_of_budget = options.gpu is None and recipe.budget.device is not None
     gpu, reason = (
@@ -208,7 +208,7 @@ def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None
     from lowmem_ft.data.sources.files import local_files
     from lowmem_ft.data.sources.listed import listed_sources
     from lowmem_ft.foundation.user_paths import expand_user
-    from lowmem_ft.planner.run_length import run_length
+    from lowmem_ft.planning.planner.run_length import run_length
 
     paths = [one.path for one in listed_sources(recipe.data)]
     if not paths or recipe.data.streaming:

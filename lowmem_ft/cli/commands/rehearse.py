@@ -14,12 +14,12 @@ from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
 from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, file_problems, gpu_problems, split_recipe
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, raise_problems, raise_together
-from lowmem_ft.system.signals import if_stopped, stops_remembered
+from lowmem_ft.foundation.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
+    from lowmem_ft.planning.rehearsal import Rehearsal
+    from lowmem_ft.planning.rehearsal.fix_search import Fix
     from lowmem_ft.recipe import Recipe
-    from lowmem_ft.rehearsal import Rehearsal
-    from lowmem_ft.rehearsal.fix_search import Fix
     from lowmem_ft.reports.text.document import Document
 
 _USAGE = (
@@ -69,7 +69,7 @@ def _rehearse(arguments: list[str]) -> int:
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
     recipe, gpu_name = on_gpus(load_recipe(recipe_name, settings), options.gpu)
-    from lowmem_ft.catalog.gpu_catalog import find_gpu
+    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
 
     gpu = None if gpu_name is None else find_gpu(gpu_name)
@@ -83,8 +83,8 @@ def _rehearse(arguments: list[str]) -> int:
     take_over_library_logs()
     check_small_local_data(recipe.data)
     with libraries_loading():
-        import lowmem_ft.rehearsal
-        from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+        import lowmem_ft.planning.rehearsal
+        from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
         from lowmem_ft.reports.estimate_table import way_to_a_plan
         from lowmem_ft.reports.rehearsal_table import rehearsal_table
         from lowmem_ft.reports.wording import short_name
@@ -92,7 +92,7 @@ def _rehearse(arguments: list[str]) -> int:
     take_over_library_logs()
     doing = f"{short_name(recipe.model.name_or_path or '')}: rehearsing"
     with progress_line(doing) as say:
-        found = lowmem_ft.rehearsal.rehearse(
+        found = lowmem_ft.planning.rehearsal.rehearse(
             recipe,
             gpu_name,
             steps=options.steps,
@@ -118,9 +118,9 @@ def _rehearse(arguments: list[str]) -> int:
 
 def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
     """Return the report on rehearsed changes, up to the first that fits; add them to the values."""
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.planner.outlook import outlook_for
-    from lowmem_ft.rehearsal.fix_search import FixSearch
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planning.planner.outlook import outlook_for
+    from lowmem_ft.planning.rehearsal.fix_search import FixSearch
     from lowmem_ft.reports.rehearsal_table import fixes_table
 
     tried: list[Fix] = []

@@ -15,7 +15,7 @@ from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.user_paths import expand_user
 
 if TYPE_CHECKING:
-    from lowmem_ft.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.reports.run_record import RunRecord
 
 _EXAMPLES = """\
@@ -97,8 +97,8 @@ def _write_page(run: RunRecord, file: str) -> int:
 
 def _estimate(run: RunRecord) -> MemoryEstimate | str:
     """Return an estimate of a run's recipe on the run's device, or the reason why it is missing."""
-    from lowmem_ft.estimator import estimate_memory
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planning.estimator import estimate_memory
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.gpu_count import on_gpus
     from lowmem_ft.reports.run_report import gpu_of
 

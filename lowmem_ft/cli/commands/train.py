@@ -10,8 +10,8 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
-from lowmem_ft.system.launch_variables import is_launched, is_main_process
-from lowmem_ft.system.signals import NOTHING_TRAINED, if_stopped
+from lowmem_ft.foundation.system.launch_variables import is_launched, is_main_process
+from lowmem_ft.foundation.system.signals import NOTHING_TRAINED, if_stopped
 
 if TYPE_CHECKING:
     from lowmem_ft.training.export.train_result import TrainResult
@@ -112,7 +112,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     take_over_library_logs()
     check_small_local_data(recipe.data)
 
-    from lowmem_ft.preflight.train import train
+    from lowmem_ft.planning.preflight.train import train
 
     take_over_library_logs()  # of what this imported
     result = train(recipe, folder)

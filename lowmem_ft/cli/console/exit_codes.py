@@ -20,9 +20,8 @@ from lowmem_ft.foundation.errors import (
     machine_problem,
     panic_problem,
 )
-from lowmem_ft.reports.text.wrapping import filled
-from lowmem_ft.system.launch_variables import is_main_process
-from lowmem_ft.system.signals import (
+from lowmem_ft.foundation.system.launch_variables import is_main_process
+from lowmem_ft.foundation.system.signals import (
     SIGNALLED,
     raise_at_ctrl_c,
     stop_behind,
@@ -31,7 +30,8 @@ from lowmem_ft.system.signals import (
     was_terminated,
     words_of,
 )
-from lowmem_ft.system.visible import visible
+from lowmem_ft.foundation.system.visible import visible
+from lowmem_ft.reports.text.wrapping import filled
 
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""

@@ -9,9 +9,9 @@ import rich
 from rich.logging import RichHandler
 from rich.text import Text
 
+from lowmem_ft.foundation.system.launch_variables import is_main_process
+from lowmem_ft.foundation.system.visible import escape_hidden
 from lowmem_ft.reports.text.document import Pairs
-from lowmem_ft.system.launch_variables import is_main_process
-from lowmem_ft.system.visible import escape_hidden
 
 
 def set_up_logging() -> None:

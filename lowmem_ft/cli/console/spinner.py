@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lowmem_ft.system.garbage_collector import libraries_imported
+from lowmem_ft.foundation.system.garbage_collector import libraries_imported
 
 _SPINNER_CELLS = 3
 """Columns for the spinner, a space, and the last column, at which some terminals wrap."""

@@ -14,8 +14,8 @@ from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_prob
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
-    from lowmem_ft.catalog.gpu_spec import Gpu
-    from lowmem_ft.estimator import MethodEstimate
+    from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+    from lowmem_ft.planning.estimator import MethodEstimate
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.reports.costs import OwnData
 
@@ -50,7 +50,7 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
     Raises:
         UserError: for a picture, several GPUs or chosen layers, or if no method goes with the settings.
     """
-    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
     from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
     from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
     from lowmem_ft.recipe.shipped.fine_tuning_methods import LORA, check_methods, methods_with, values_of
@@ -91,8 +91,8 @@ def check_model_alone(recipe: Recipe, settings: Sequence[str], options: argparse
 
 def gpus_asked_for(recipe: Recipe, options: argparse.Namespace) -> list[Gpu]:
     """Return all GPUs of the catalogue, or one; empty if it is this machine's processor."""
-    from lowmem_ft.catalog.gpu_catalog import load_gpus, split_count
-    from lowmem_ft.estimator.device_target import choose_gpu
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus, split_count
+    from lowmem_ft.planning.estimator.device_target import choose_gpu
 
     if options.gpu == ALL_GPUS:
         return list(load_gpus().values())
@@ -118,9 +118,9 @@ def estimate_model(
     Raises:
         UserError: if no method can be estimated on any GPU.
     """
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.estimator import estimate_methods
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.planning.estimator import estimate_methods
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
     from lowmem_ft.reports.estimate_table import way_to_a_plan
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
@@ -165,7 +165,7 @@ def estimate_model(
 
 
 def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dict[str, Any]:
-    from lowmem_ft.memory.memory_estimate import SCHEMA
+    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.costs import with_cost
 
     return {

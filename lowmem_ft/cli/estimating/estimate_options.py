@@ -111,7 +111,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
 
 def _several_gpus(gpu: str) -> str:
     """Return the name of a GPU that was given with a number; empty if there was no number."""
-    from lowmem_ft.catalog.gpu_catalog import split_count
+    from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 
     number, name = split_count(gpu)
     return "" if number is None else name
@@ -222,11 +222,11 @@ def gpu_problems(gpu: str | None) -> Sequence[str]:
         return ()
     if "," in gpu or " " in gpu.strip():
         names = [name for name in gpu.replace(",", " ").split() if name]
-        from lowmem_ft.catalog.gpu_catalog import load_gpus
+        from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 
         if len(names) > 1 and any(name in load_gpus() for name in names):
             return (f"--gpu takes one name, or all, got {gpu}. Estimate one at a time, or use --gpu all.",)
-    from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
 
     try:
         find_gpu(split_count(gpu)[1])

@@ -29,8 +29,8 @@ from lowmem_ft.foundation.script_file import check_script
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from lowmem_ft.estimator.script import ScriptEstimate
     from lowmem_ft.hf.trainers.attach_savings import Savings
+    from lowmem_ft.planning.script_runs import ScriptEstimate
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
     set_up_logging()
     logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
     with libraries_loading():
-        import lowmem_ft.estimator.script
+        import lowmem_ft.planning.script_runs
 
     take_over_library_logs()
     try:
@@ -77,7 +77,7 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
             if options.longest_rows:
                 report = longest_rows_of_script
             finish = report(path, script_arguments, options, say)
-    except lowmem_ft.estimator.script.ScriptError as error:
+    except lowmem_ft.planning.script_runs.ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)
         if options.gpu is None and not may_have_gpu():
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
@@ -112,8 +112,8 @@ def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], No
 def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.estimator.script import ScriptError, estimate_script
     from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
+    from lowmem_ft.planning.script_runs import ScriptError, estimate_script
 
     seen = TrainerSeen()
     run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
@@ -141,7 +141,7 @@ def _on_one(
 def _report_one(
     found: ScriptEstimate, savings: Savings | None, problems: Sequence[str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
     from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
@@ -173,9 +173,9 @@ def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[
 def _on_all(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.estimator import CannotRun
-    from lowmem_ft.estimator.script import estimate_script_on_gpus
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.planning.estimator import CannotRun
+    from lowmem_ft.planning.script_runs import estimate_script_on_gpus
 
     gpus = list(load_gpus().values())
     on_step = _says_steps(_doing(path), options, say)
@@ -193,8 +193,8 @@ def _on_all(
 def _report_all(
     found: Sequence[ScriptEstimate], cannot_run: dict[str, str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.memory.memory_estimate import SCHEMA
+    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
     from lowmem_ft.reports.gpu_table import gpu_table
     from lowmem_ft.reports.script_facts import ways_to_fit
 

@@ -15,9 +15,9 @@ from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 
 if TYPE_CHECKING:
-    from lowmem_ft.catalog.gpu_spec import Gpu
-    from lowmem_ft.estimator.longest_rows import LongestRows
-    from lowmem_ft.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+    from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+    from lowmem_ft.planning.estimator.longest_rows import LongestRows
     from lowmem_ft.recipe import Recipe
 
 _NEEDS_GPU = "--longest-rows is about a GPU's memory, got a processor. Name a GPU: --gpu NAME."
@@ -77,9 +77,9 @@ def longest_rows_of_recipe(recipe: Recipe, options: argparse.Namespace) -> int:
     Raises:
         UserError: if the recipe cannot be estimated, or it is for a processor.
     """
-    from lowmem_ft.estimator.device_target import choose_gpu
-    from lowmem_ft.estimator.longest_rows import longest_rows
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planning.estimator.device_target import choose_gpu
+    from lowmem_ft.planning.estimator.longest_rows import longest_rows
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.reports.length_table import length_table, length_words
     from lowmem_ft.reports.text.document import Document
     from lowmem_ft.reports.wording import short_name
@@ -115,9 +115,9 @@ def longest_rows_of_model(
     Raises:
         UserError: if no method can be estimated.
     """
-    from lowmem_ft.estimator import estimate_methods
-    from lowmem_ft.estimator.longest_rows import FIRST_TOKENS, longest_rows, most_tokens
-    from lowmem_ft.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.planning.estimator import estimate_methods
+    from lowmem_ft.planning.estimator.longest_rows import FIRST_TOKENS, longest_rows, most_tokens
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.command_lines import command_line
     from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
     from lowmem_ft.recipe.space.search_space import with_settings
@@ -208,8 +208,8 @@ def longest_rows_of_script(
     Raises:
         UserError: as :func:`length_argument`; if the script cannot be estimated, or the answer is for a processor.
     """
-    from lowmem_ft.estimator.longest_rows import MOST_TOKENS, search_length
-    from lowmem_ft.estimator.script import estimate_script
+    from lowmem_ft.planning.estimator.longest_rows import MOST_TOKENS, search_length
+    from lowmem_ft.planning.script_runs import estimate_script
     from lowmem_ft.reports.length_table import length_table, length_words
     from lowmem_ft.reports.text.document import Document
 
@@ -249,6 +249,6 @@ def _tell(say: Callable[[str], None], name: str, number: int, tokens: int) -> No
 
 
 def _in_json(gpu: str, found: LongestRows) -> dict[str, Any]:
-    from lowmem_ft.memory.memory_estimate import SCHEMA
+    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
 
     return {"schema": SCHEMA, "gpu": gpu, **found.to_json()}

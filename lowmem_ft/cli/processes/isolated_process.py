@@ -12,7 +12,7 @@ from types import FrameType
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import CrashedError
-from lowmem_ft.system.signals import SIGNALLED, end_by_signals, handlers, stops_held_back
+from lowmem_ft.foundation.system.signals import SIGNALLED, end_by_signals, handlers, stops_held_back
 
 _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a signal of a terminal, which reaches both, before it gets that again."""

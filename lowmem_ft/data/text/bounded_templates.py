@@ -9,7 +9,7 @@ from typing import Any
 
 import jinja2
 
-from lowmem_ft.upstream.patches import replace, wrap
+from lowmem_ft.foundation.upstream.patches import replace, wrap
 
 MOST_CHARS = 2**27
 """Characters of one conversation: more than a hundred novels, and less than 1 GiB as Python keeps them."""

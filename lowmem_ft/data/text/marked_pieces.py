@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lowmem_ft.system.visible import visible
+from lowmem_ft.foundation.system.visible import visible
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -15,7 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive text that is learnt, or that is not; safe to show (:func:`~lowmem_ft.system.visible.visible`)."""
+    """Consecutive text that is learnt, or that is not.
+
+    It is safe to show (:func:`~lowmem_ft.foundation.system.visible.visible`).
+    """
 
     text: str
     is_learnt: bool

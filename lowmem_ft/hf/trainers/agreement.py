@@ -16,11 +16,11 @@ import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.foundation.knob import as_typed
-from lowmem_ft.hf.script.script_model import quantization_of, weights_type
 from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
 from lowmem_ft.hf.trainers.liger_flag import liger_asked_by_flag
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import text_fields
+from lowmem_ft.planning.script_recipes.script_model import quantization_of, weights_type
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.plan_config import PlanConfig
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys

@@ -9,14 +9,14 @@ import traceback
 from dataclasses import dataclass
 from typing import Any
 
-from lowmem_ft.estimator.script import ScriptEstimate
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.hf.script.loss_probe import LossProbe
-from lowmem_ft.hf.script.script_model import weights_type
-from lowmem_ft.hf.script.script_optimizer import optimizer_config
-from lowmem_ft.hf.script.untranslated import Reading
 from lowmem_ft.hf.trainers.attaching import attach, is_attached, settled_with
+from lowmem_ft.planning.script_recipes.loss_probe import LossProbe
+from lowmem_ft.planning.script_recipes.script_model import weights_type
+from lowmem_ft.planning.script_recipes.script_optimizer import optimizer_config
+from lowmem_ft.planning.script_recipes.untranslated import Reading
+from lowmem_ft.planning.script_runs import ScriptEstimate
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for

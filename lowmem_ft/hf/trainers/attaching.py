@@ -11,11 +11,10 @@ from typing import Any, Literal
 import torch
 from accelerate.utils import AutocastKwargs
 
-from lowmem_ft.budget import Budget
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.devices import of_tensors
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.hf.script.script_plan import plan_for
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.trainers.checkpointing_switch import flags_off, take_switch
@@ -26,6 +25,7 @@ from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_train
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.planning.script_recipes.script_plan import plan_for
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -99,8 +99,8 @@ def attach(
             were overridden by name as the arguments were made (:func:`lowmem_ft.hf.training_arguments`), and of all
             others the trainer's.
         plan: in place of a recipe, ``auto``: the memory knobs with which the trainer's own step is fastest inside the
-            budget, see :func:`lowmem_ft.hf.script.script_plan.plan_for`. The trainer's checkpointing flag is one of
-            them.
+            budget, see :func:`lowmem_ft.planning.script_recipes.script_plan.plan_for`. The trainer's checkpointing flag
+            is one of them.
         budget: for the plan: a budget, or the device's part such as ``24GiB``; None: all there is.
 
     Returns:

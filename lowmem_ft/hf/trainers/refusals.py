@@ -11,6 +11,8 @@ from accelerate.utils import parse_flag_from_env
 from transformers import DataCollatorWithFlattening
 
 from lowmem_ft.foundation.devices import of_tensors
+from lowmem_ft.foundation.tensors.finiteness import some_of
+from lowmem_ft.foundation.tensors.local_shards import is_sharded
 from lowmem_ft.hf.trainers.overridden_methods import problems_with_overrides
 from lowmem_ft.optimizers import parameter_groups
 from lowmem_ft.recipe import Recipe
@@ -18,8 +20,6 @@ from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
 from lowmem_ft.recipe.trainers.trainer_kinds import Kind
-from lowmem_ft.tensors.finiteness import some_of
-from lowmem_ft.tensors.local_shards import is_sharded
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:

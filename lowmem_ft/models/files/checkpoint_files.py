@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.tensors.finiteness import is_finite
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE
 from lowmem_ft.models.files.shard_files import MODEL, cut_tensors, shard_files
-from lowmem_ft.tensors.finiteness import is_finite
 
 _ROWS: ContextVar[tuple[slice, int] | None] = ContextVar("rows", default=None)
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowmem_ft.tensors.autocast_dtype import autocast_dtype
+from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
 
 
 def scales_of(name: str) -> str:

@@ -10,9 +10,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lowmem_ft.foundation.upstream.grouped_experts import weights_of
 from lowmem_ft.models.quantizing.experts_in_parts import ReadExperts, in_parts
 from lowmem_ft.models.quantizing.packed_experts import Format, PackedExperts, fused_experts, pack
-from lowmem_ft.upstream.grouped_experts import weights_of
 
 _METHODS: dict[str, Format] = {"bitsandbytes_4bit": "nf4", "bitsandbytes_8bit": "int8"}
 

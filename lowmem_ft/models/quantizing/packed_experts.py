@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations import moe
 
+from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
+from lowmem_ft.foundation.tensors.logical_size import is_packed
+from lowmem_ft.foundation.upstream.grouped_experts import GroupedExperts, weights_of
 from lowmem_ft.models.quantizing import int8_experts, nf4_experts
-from lowmem_ft.tensors.autocast_dtype import autocast_dtype
-from lowmem_ft.tensors.logical_size import is_packed
-from lowmem_ft.upstream.grouped_experts import GroupedExperts, weights_of
 
 Format = Literal["nf4", "int8"]
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.tensors.logical_size import logical_numel
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.quantizing.expert_quantizer import experts_packed
-from lowmem_ft.tensors.logical_size import logical_numel
 
 logger = logging.getLogger(__name__)
 

@@ -19,11 +19,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.foundation.upstream.grouped_experts import weights_of
+from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
 from lowmem_ft.models.files.stored_quantization import FORMATS, method_of
 from lowmem_ft.models.quantizing import block_fp8, mxfp4
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
-from lowmem_ft.upstream.grouped_experts import weights_of
-from lowmem_ft.upstream.patches import UpstreamChangedError
 
 logger = logging.getLogger(__name__)
 

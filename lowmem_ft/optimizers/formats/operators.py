@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
 from lowmem_ft.optimizers.counter_random import random_bits
-from lowmem_ft.tensors.operator_costs import register_operator_cost
 
 BLOCK = 256
 """Elements that share a scale in 8-bit state."""

@@ -16,11 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowmem_ft.foundation.errors import CheckpointError, raise_problems
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
-from lowmem_ft.optimizers.state.state_parts import StateParts, state_here
-from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import AllocatesState
-from lowmem_ft.tensors.local_shards import (
+from lowmem_ft.foundation.tensors.local_shards import (
     first_element,
     is_held_once,
     is_sharded,
@@ -28,6 +24,10 @@ from lowmem_ft.tensors.local_shards import (
     part_number,
     parts_of,
 )
+from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.state.state_conversion import SavedState, take_state
+from lowmem_ft.optimizers.state.state_parts import StateParts, state_here
+from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import AllocatesState
 
 # They choose a kernel, not the mathematics: the run that resumes keeps its own.
 _KERNEL_CHOICES = {"fused", "foreach", "capturable", "differentiable"}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.optimizers.chunks import flat_weight, spans
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.optimizers.formats.state_formats import state_format
 from lowmem_ft.optimizers.table import StateFormats, format_of
 from lowmem_ft.optimizers.updates.update_rule import WholeParameterRule
-from lowmem_ft.tensors.local_shards import local_part
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from lowmem_ft.host.copy_engine import CopyEvent
+from lowmem_ft.foundation.host.copy_engine import CopyEvent
 
 
 class StateStorage(Protocol):

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.table import format_of
 from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
 from lowmem_ft.optimizers.updates.slice_update import SliceUpdate
-from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer

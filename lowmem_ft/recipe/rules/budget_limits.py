@@ -6,16 +6,20 @@ from collections.abc import Iterator
 
 import psutil
 
-from lowmem_ft.budget import Budget, is_of_size
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.budget import Budget, is_of_size
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
+from lowmem_ft.foundation.system.process_size import (
+    HOST_BYTES_WITH_CUDA,
+    LEAST_PROCESS_BYTES,
+    LIBRARIES_BYTES,
+)
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
 from lowmem_ft.models.files.model_files import least_weights, packed_format_of
 from lowmem_ft.models.files.stored_quantization import BYTES_OF_LEAST
 from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.tree import Recipe
-from lowmem_ft.system.process_size import HOST_BYTES_WITH_CUDA, LEAST_PROCESS_BYTES, LIBRARIES_BYTES
 
 _FUTURE_GPU_FACTOR = 2
 """Factor on the memory of the catalogue's largest GPU, beyond which no GPU is expected that the catalogue lacks."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.foundation.wsl import is_wsl
 from lowmem_ft.models.files.model_files import architecture_fields, limit_of_positions, text_fields

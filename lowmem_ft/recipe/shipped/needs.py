@@ -1,7 +1,7 @@
 """Stored needs of each shipped recipe on the GPU that it names, kept next to the recipes: an estimate takes minutes.
 
-``scripts/recipe_needs.py`` writes ``recipes/needs.json``; ``tests/estimator/test_recipe_needs.py`` estimates again and
-compares.
+``scripts/recipe_needs.py`` writes ``recipes/needs.json``; ``tests/planning/estimator/test_recipe_needs.py`` estimates
+again and compares.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from lowmem_ft.foundation.system.process_size import CUDA_BUILD_BYTES
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.foundation.user_paths import recipes_folder
-from lowmem_ft.system.process_size import CUDA_BUILD_BYTES
 
 NEEDS_FILE = "needs.json"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.files.model_files import least_weights

@@ -6,7 +6,7 @@ combination takes one choice of each dimension. Each rule is evaluated once per 
 
 Of a number of last layers that are treated differently, a combination does not say how many: one choice stands for as
 many as fit, whatever the other choices leave room for. That number is found when the combination is estimated
-(``planner/search/most_layers.py``), and all numbers share a trace.
+(``planning/planner/search/most_layers.py``), and all numbers share a trace.
 """
 
 from __future__ import annotations

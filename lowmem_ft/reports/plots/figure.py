@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from lowmem_ft.memory.category import Category, Phase
+from lowmem_ft.foundation.memory.category import Category, Phase
 
 __all__ = ["Band", "Layer", "Limit", "Line", "LineFigure", "MemoryFigure", "Part"]
 

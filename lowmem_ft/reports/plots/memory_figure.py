@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, groupby, takewhile
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.playback import StepClock
+from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.memory.playback import StepClock
 from lowmem_ft.reports.plots.figure import Band, Layer, Limit, MemoryFigure, Part, Use
 from lowmem_ft.reports.plots.memory_moments import STACKED, Moment, moments_of, thinned
 from lowmem_ft.reports.wording import (
@@ -23,7 +24,6 @@ from lowmem_ft.reports.wording import (
     short_name,
     verdict,
 )
-from lowmem_ft.system.garbage_collector import collector_paused
 
 __all__ = ["memory_figure"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.memory.category import Category, Phase
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.reports.wording import CATEGORY_WORDS
 
 STACKED: tuple[Category, ...] = tuple(CATEGORY_WORDS)

@@ -6,9 +6,9 @@ from itertools import accumulate
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.reports.plots.figure import MemoryFigure
 from lowmem_ft.reports.plots.html_page import page
 from lowmem_ft.reports.plots.memory_figure import memory_figure

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.category import Phase
 from lowmem_ft.reports.plots.figure import Band, MemoryFigure
 from lowmem_ft.reports.plots.svg import (
     FONT,

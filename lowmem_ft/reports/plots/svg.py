@@ -10,8 +10,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.units import GIB, KIB, MIB, TIB, format_bytes
-from lowmem_ft.memory.category import Phase
 from lowmem_ft.reports.plots.figure import Use
 
 COLOURS: dict[Use, str] = {

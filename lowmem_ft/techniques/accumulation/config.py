@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.least_memory import PARTS_BY_TOKENS, Held, StepFacts, as_it_is, gone_unless
+from lowmem_ft.foundation.memory.least_memory import PARTS_BY_TOKENS, Held, StepFacts, as_it_is, gone_unless
 
 
 def _of_all_micro_batches(held: Held, order: str, step: StepFacts) -> Held:

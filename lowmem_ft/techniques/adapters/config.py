@@ -8,8 +8,8 @@ from typing import Literal
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import NO_EFFECT, Effect, knob
+from lowmem_ft.foundation.memory.least_memory import PARTS, as_it_is, gone_unless
 from lowmem_ft.foundation.packages import require_package
-from lowmem_ft.memory.least_memory import PARTS, as_it_is, gone_unless
 
 MOST_RANK = 32_768
 """Twice the width of the widest open model (Llama 3.1 405B); once the model is known, its own width is the limit."""

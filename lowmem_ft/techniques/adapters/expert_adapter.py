@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from transformers.integrations import moe
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.logical_size import is_packed
+from lowmem_ft.foundation.upstream.grouped_experts import GroupedExperts, weights_of
 from lowmem_ft.techniques.adapters.peft_layers import other_state
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
-from lowmem_ft.tensors.logical_size import is_packed
-from lowmem_ft.upstream.grouped_experts import GroupedExperts, weights_of
 
 logger = logging.getLogger(__name__)
 

@@ -20,6 +20,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
+from lowmem_ft.foundation.tensors.logical_size import is_packed
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, other_state
@@ -32,8 +34,6 @@ from lowmem_ft.techniques.modules.early_saving import (
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.techniques.modules.surroundings import Surroundings
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.autocast_dtype import autocast_dtype
-from lowmem_ft.tensors.logical_size import is_packed
 
 __all__ = ["enable_fused_adapters"]
 

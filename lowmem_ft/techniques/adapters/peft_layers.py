@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.tensors.local_shards import is_partitioned
+from lowmem_ft.foundation.tensors.logical_size import logical_shape
+from lowmem_ft.foundation.upstream.grouped_experts import weights_of
+from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.modules.patching import set_attribute
-from lowmem_ft.tensors.local_shards import is_partitioned
-from lowmem_ft.tensors.logical_size import logical_shape
-from lowmem_ft.upstream.grouped_experts import weights_of
-from lowmem_ft.upstream.patches import existing
 
 
 def add_layers(model: PreTrainedModel, lora_config: Any) -> Any:

@@ -13,11 +13,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, without_pefts_warnings
 from lowmem_ft.techniques.adapters.trained_adapter import read_weights
 from lowmem_ft.techniques.adapters.whole_model import WholeModel, for_language_model
-from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
 
 logger = logging.getLogger(__name__)
 

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lowmem_ft.foundation.errors import did_you_mean, raise_problems
+from lowmem_ft.foundation.tensors.logical_size import has_packed_experts
+from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
-from lowmem_ft.tensors.logical_size import has_packed_experts
-from lowmem_ft.upstream.patches import existing
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import re
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError, did_you_mean, raise_problems
+from lowmem_ft.foundation.tensors.logical_size import logical_shape
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.target_modules import source_of
-from lowmem_ft.tensors.logical_size import logical_shape
 
 _OF_A_LAYER = re.compile(r"^.*?\.\d+\.")
 

@@ -12,12 +12,12 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.tensors.local_shards import set_whole, whole_shape, whole_tensor
 from lowmem_ft.techniques.adapters.adapter_folder import WEIGHTS_FILE
 from lowmem_ft.techniques.adapters.modules_to_save import add_to_file
 from lowmem_ft.techniques.adapters.trained_rows import trained_parameters
 from lowmem_ft.techniques.adapters.whole_model import WholeModel, name_for_whole, named_for_language_model
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.local_shards import set_whole, whole_shape, whole_tensor
 
 
 class Lora(Technique):

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lowmem_ft.foundation.errors import raise_problems
+from lowmem_ft.foundation.tensors.logical_size import PART_OF_ANOTHER
 from lowmem_ft.techniques.adapters.modules_to_save import TRAINABLE, is_tied
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
-from lowmem_ft.tensors.logical_size import PART_OF_ANOTHER
 
 logger = logging.getLogger(__name__)
 

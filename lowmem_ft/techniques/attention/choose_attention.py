@@ -12,6 +12,7 @@ from transformers.utils import is_flash_attn_2_available
 from lowmem_ft.foundation.devices import compute_capability as compute_capability_of
 from lowmem_ft.foundation.devices import is_virtual, kernels_of
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError, raise_problems
+from lowmem_ft.foundation.upstream.layer_configs import layer_configs
 from lowmem_ft.techniques.attention.grouped_attention import (
     REPEATED_HEADS,
     classes_of,
@@ -25,7 +26,6 @@ from lowmem_ft.techniques.device_rules import (
     flash_attention_obstacle,
     varlen_attention_obstacle,
 )
-from lowmem_ft.upstream.layer_configs import layer_configs
 
 AttentionImplementation = Literal[
     "auto", "varlen_attn", "sdpa", "flash_attention_2", "flex_attention", "eager"

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel, masking_utils
 
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.upstream.patches import wrap
 
 _OWN_CODE = "transformers.models."
 _POSITIONS = "position_ids"

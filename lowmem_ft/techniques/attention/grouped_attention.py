@@ -28,8 +28,8 @@ from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from lowmem_ft.foundation.devices import compute_capability, kernels_of
-from lowmem_ft.upstream.attention_choice import SdpaCall, choose_sdpa
-from lowmem_ft.upstream.layer_configs import layer_configs
+from lowmem_ft.foundation.upstream.attention_choice import SdpaCall, choose_sdpa
+from lowmem_ft.foundation.upstream.layer_configs import layer_configs
 
 REPEATED_HEADS = "sdpa_repeated_heads"
 """The ``attn_implementation`` under which transformers knows this attention."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import Checkpointed, Effect, knob
-from lowmem_ft.memory.least_memory import Held, StepFacts, as_it_is
+from lowmem_ft.foundation.memory.least_memory import Held, StepFacts, as_it_is
 
 
 def _inputs_of_checkpointed(held: Held, mode: str, step: StepFacts) -> Held:

@@ -15,12 +15,12 @@ from transformers.pytorch_utils import Conv1D
 
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.tensors.live_tensors import storage_key
+from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, mlps_in
 from lowmem_ft.techniques.modules.surroundings import autocast_of_now
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.live_tensors import storage_key
-from lowmem_ft.upstream.patches import existing
 
 log = logging.getLogger(__name__)
 

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless, on_host_at
+from lowmem_ft.foundation.memory.least_memory import (
+    NOTHING,
+    Held,
+    StepFacts,
+    as_it_is,
+    gone_unless,
+    on_host_at,
+)
 
 Strategy = Literal["none", "ddp", "fsdp2", "zero2", "zero3"]
 """Sharing strategies of a run's processes, by the names of torch and DeepSpeed."""

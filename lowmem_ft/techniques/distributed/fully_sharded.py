@@ -21,12 +21,12 @@ from torch.distributed.fsdp import (
 )
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.local_shards import is_sharded, local_part
+from lowmem_ft.foundation.tensors.logical_size import PART_OF_ANOTHER
 from lowmem_ft.techniques.distributed.config import DistributedConfig
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.local_shards import is_sharded, local_part
-from lowmem_ft.tensors.logical_size import PART_OF_ANOTHER
 
 __all__ = ["enable_fsdp2"]
 

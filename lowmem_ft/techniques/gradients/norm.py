@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.tensors.local_shards import is_sharded, local_part, sum_over_shards
+from lowmem_ft.foundation.tensors.local_shards import is_sharded, local_part, sum_over_shards
 
 _ELEMENTS_AT_ONCE = 2**22
 """Elements converted to float32 together: a CPU copies all that it converts."""

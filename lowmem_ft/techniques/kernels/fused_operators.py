@@ -14,6 +14,7 @@ import torch
 from lowmem_ft.foundation.devices import compute_capability, is_virtual, kernels_of
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.foundation.packages import is_installed, require_package, triton_lacks
+from lowmem_ft.foundation.upstream.tested import installed_version
 from lowmem_ft.techniques.kernels.kernel_trial import disagreements
 from lowmem_ft.techniques.kernels.liger_patches import (
     ARCHITECTURES,
@@ -26,7 +27,6 @@ from lowmem_ft.techniques.kernels.liger_patches import (
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.upstream.tested import installed_version
 
 __all__ = ["FusedOperators", "enable_fused_operators"]
 

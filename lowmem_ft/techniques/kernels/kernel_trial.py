@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
+from lowmem_ft.foundation.upstream.layer_configs import layer_configs
 from lowmem_ft.techniques.kernels.liger_patches import Operator, Patch
-from lowmem_ft.upstream.layer_configs import layer_configs
 
 _TOKENS = 64
 

@@ -20,8 +20,8 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 
+from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.kernels.ligers_functions import gates_of_one_backward, rotary_in_triton
-from lowmem_ft.upstream.patches import existing
 
 Operator = Literal["rms_norm", "rotary", "swiglu", "geglu"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lowmem_ft.foundation.knob import NO_EFFECT, knob
-from lowmem_ft.memory.least_memory import gone_unless
+from lowmem_ft.foundation.memory.least_memory import gone_unless
 
 
 @dataclass(frozen=True, kw_only=True)

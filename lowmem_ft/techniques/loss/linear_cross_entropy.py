@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
+from lowmem_ft.foundation.tensors.gradient_blocks import rows_per_block
 from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
 from lowmem_ft.techniques.gradients.weight_gradient import row_slices
 from lowmem_ft.techniques.loss.cross_entropy_passes import Head, HeadLoss, WantedGradients
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles, ResidentTiles
-from lowmem_ft.tensors.autocast_dtype import autocast_dtype
-from lowmem_ft.tensors.gradient_blocks import rows_per_block
 
 
 def linear_cross_entropy_sum(

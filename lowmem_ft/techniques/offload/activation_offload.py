@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.modules.base_model import base_model
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.modules.patching import wrap_method

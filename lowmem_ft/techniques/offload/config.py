@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lowmem_ft.foundation.knob import Effect, Trait, knob
-from lowmem_ft.memory.least_memory import NOTHING, Held, StepFacts, gone_unless, on_host_at
+from lowmem_ft.foundation.memory.least_memory import NOTHING, Held, StepFacts, gone_unless, on_host_at
 
 SMALLEST_OFFLOADED_BYTES = 64 * 1024
 """Activations smaller than this stay on the device with ``offload.activations=all``."""

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import is_apart
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.live_tensors import storage_key
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.tensors.live_tensors import storage_key
 
 __all__ = ["enable_optimizer_offload"]
 

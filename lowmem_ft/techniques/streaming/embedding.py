@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.gradient_blocks import rows_per_block
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.tensors import stand_in
-from lowmem_ft.tensors.gradient_blocks import rows_per_block
 
 TakeGradient = Callable[[nn.Parameter, Tensor, int], None]
 """Callback for a parameter, the finished gradient of a slice of it, and the number of that slice's first element."""

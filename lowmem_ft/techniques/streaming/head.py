@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.streaming.embedding import TakeGradient, Written
 from lowmem_ft.techniques.streaming.tensors import stand_in

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.streaming.tensors import StreamedTensor, streamed_tensors, with_own_storage
 
 ALIGNMENT = 256

@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowmem_ft.foundation.errors import ModelError, raise_problems
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, tensor_of_experts
 from lowmem_ft.techniques.offload.config import OffloadConfig
@@ -25,7 +26,6 @@ from lowmem_ft.techniques.streaming.head import StreamedHead
 from lowmem_ft.techniques.streaming.layers import LayerSlab, LayerStream, SupportsDeferredUpdates
 from lowmem_ft.techniques.streaming.tensors import move_the_rest
 from lowmem_ft.techniques.technique import Technique, WeightMemory
-from lowmem_ft.tensors.backward_pass import is_in_backward
 
 __all__ = ["enable_parameter_streaming"]
 

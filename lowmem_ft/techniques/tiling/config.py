@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import Effect, knob
-from lowmem_ft.memory.least_memory import gone_unless
+from lowmem_ft.foundation.memory.least_memory import gone_unless
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_ft.foundation.tensors.local_shards import first_element, is_held_once, local_part
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, Part, ShardWriter
 from lowmem_ft.models.gathering import saved_tensors, write_gathered_weights
 from lowmem_ft.models.other_parts import name_in_files
 from lowmem_ft.models.saving import save_config, save_tokenizer, verify_saved_model
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state
-from lowmem_ft.tensors.local_shards import first_element, is_held_once, local_part
 from lowmem_ft.training.session import Session
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lowmem_ft.foundation.tensors.local_shards import is_partitioned, set_whole, whole_tensor
 from lowmem_ft.optimizers import (
     ChunkedOptimizer,
     OptimizerConfig,
@@ -23,7 +24,6 @@ from lowmem_ft.optimizers import (
     export_optimizer_state,
     import_optimizer_state,
 )
-from lowmem_ft.tensors.local_shards import is_partitioned, set_whole, whole_tensor
 
 MASTER = "master"
 

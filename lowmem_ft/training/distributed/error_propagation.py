@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed
 
 from lowmem_ft.foundation.errors import Interrupted, OtherProcessError, UserError
-from lowmem_ft.system.launch_variables import whole_number
+from lowmem_ft.foundation.system.launch_variables import whole_number
 
 LOOK_EVERY_SECONDS = 1.0
 GRACE_SECONDS = 5.0

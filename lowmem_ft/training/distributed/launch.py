@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
+from lowmem_ft.foundation.system.launch_variables import LAST_PORT
 from lowmem_ft.recipe import Recipe, check_recipe
-from lowmem_ft.system.launch_variables import LAST_PORT
 from lowmem_ft.techniques.distributed.config import DistributedConfig, Strategy
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.system.numa import run_near
+from lowmem_ft.foundation.system.numa import run_near
 from lowmem_ft.training.distributed.launch import Launch, processes_here
 
 logger = logging.getLogger(__name__)

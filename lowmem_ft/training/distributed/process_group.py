@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 
+from lowmem_ft.foundation.system.launch_variables import whole_number
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.system.launch_variables import whole_number
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch

@@ -24,10 +24,10 @@ import torch.distributed as dist
 import lowmem_ft
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import as_typed
+from lowmem_ft.foundation.system.launch_variables import is_main_process
+from lowmem_ft.foundation.system.signals import NOTHING_TRAINED, signals_end_at_once
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.system.launch_variables import is_main_process
-from lowmem_ft.system.signals import NOTHING_TRAINED, signals_end_at_once
 from lowmem_ft.training.distributed.error_propagation import meeting_store
 
 PATIENCE = timedelta(minutes=10)

@@ -19,8 +19,8 @@ from huggingface_hub.repocard import metadata_load
 
 from lowmem_ft.data.sources.files import is_hub_name
 from lowmem_ft.data.sources.listed import listed_sources
+from lowmem_ft.foundation.memory.comparison import Row
 from lowmem_ft.foundation.user_paths import expand_user
-from lowmem_ft.memory.comparison import Row
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.files.local_paths import looks_like_a_path
 from lowmem_ft.recipe import Recipe

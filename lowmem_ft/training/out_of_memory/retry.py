@@ -32,9 +32,10 @@ from torch import nn
 from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, half_of_rows
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.system.memory_meter import free_device_bytes
+from lowmem_ft.foundation.tensors.autograd_queue import EngineQueue
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.system.memory_meter import free_device_bytes
 from lowmem_ft.techniques.accumulation.float32_accumulation import Float32Accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import FusedAccumulation
 from lowmem_ft.techniques.accumulation.vertical_accumulation import (
@@ -47,7 +48,6 @@ from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
-from lowmem_ft.tensors.autograd_queue import EngineQueue
 from lowmem_ft.training.enabled_techniques import techniques_of_sums
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit

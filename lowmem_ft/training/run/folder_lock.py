@@ -8,7 +8,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.system.launch_variables import whole_number
+from lowmem_ft.foundation.system.launch_variables import whole_number
 
 LOCK_FILE = ".lock"
 

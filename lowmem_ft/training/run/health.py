@@ -12,9 +12,9 @@ import math
 from collections.abc import Sequence
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.finiteness import names_of_not_finite, some_of
+from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.tensors.finiteness import names_of_not_finite, some_of
-from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.run.run_folder import RunFolder

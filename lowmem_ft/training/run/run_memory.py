@@ -14,15 +14,22 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lowmem_ft.catalog.timed_steps import keep_timed_step
+from lowmem_ft.foundation.catalog.timed_steps import keep_timed_step
 from lowmem_ft.foundation.devices import name_of
-from lowmem_ft.memory.comparison import Peaks, Row, compared, estimated_peaks, peaks_in, typical_seconds
-from lowmem_ft.memory.cpu_seconds import TimedStep
-from lowmem_ft.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
-from lowmem_ft.system.phase_peaks import PhasePeaks
+from lowmem_ft.foundation.memory.comparison import (
+    Peaks,
+    Row,
+    compared,
+    estimated_peaks,
+    peaks_in,
+    typical_seconds,
+)
+from lowmem_ft.foundation.memory.cpu_seconds import TimedStep
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
+from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
+from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.tensors.local_shards import local_part
 from lowmem_ft.training.run.run_metrics import RunMetrics
 
 LEAST_SHARE_OF_TOKENS = 0.5

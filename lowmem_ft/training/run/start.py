@@ -15,11 +15,12 @@ from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.system.launch_variables import is_main_process
 from lowmem_ft.foundation.units import counted
+from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.models.hf_config import max_positions, vocab_size
 from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.system.launch_variables import is_main_process
 from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.distributed.data_agreement import refuse_other_data
@@ -27,7 +28,6 @@ from lowmem_ft.training.distributed.launched_gpus import expected_gpu
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
 from lowmem_ft.training.run.run_metrics import RunMetrics
 from lowmem_ft.training.run_runtime import RunRuntime
-from lowmem_ft.upstream.tested import warn_if_untested
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard  # noqa: F401 - registers torch.ops.fsdp
 
-from lowmem_ft.memory.category import Category
+from lowmem_ft.foundation.memory.category import Category
 from lowmem_ft.virtual_gpu.recording.work import Work
 
 COLLECTIVE_LIBRARIES = frozenset({"c10d", "fsdp", "_c10d_functional"})

@@ -12,8 +12,8 @@ import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lowmem_ft.memory.category import Category
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.memory.category import Category
+from lowmem_ft.foundation.upstream.patches import wrap
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are sent together: ``bucket_cap_mb`` of torch's ``DistributedDataParallel``."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import HashStore, distributed_c10d
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.memory.category import Category
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.memory.category import Category
+from lowmem_ft.foundation.upstream.patches import wrap
 from lowmem_ft.virtual_gpu.distributed.data_parallel import data_parallel_of_one
 
 

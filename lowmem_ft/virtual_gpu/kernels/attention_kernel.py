@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_ft.upstream.attention_choice import (
+from lowmem_ft.foundation.upstream.attention_choice import (
     KERNEL_NAMES,
     Backend,
     SdpaCall,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.tensors.operator_costs import registered_cost
+from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.distributed.collectives import COLLECTIVE_LIBRARIES, bytes_copied, collective_of
 from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
 from lowmem_ft.virtual_gpu.kernels.launches import launches_of

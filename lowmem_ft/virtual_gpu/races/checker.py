@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.memory.category import Place
+from lowmem_ft.foundation.memory.race import MemoryUse, Race
 from lowmem_ft.foundation.packages import own_folder
-from lowmem_ft.memory.category import Place
-from lowmem_ft.memory.race import MemoryUse, Race
-from lowmem_ft.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.virtual_gpu.races.happens_before import Access, Conflict, Span
 from lowmem_ft.virtual_gpu.races.operands import operands, span_of, uses_of
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 _PASSED_OVER = (
-    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.upstream")),
+    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.foundation.upstream")),
     torch.__file__.removesuffix("__init__.py"),
     "<frozen",
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from lowmem_ft.memory.allocator.caching_allocator import SMALL_SIZE
+from lowmem_ft.foundation.memory.allocator.caching_allocator import SMALL_SIZE
 from lowmem_ft.virtual_gpu.races.happens_before import (
     COMPUTE,
     HOST,

@@ -23,8 +23,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
-from lowmem_ft.memory.category import Category, Phase
-from lowmem_ft.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.memory.category import Category, Phase
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from lowmem_ft.tensors.operator_costs import registered_cost
+from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.virtual_gpu.kernels.type_names import class_of
 
 aten = torch.ops.aten

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lowmem_ft.tensors.operator_costs import register_operator_cost
+from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
 
 _OF_TRITON, _OF_CUDA = "triton", "lowmem_ft_cuda"
 """Namespaces of the operators that represent launches of Triton kernels, and of kernels in compiled extensions."""

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
+from lowmem_ft.foundation.memory.allocator.block import Block
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
+from lowmem_ft.foundation.memory.timeline import Allocation
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.memory.allocator.block import Block
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator, OutOfMemory
-from lowmem_ft.memory.timeline import Allocation
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 

@@ -26,11 +26,11 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_ft.memory.category import Category, Place
-from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.tensors.gradient_sums import is_in_place_unwatched, take_as_much
-from lowmem_ft.tensors.operator_costs import registered_cost
-from lowmem_ft.tensors.storage_resizing import storage_resized_by
+from lowmem_ft.foundation.memory.category import Category, Place
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.foundation.tensors.operator_costs import registered_cost
+from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.device.host_copies import HostCopies
 from lowmem_ft.virtual_gpu.device.orderings import Orderings
 from lowmem_ft.virtual_gpu.distributed.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowmem_ft.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.virtual_gpu.recording.work import WorkLog
 
 T = TypeVar("T")

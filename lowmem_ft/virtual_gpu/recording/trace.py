@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.work import (
     BETWEEN_STEPS,
     MICRO_BATCH_BEGIN,

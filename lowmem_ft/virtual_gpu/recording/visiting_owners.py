@@ -5,7 +5,7 @@ A layer's turn is told by the modules of its allocations: without this a model i
 
 from __future__ import annotations
 
-from lowmem_ft.memory.timeline import Allocation
+from lowmem_ft.foundation.memory.timeline import Allocation
 
 
 class Tenants:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Timeline
 
 
 @dataclass(slots=True)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator
 from types import CellType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
-from lowmem_ft.upstream.import_hooks import when_any_imported
-from lowmem_ft.upstream.patches import UpstreamChangedError
+from lowmem_ft.foundation.upstream.import_hooks import when_any_imported
+from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import causal_conv1d_fn
 from lowmem_ft.virtual_gpu.recurrent.gated_delta_rule import chunk_gated_delta_rule

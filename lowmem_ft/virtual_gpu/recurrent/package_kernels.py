@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.active import active_gpu

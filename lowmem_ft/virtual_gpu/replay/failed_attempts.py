@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.limited_memory import FailedAt
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import ROUND_BEGIN, ROUND_END, Work

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowmem_ft.memory.category import Place
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.category import Place
+from lowmem_ft.foundation.memory.timeline import Timeline
 
 ON_HOST: tuple[Place, ...] = ("host", "pinned")
 """Places whose tensors count as host memory."""

@@ -7,7 +7,7 @@ import platform
 import torch
 
 import lowmem_ft
-from lowmem_ft.upstream.tested import installed_version
+from lowmem_ft.foundation.upstream.tested import installed_version
 
 LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
 """Libraries, in addition to torch, whose code a trace runs.

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.allocator.block import Block
-from lowmem_ft.memory.allocator.caching_allocator import SMALL_SIZE, CachingAllocator
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.allocator.block import Block
+from lowmem_ft.foundation.memory.allocator.caching_allocator import SMALL_SIZE, CachingAllocator
+from lowmem_ft.foundation.memory.timeline import Timeline
 
 _POOLS = ("all", "large_pool", "small_pool")
 _OF_BLOCKS = ("allocation", "allocated_bytes", "active", "active_bytes", "requested_bytes")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 

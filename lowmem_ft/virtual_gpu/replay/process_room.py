@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowmem_ft.memory.memory_estimate import ProcessRange
-from lowmem_ft.memory.uncertainty import Uncertainty
+from lowmem_ft.foundation.memory.memory_estimate import ProcessRange
+from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 
 

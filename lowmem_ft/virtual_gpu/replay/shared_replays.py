@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import Replay, Replaying, replay
-from lowmem_ft.memory.analysis import allocation_at, categories_at, peak_by_phase
-from lowmem_ft.memory.category import Category, Phase, Place
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.memory.allocator.replay import Replay, Replaying, replay
+from lowmem_ft.foundation.memory.analysis import allocation_at, categories_at, peak_by_phase
+from lowmem_ft.foundation.memory.category import Category, Phase, Place
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors
 from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step

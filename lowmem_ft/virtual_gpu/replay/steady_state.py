@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowmem_ft.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 NUM_REPETITIONS = 2

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowmem_ft.catalog.clock_rates import host_range, unmeasured_share
-from lowmem_ft.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.cpu_seconds import NO_SECONDS
-from lowmem_ft.memory.memory_estimate import (
+from lowmem_ft.foundation.catalog.clock_rates import host_range, unmeasured_share
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.cpu_seconds import NO_SECONDS
+from lowmem_ft.foundation.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
     MemoryEstimate,
@@ -20,9 +20,9 @@ from lowmem_ft.memory.memory_estimate import (
     ProcessRange,
     StepTime,
 )
-from lowmem_ft.memory.playback import Playback, StepClock
-from lowmem_ft.memory.timeline import Timeline
-from lowmem_ft.memory.uncertainty import (
+from lowmem_ft.foundation.memory.playback import Playback, StepClock
+from lowmem_ft.foundation.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.uncertainty import (
     HEAP_SHARE,
     LARGEST_IN_HEAP_BYTES,
     uncertainty_on_cpu,
@@ -125,7 +125,8 @@ def estimate_on_gpu(
 
     Returns:
         The estimate. It fits if no request fails and the upper end of the process's range stays within the budget (see
-        ``memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would have needed.
+        ``foundation/memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would
+        have needed.
     """
     replays = replays or Replays(trace, surroundings.allocator)
     room = ProcessRoom(
@@ -199,7 +200,7 @@ def estimate_on_cpu(
 
     Returns:
         The estimate; what the heap keeps of freed tensors counts as reserved. It has the work of a step, and no
-        seconds, which ``memory/cpu_seconds.py`` adds where a step was timed on the processor.
+        seconds, which ``foundation/memory/cpu_seconds.py`` adds where a step was timed on the processor.
     """
     allocated = list(trace.timeline.live_bytes())
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]

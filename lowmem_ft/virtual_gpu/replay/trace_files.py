@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.memory.timeline import Allocation, Event, Timeline
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
+from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import GrowingSize, GrowingWork, Repetition

@@ -14,9 +14,9 @@ from types import CodeType, FunctionType
 from typing import Any
 
 from lowmem_ft.foundation.devices import is_virtual
+from lowmem_ft.foundation.upstream.import_hooks import when_any_imported, when_imported, wrap_when_imported
+from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
-from lowmem_ft.upstream.import_hooks import when_any_imported, when_imported, wrap_when_imported
-from lowmem_ft.upstream.patches import existing, replace, wrap
 from lowmem_ft.virtual_gpu.triton.triton_driver import VirtualDriver, benchmark
 from lowmem_ft.virtual_gpu.triton.triton_kernels import launch, tensors_of
 from lowmem_ft.virtual_gpu.triton.triton_stand_in import importable

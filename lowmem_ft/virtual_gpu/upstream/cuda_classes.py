@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.upstream.patches import replace, wrap
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
-from lowmem_ft.upstream.patches import replace, wrap
 from lowmem_ft.virtual_gpu.device.device_index import device_index
 from lowmem_ft.virtual_gpu.device.streams import VirtualEvent, VirtualStream
 from lowmem_ft.virtual_gpu.kernels.type_names import TYPE_NAMES

@@ -22,8 +22,8 @@ from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.upstream.patches import existing, loaded_module, replace, wrap
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
-from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
 from lowmem_ft.virtual_gpu.active import active_gpu
 from lowmem_ft.virtual_gpu.device.device import VirtualBackend
 from lowmem_ft.virtual_gpu.device.device_index import device_index
@@ -52,7 +52,7 @@ NCCL_VERSION = (2, 27, 3)
 """Version that ``torch.cuda.nccl.version()`` returns: that of torch 2.9 and later."""
 
 _OURS = ("stands_for", "register_host_memory", "host_may_use")
-"""Attributes that CUDA lacks: for foundation/devices.py, host/pinned_memory.py, streamed weights."""
+"""Attributes that CUDA lacks: for foundation/devices.py, foundation/host/pinned_memory.py, streamed weights."""
 
 _REMEMBER_ANSWERS = ("transformers.utils.import_utils", "accelerate.utils.imports")
 """Modules that check once whether there is a GPU, and cache the answer."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.foundation.upstream.patches import replace
 
 _HANDLES = (
     "It has no driver to hand out addresses: leave out what calls the CUDA runtime or its libraries itself."

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
-from lowmem_ft.upstream.patches import existing, replace, wrap
+from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.integrations import moe
 
 from lowmem_ft.foundation.devices import compute_capability, is_virtual
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.upstream.patches import wrap
 
 _AMPERE = (8, 0)
 

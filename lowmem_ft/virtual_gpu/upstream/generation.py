@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from lowmem_ft.upstream.patches import existing, loaded_module, wrap
+from lowmem_ft.foundation.upstream.patches import existing, loaded_module, wrap
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch.autograd.function import BackwardCFunction, Function
 from torch.autograd.graph import saved_tensors_hooks
 
-from lowmem_ft.upstream.patches import wrap
+from lowmem_ft.foundation.upstream.patches import wrap
 
 Kind = Literal["pass", "hook", "dispatch", "bitsandbytes"]
 OPERATORS: dict[Kind, float] = {"pass": 3.0, "hook": 1.2, "dispatch": 1.6, "bitsandbytes": 1.3}

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd.grad_mode import inference_mode
 
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.foundation.upstream.patches import replace
 
 
 def inference_mode_as_no_grad(undo: contextlib.ExitStack) -> None:

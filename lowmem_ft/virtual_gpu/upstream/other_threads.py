@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.patches import replace
+from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.virtual_gpu.values.questions import asking_line
 
 _QUESTIONS = frozenset({torch.ops.prim.device.default, torch.ops.aten.is_pinned.default})

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.devices import is_virtual
-from lowmem_ft.upstream.import_hooks import when_imported, wrap_when_imported
-from lowmem_ft.upstream.patches import existing, replace, wrap
-from lowmem_ft.upstream.tested import is_before
+from lowmem_ft.foundation.upstream.import_hooks import when_imported, wrap_when_imported
+from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
+from lowmem_ft.foundation.upstream.tested import is_before
 from lowmem_ft.virtual_gpu.triton.triton_stand_in import Kernel, cdiv
 
 _KERNELS = {

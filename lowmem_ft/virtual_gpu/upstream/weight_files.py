@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.upstream.patches import existing, loaded_module, replace, wrap
+from lowmem_ft.foundation.upstream.patches import existing, loaded_module, replace, wrap
 
 _IN_THIS_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Environment variable that makes transformers read weights in the calling thread, where the trace sees it."""

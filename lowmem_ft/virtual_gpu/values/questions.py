@@ -37,7 +37,7 @@ _LIBRARIES = (
     "<frozen",
 )
 _MACHINERY = (
-    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.upstream")),
+    *map(own_folder, ("lowmem_ft.virtual_gpu", "lowmem_ft.foundation.upstream")),
     *(_TORCH + "_compile.py", _TORCH + "_ops.py", _TORCH + "_dynamo" + os.sep),
 )
 _MODES = frozenset({"__torch_dispatch__", "__torch_function__"})

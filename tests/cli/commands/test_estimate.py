@@ -17,16 +17,22 @@ import pytest
 from processes import LIMIT_SECONDS
 from rich.console import Console
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.cli import main
-from lowmem_ft.estimator.fitting_recipe import ShippedRecipe
-from lowmem_ft.estimator.method_estimates import MethodEstimate
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
+from lowmem_ft.foundation.memory.memory_estimate import (
+    BudgetVerdict,
+    DeviceLimit,
+    MemoryEstimate,
+    ModelSize,
+    StepTime,
+)
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE, kernel_packages_left_out
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
+from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
@@ -124,9 +130,9 @@ class FakeEstimator:
 def estimator(monkeypatch: pytest.MonkeyPatch):
     fake = FakeEstimator()
     for asked in ("estimate_memory", "estimate_on_gpus", "estimate_methods"):
-        monkeypatch.setattr(f"lowmem_ft.estimator.{asked}", getattr(fake, asked))
-    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", fake.estimate_changed)
-    monkeypatch.setattr("lowmem_ft.catalog.gpu_catalog.load_gpus", lambda: GPUS)
+        monkeypatch.setattr(f"lowmem_ft.planning.estimator.{asked}", getattr(fake, asked))
+    monkeypatch.setattr("lowmem_ft.planning.estimator.changes.estimate_memory", fake.estimate_changed)
+    monkeypatch.setattr("lowmem_ft.foundation.catalog.gpu_catalog.load_gpus", lambda: GPUS)
     monkeypatch.setattr("lowmem_ft.recipe.rules.path_checks.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level
@@ -278,7 +284,7 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
             settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
         )
 
-    monkeypatch.setattr("lowmem_ft.estimator.fitting_recipe.shipped_recipe_that_fits", fits)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.fitting_recipe.shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
     assert "A shipped recipe fits on small, with its own rows and steps" in " ".join(out.split())
@@ -357,7 +363,7 @@ def test_ctrl_c_before_the_first_estimate_of_the_search_keeps_the_verdict(estima
     def interrupted(recipe, gpu):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowmem_ft.planner.outlook.outlook_for", interrupted)
+    monkeypatch.setattr("lowmem_ft.planning.planner.outlook.outlook_for", interrupted)
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
     changes = json.loads(capsys.readouterr().out)["changes"]
     assert changes == {"fitting": [], "all_together": None, "complete": False}
@@ -378,7 +384,7 @@ def test_ctrl_c_in_a_finalizer_of_the_search_is_not_lost(estimator, capsys, monk
             Pressed()
         return plain(*arguments, **keywords)
 
-    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", pressed_once)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.changes.estimate_memory", pressed_once)
     before = signal.getsignal(signal.SIGINT)
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
     assert json.loads(capsys.readouterr().out)["changes"]["complete"] is False
@@ -394,7 +400,7 @@ def test_the_verdict_is_said_before_the_search_begins(estimator, capsys, monkeyp
         heard.append(capsys.readouterr().out)
         return plain(*arguments, **keywords)
 
-    monkeypatch.setattr("lowmem_ft.estimator.changes.estimate_memory", listens)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.changes.estimate_memory", listens)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     assert heard[0].startswith("a-model does not fit on small: 12.0 GiB over\n")
 
@@ -464,7 +470,7 @@ def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
     timeline.malloc(Allocation(size_bytes=GIB, category="parameter", phase="load"))
     plain = estimator.estimate_memory
     monkeypatch.setattr(
-        "lowmem_ft.estimator.estimate_memory",
+        "lowmem_ft.planning.estimator.estimate_memory",
         lambda *arguments, **keywords: dataclasses.replace(plain(*arguments), timeline=timeline),
     )
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"

@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
 from lowmem_ft.cli import main
 from lowmem_ft.cli.commands import plan as cli_plan
-from lowmem_ft.estimator.device_target import limits
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
-from lowmem_ft.planner import plan_target
+from lowmem_ft.planning.estimator.device_target import limits
+from lowmem_ft.planning.planner import plan_target
 from lowmem_ft.recipe import load_recipe
 
 KEEP = (

@@ -12,8 +12,8 @@ import pytest
 from drawings import Page
 from rich.console import Console
 
-from lowmem_ft.catalog.gpu_catalog import load_gpus
 from lowmem_ft.cli import COMMANDS, main
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.next_steps import next_steps
 from lowmem_ft.reports.run_record import RunRecord

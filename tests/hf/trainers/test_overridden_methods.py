@@ -10,9 +10,9 @@ from attached_trainers import IN_ONE_BATCH, attached_trainer, problems_of, train
 from transformers import Trainer, TrainerCallback
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.upstream.tested import is_before
 from lowmem_ft.hf.trainers.overridden_methods import REFUSED, REFUSED_MOMENTS
 from lowmem_ft.recipe.trainers.trainer_kinds import KINDS
-from lowmem_ft.upstream.tested import is_before
 
 
 def _names(*lines: str) -> frozenset[str]:

@@ -15,6 +15,8 @@ import bitsandbytes
 from safetensors.torch import load_file, save_file
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.tensors.logical_size import is_packed
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.checkpoint_files import LazyWeight
 from lowmem_ft.models.files.shard_files import MODEL, CutTensor, Part, ShardWriter
@@ -23,8 +25,6 @@ from lowmem_ft.models.loading import load_model
 from lowmem_ft.models.quantizing import int8_experts, packed_experts
 from lowmem_ft.models.quantizing.nf4_experts import unpack
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
-from lowmem_ft.tensors.logical_size import is_packed
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 NUM_EXPERTS, HIDDEN = 5, 64
 SIZES = {

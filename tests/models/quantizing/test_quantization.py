@@ -14,10 +14,10 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 pytest.importorskip("bitsandbytes")
 
 from lowmem_ft.foundation.errors import MissingPackageError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 CPU = torch.device("cpu")
 IDS = torch.arange(40).view(2, 20)

@@ -17,6 +17,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.tensors.logical_size import logical_numel
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import refuse_unfit
 from lowmem_ft.models.hf_config import load_model_config
@@ -26,7 +27,6 @@ from lowmem_ft.recipe.rules.memory_rules import packed_base_is_frozen_and_whole
 from lowmem_ft.recipe.tree import Recipe
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.tensors.logical_size import logical_numel
 
 IDS = torch.arange(40).view(2, 20)
 TYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation import packages
+from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.triton.triton_availability import uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import rule_in_kernel
 from lowmem_ft.optimizers.updates.adamw import AdamW
-from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 GPU = torch.device("cuda", 0)
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.1}

@@ -10,12 +10,12 @@ from sweeps import few_quick
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
 from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
-from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") != "1",

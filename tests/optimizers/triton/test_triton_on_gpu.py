@@ -7,8 +7,8 @@ import torch
 from devices_to_test_on import running_on
 from torch import nn
 
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.tensors.gradient_slice import GradientSlice
 
 pytestmark = pytest.mark.gpu
 

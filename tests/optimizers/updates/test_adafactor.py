@@ -5,10 +5,10 @@ import torch
 from torch import nn
 from transformers.optimization import Adafactor as TransformersAdafactor
 
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.adafactor import Adafactor
-from lowmem_ft.tensors.gradient_slice import GradientSlice
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 SHAPES = [(100, 37), (7,), (513,), (4, 10, 30), (1, 300), (300, 1)]
 """Matrices, vectors, and a stack of matrices as mixtures of experts have them."""

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu, split_count
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 from lowmem_ft.recipe.shipped.recipes_by_gpu import made_for

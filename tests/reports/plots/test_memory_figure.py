@@ -6,11 +6,11 @@ import itertools
 import numpy as np
 import pytest
 
-from lowmem_ft.estimator import estimate_memory
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.memory.memory_estimate import DeviceLimit
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.memory.memory_estimate import DeviceLimit
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.plots.memory_figure import memory_figure
 from lowmem_ft.reports.plots.memory_moments import moments_of, thinned

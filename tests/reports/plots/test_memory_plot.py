@@ -10,8 +10,8 @@ import pytest
 from drawings import Page, elements
 
 from lowmem_ft.foundation.errors import MissingPackageError, UserError
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.units import MIB, format_bytes
-from lowmem_ft.memory.timeline import Allocation, Timeline
 from lowmem_ft.reports.plots.memory_plot import check_plot_path, write_plot
 
 

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from drawings import check_readable, elements, words
 
+from lowmem_ft.foundation.memory.memory_estimate import DeviceLimit
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
-from lowmem_ft.memory.memory_estimate import DeviceLimit
 from lowmem_ft.reports.plots.figure import Band, Limit
 from lowmem_ft.reports.plots.memory_figure import memory_figure
 from lowmem_ft.reports.plots.memory_svg import memory_svg

@@ -26,18 +26,18 @@ from ground_truth.copy_cases import CopyCase, in_small_pieces, make_model
 from torch import Tensor
 
 from lowmem_ft import VirtualGPU
-from lowmem_ft.estimator.traces.tracing import trace_layers
 from lowmem_ft.foundation.errors import RaceError
-from lowmem_ft.host.copy_engine import PutOffCopy
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.copy_engine import PutOffCopy
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.planning.estimator.traces.tracing import trace_layers
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.races import checker
 from lowmem_ft.virtual_gpu.races.happens_before import Clock, Span
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
 from lowmem_ft.virtual_gpu.values.questions import Questions
 
-ENGINE = "host/copy_engine.py"
+ENGINE = "foundation/host/copy_engine.py"
 GPU = "rtx-4090"
 
 Site = str

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.host.copy_engine import CopyEngine, CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.host.side_stream import SideStream
+from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.side_stream import SideStream
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.techniques.offload.activation_offload import OffloadPool

@@ -10,13 +10,13 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.accumulation.vertical_accumulation import (
     check_vertical_accumulation,
     enable_vertical_accumulation,
 )
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 MICRO_BATCHES, ROWS, TOKENS = 3, 2, 16
 TOLERANCE = 1e-6  # of the largest gradient: fp32 sums in another order

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DbrxConfig, GptOssConfig, LlamaConfig, Qwen3MoeConfig
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.upstream.grouped_experts import weights_of
 from lowmem_ft.models.quantizing.nf4_experts import unpack
 from lowmem_ft.models.quantizing.packed_experts import PackedExperts, fused_experts
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.tensors.storage_tracker import StorageTracker
-from lowmem_ft.upstream.grouped_experts import weights_of
 
 NUM_EXPERTS = 6
 EXPERTS = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")

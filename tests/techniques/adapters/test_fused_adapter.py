@@ -11,6 +11,7 @@ from tiny_models import tiny_llama
 
 pytest.importorskip("peft")
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
@@ -19,7 +20,6 @@ from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 LAYERS, HIDDEN, RANK, TOKENS = 2, 32, 4, 40
 IDS = torch.arange(TOKENS).view(2, 20)

@@ -19,6 +19,7 @@ pytest.importorskip("peft")
 import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter, merge_adapter
@@ -26,7 +27,6 @@ from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 LAYERS, HIDDEN, RANK = 2, 32, 4
 IDS = torch.arange(40).view(2, 20)

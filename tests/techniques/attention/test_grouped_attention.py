@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers as hf
 
+from lowmem_ft.foundation.upstream import attention_choice
 from lowmem_ft.techniques.attention import grouped_attention
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.techniques.attention.grouped_attention import REPEATED_HEADS, register_repeated_heads
 from lowmem_ft.techniques.attention.varlen_attention import register_varlen_attention
-from lowmem_ft.upstream import attention_choice
 from lowmem_ft.virtual_gpu import VirtualGPU
 from tests.tiny_models import FAMILY_SIZES, model_of
 

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.checkpointing.selective_checkpointing import KeepAttentionOutputs
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32
 HEADS = 4

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.adapters.config import AdapterConfig
@@ -20,7 +21,6 @@ from lowmem_ft.techniques.adapters.lora import enable_lora
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_recomputed_activations
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 CPU = torch.device("cpu")
 RECOMPUTE = CheckpointingConfig(mlp_activation="recompute")

@@ -23,10 +23,10 @@ KEPT = """
 import gc, json, os, sys, torch, torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import LlamaConfig, LlamaForCausalLM
-from lowmem_ft.host.pinned_memory import HostMemory
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OptimizerConfig, create_optimizer
-from lowmem_ft.tensors.local_shards import local_part
+from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.distributed.config import DistributedConfig
 from lowmem_ft.techniques.loss.config import LossConfig

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.gradients import norm as module
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm, norm_in_float32
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 
 def parameters(dtype, *shapes):

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 OUT, IN = 24, 16
 TOKENS_THAT_WAIT = OUT * IN * 4 // ((OUT + IN) * 2)

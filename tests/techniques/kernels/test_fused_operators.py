@@ -21,7 +21,7 @@ pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this syste
 from transcribed_liger import LAUNCHES, TRANSCRIPTIONS, transcribed_kernels
 
 from lowmem_ft.foundation.errors import MissingPackageError, ModelError, UserError
-from lowmem_ft.host import HostMemory
+from lowmem_ft.foundation.host import HostMemory
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora

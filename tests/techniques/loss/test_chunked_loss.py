@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM
 from transformers import modeling_flash_attention_utils as flash_attention
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
 from lowmem_ft.techniques.tiling.config import TilingConfig
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 GPU = torch.device("cuda", 0)
 VOCABULARY = FAMILY_SIZES["vocab_size"]

@@ -8,9 +8,9 @@ from sweeps import few_quick
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 
 N, H, V = 37, 64, 50
 

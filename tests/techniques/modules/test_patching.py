@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 
 from lowmem_ft.foundation.errors import DoesNotFitError
-from lowmem_ft.host import pinned_memory
-from lowmem_ft.host.pinned_memory import PAGE_BYTES, HostMemory
+from lowmem_ft.foundation.host import pinned_memory
+from lowmem_ft.foundation.host.pinned_memory import PAGE_BYTES, HostMemory
+from lowmem_ft.foundation.system.host_limits import HostLimit
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import OPTIMIZERS, OptimizerConfig, create_optimizer
-from lowmem_ft.system.host_limits import HostLimit
 from lowmem_ft.techniques.offload import optimizer_offload
 from lowmem_ft.techniques.offload.optimizer_offload import NUM_SLOTS, HostStorage, enable_optimizer_offload
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 

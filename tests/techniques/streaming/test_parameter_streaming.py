@@ -14,8 +14,9 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError, UserError
-from lowmem_ft.host.copy_engine import CopyEvent
-from lowmem_ft.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.host.copy_engine import CopyEvent
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
@@ -24,7 +25,6 @@ from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.parameter_streaming import enable_parameter_streaming
 from lowmem_ft.techniques.tiling.config import TilingConfig
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 VOCABULARY, HIDDEN = FAMILY_SIZES["vocab_size"], FAMILY_SIZES["hidden_size"]

@@ -8,14 +8,14 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, PartialState
 
-from lowmem_ft.budget import Budget
-from lowmem_ft.catalog.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
-from lowmem_ft.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.foundation.catalog.context_overhead import BITSANDBYTES_BYTES, NCCL_BYTES_OF_TWO
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.system.host_limits import HostLimit
+from lowmem_ft.foundation.system.memory_meter import MemoryReading
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.system.host_limits import HostLimit
-from lowmem_ft.system.memory_meter import MemoryReading
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap

@@ -11,10 +11,10 @@ from batches import batch_of
 from sweeps import few_quick
 from tiny_models import TINY
 
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.out_of_memory import retry

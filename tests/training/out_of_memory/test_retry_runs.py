@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from lowmem_ft.foundation import out_of_memory_errors
 from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted, UserError
+from lowmem_ft.foundation.tensors.live_tensors import live_tensors
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.tensors.live_tensors import live_tensors
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress

@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
-from lowmem_ft.system import signals
-from lowmem_ft.system.signals import Interruption
+from lowmem_ft.foundation.system import signals
+from lowmem_ft.foundation.system.signals import Interruption
 from lowmem_ft.training import loop
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
 from lowmem_ft.training.callbacks.callbacks import FAIL

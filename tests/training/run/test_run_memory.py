@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.catalog.timed_steps import timed_steps, with_seconds_here
-from lowmem_ft.estimator.run_host_memory import process_bytes_on_cpu
+from lowmem_ft.foundation.catalog.timed_steps import timed_steps, with_seconds_here
 from lowmem_ft.foundation.errors import Interrupted
+from lowmem_ft.foundation.memory.comparison import Peaks, compared, estimated_peaks
+from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
-from lowmem_ft.memory.comparison import Peaks, compared, estimated_peaks
+from lowmem_ft.planning.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.system.phase_peaks import PhasePeaks
 from lowmem_ft.training import loop
 from lowmem_ft.training.callbacks.callbacks import CONTINUE
 from lowmem_ft.training.loop import train
@@ -116,7 +116,7 @@ def test_a_run_that_takes_more_steps_has_measured_them(tiny, tmp_path):
 
 
 def test_no_phase_is_above_the_peak(monkeypatch):
-    monkeypatch.setattr("lowmem_ft.system.phase_peaks.phase_peak_bytes", lambda device: 10**15)
+    monkeypatch.setattr("lowmem_ft.foundation.system.phase_peaks.phase_peak_bytes", lambda device: 10**15)
     peaks = PhasePeaks(torch.device("cpu"))
     with peaks.during("step"):
         pass

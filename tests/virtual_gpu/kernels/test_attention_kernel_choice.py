@@ -5,8 +5,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.upstream.attention_choice import SdpaCall, choose_sdpa
-from lowmem_ft.upstream.torch_version import TORCH_VERSION
+from lowmem_ft.foundation.upstream.attention_choice import SdpaCall, choose_sdpa
+from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
 
 VOLTA, TURING, AMPERE, RTX_3090, ADA, HOPPER, BLACKWELL, RTX_5090 = (
     (7, 0),

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.tensors.storage_tracker import StorageTracker
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels import autocast
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from lowmem_ft.catalog.context_overhead import process_overhead_bytes
-from lowmem_ft.catalog.gpu_spec import Gpu
-from lowmem_ft.upstream.torch_version import TORCH_VERSION
+from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import (
     _cublaslt_workspace_bytes,

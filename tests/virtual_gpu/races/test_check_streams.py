@@ -10,7 +10,7 @@ from foreign_frames import call_in
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import RaceError
-from lowmem_ft.upstream import patches
+from lowmem_ft.foundation.upstream import patches
 from lowmem_ft.virtual_gpu.device import registration
 from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
 

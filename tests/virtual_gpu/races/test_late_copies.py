@@ -12,8 +12,8 @@ from torch.overrides import TorchFunctionMode
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import RaceError
-from lowmem_ft.host import copy_engine
-from lowmem_ft.host.copy_engine import CopyEngine
+from lowmem_ft.foundation.host import copy_engine
+from lowmem_ft.foundation.host.copy_engine import CopyEngine
 
 
 def computing_with_what_a_copy_brings(engine, host, here, waits):

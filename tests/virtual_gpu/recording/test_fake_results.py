@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen
 
-from lowmem_ft.tensors.operator_costs import register_operator_cost
+from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording import fake_results
 from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults

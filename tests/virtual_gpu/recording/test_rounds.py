@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog

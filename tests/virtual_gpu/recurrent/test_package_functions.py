@@ -13,9 +13,9 @@ from tiny_models import model_of
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
-from lowmem_ft.upstream.patches import UpstreamChangedError
+from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recurrent import package_functions
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine

@@ -1,7 +1,7 @@
-from lowmem_ft.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.memory.allocator.replay import replay
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.memory.allocator.replay import replay
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, WorkLog
 from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step

@@ -7,14 +7,14 @@ import importlib.util
 
 import pytest
 
-from lowmem_ft.catalog.clock_rates import unmeasured_share
-from lowmem_ft.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.clock_rates import unmeasured_share
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEstimate, ModelSize
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
-from lowmem_ft.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.memory.memory_estimate import BudgetVerdict, MemoryEstimate, ModelSize
-from lowmem_ft.memory.timeline import Allocation, Timeline
-from lowmem_ft.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work

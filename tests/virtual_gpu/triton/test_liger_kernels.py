@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lowmem_ft.memory.race import RaceError
+from lowmem_ft.foundation.memory.race import RaceError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 triton = pytest.importorskip("triton", reason="there is no Triton for this system")

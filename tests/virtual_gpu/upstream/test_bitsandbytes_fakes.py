@@ -13,11 +13,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 from transformers.integrations import replace_with_bnb_linear
 
-from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.tensors.logical_size import logical_numel
+from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.table import Bitsandbytes
 from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit
-from lowmem_ft.tensors.logical_size import logical_numel
-from lowmem_ft.tensors.storage_tracker import StorageTracker
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import MOST_OUTLIER_COLUMNS
 
@@ -122,7 +122,7 @@ def test_nothing_of_it_stays_behind():
 
 IMPORT_WITHIN = """
 import importlib.util, sys, torch
-from lowmem_ft.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 with VirtualGPU(find_gpu("a100-80gb")) as gpu:
     assert importlib.util.find_spec("bitsandbytes") is not None

@@ -4,7 +4,7 @@ import pytest
 import torch
 from trl.trainer import utils
 
-from lowmem_ft.upstream.tested import is_before
+from lowmem_ft.foundation.upstream.tested import is_before
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
-from lowmem_ft.upstream import patches
+from lowmem_ft.foundation.upstream import patches
 from lowmem_ft.virtual_gpu.device import registration
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.values import questions

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.host.pinned_memory import PAGE_BYTES
-from lowmem_ft.memory.timeline import Allocation, Event, Timeline
+from lowmem_ft.foundation.host.pinned_memory import PAGE_BYTES
+from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import (

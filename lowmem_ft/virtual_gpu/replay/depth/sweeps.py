@@ -12,7 +12,7 @@ from itertools import accumulate
 import numpy as np
 from numpy.typing import NDArray
 
-from lowmem_ft.memory.timeline import Allocation
+from lowmem_ft.foundation.memory.timeline import Allocation
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 
 Integers = NDArray[np.int64]

@@ -1,10 +1,10 @@
 """Time that a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
 A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link, each
-at the share of the published rate that its architecture reaches (``catalog/clock_rates.json``). An operator that runs
-several kernels costs the host a launch each; a Triton kernel's launch keeps it as long as several operators, and so
-does Python between operators (``upstream/host_python.py``). The log is recorded once and replayed for every GPU. A
-round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
+at the share of the published rate that its architecture reaches (``foundation/catalog/clock_rates.json``). An operator
+that runs several kernels costs the host a launch each; a Triton kernel's launch keeps it as long as several operators,
+and so does Python between operators (``upstream/host_python.py``). The log is recorded once and replayed for every GPU.
+A round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
 ``logged_rounds.py`` says how exact that is.
 """
 
@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from lowmem_ft.catalog.clock_rates import ClockRates
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.clock_rates import ClockRates
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.replay.timing.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lowmem_ft.memory.step_work import StepWork
+from lowmem_ft.foundation.memory.step_work import StepWork
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import Work
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 
 PCIE_LANE_BYTES_PER_SECOND = {3: 0.985e9, 4: 1.969e9, 5: 3.938e9, 6: 7.563e9}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from lowmem_ft.memory.playback import StepClock
+from lowmem_ft.foundation.memory.playback import StepClock
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
 

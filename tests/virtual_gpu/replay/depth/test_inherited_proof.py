@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from lowmem_ft.memory.category import Phase
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.memory.category import Phase
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, Work, WorkLog
 from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of

@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 import torch
 
-from lowmem_ft.catalog.clock_rates import rates_of_estimates
-from lowmem_ft.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.clock_rates import rates_of_estimates
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate, matmul_rate
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine

@@ -3,8 +3,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lowmem_ft.memory.memory_estimate import ModelSize
-from lowmem_ft.memory.timeline import Allocation, Timeline
+from lowmem_ft.foundation.memory.memory_estimate import ModelSize
+from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.work import (
     BETWEEN_STEPS,

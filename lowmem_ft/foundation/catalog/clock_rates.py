@@ -1,0 +1,154 @@
+"""Shares of a GPU's published rates that programs reach, by architecture: data of ``clock_rates.json``.
+
+Each entry has the numbers that differ from those before it, with the source of each; the first is the default, others
+hold for a compute capability or for the GPUs that they name, and the last that applies wins.
+
+Numbers of the host are those of the machine that an entry's runs were timed on. They say nothing of the GPU, and
+nothing of the machine in which a reader will rent one: by them, a B200's publisher had a host that issues operators
+three times as fast as an L40S's. Estimates therefore assume one host for all GPUs (:func:`reference_host`); only where
+timed runs are predicted does each have its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib import resources
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClockRates:
+    """The shares and seconds that a GPU and its host reach.
+
+    Args:
+        products: share of the dense peak that matrix products reach.
+        attention: share of the dense peak that fused attention kernels reach.
+        bandwidth: share of the memory's bandwidth that other kernels reach.
+        host_link: share of the host link's rate after line coding that copies from pinned memory reach.
+        operator_seconds: seconds on the host for an operator in eager mode: Python, dispatcher, autograd and launch.
+        launch_seconds: seconds on the host for each further kernel of an operator.
+        triton_launch: operators that keep the host as long as what a Triton kernel's launch takes longer than an
+            operator.
+        seconds_share: relative distance of a run's seconds from the clock's, either way.
+        measured_shares: for each kind of work, the largest share of the seconds that it had in a run behind this range.
+        num_rows: published training runs behind the numbers that are fitted; 0: the numbers are microbenchmarks'.
+    """
+
+    products: float
+    attention: float
+    bandwidth: float
+    host_link: float
+    operator_seconds: float
+    launch_seconds: float
+    triton_launch: float
+    seconds_share: float
+    measured_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
+    num_rows: int = 0
+
+    def unlike_measured(self, shares: Mapping[str, float]) -> tuple[str, ...]:
+        """Return the kinds of work of which a step has more than any run that its range is from.
+
+        Args:
+            shares: shares of the step's seconds by kind of work.
+        """
+        if self.seconds_share >= unmeasured_share():  # as wide as it would become
+            return ()
+        return tuple(
+            kind for kind, share in shares.items() if share > self.measured_shares.get(kind, 0.0) + _AS_MUCH
+        )
+
+
+_AS_MUCH = 0.1
+"""Share of a step by which it may have more of a kind of work than a timed run, and is still like it."""
+
+NUMBERS = tuple(each.name for each in dataclasses.fields(ClockRates))
+
+HOST_NUMBERS = ("operator_seconds", "launch_seconds", "triton_launch")
+"""The numbers that belong to the host."""
+
+
+def clock_rates(
+    gpu: str = "",
+    compute_capability: tuple[int, int] | None = None,
+    entries: Sequence[Mapping[str, Any]] | None = None,
+) -> ClockRates:
+    """Return the rates of a GPU in the machine that its numbers are from.
+
+    Args:
+        gpu: its name in the catalogue.
+        compute_capability: its architecture; without both, the default comes back.
+        entries: what to read instead of the file.
+    """
+    architecture = "" if compute_capability is None else "{}.{}".format(*compute_capability)
+    numbers: dict[str, Any] = {}
+    for entry in rate_entries() if entries is None else entries:
+        if (
+            _is_default(entry)
+            or gpu in entry.get("gpus", ())
+            or entry.get("compute_capability") == architecture
+        ):
+            numbers.update({name: entry[name] for name in NUMBERS if name in entry})
+    return ClockRates(**numbers)
+
+
+def rates_of_estimates(gpu: str = "", compute_capability: tuple[int, int] | None = None) -> ClockRates:
+    """Return the rates of a GPU in a machine with the reference host; arguments as for :func:`clock_rates`."""
+    return dataclasses.replace(clock_rates(gpu, compute_capability), **reference_host())
+
+
+def unmeasured_share() -> float:
+    """Return the range of seconds where no run like it was timed, which is the default's."""
+    return clock_rates().seconds_share
+
+
+def reference_host(entries: Sequence[Mapping[str, Any]] | None = None) -> dict[str, float]:
+    """Return the numbers of the host that estimates assume: of the known hosts, the one in the middle.
+
+    Known are the hosts of the microbenchmarks, which are the default, and of each entry that is fitted to timed runs
+    and has an ``operator_seconds`` of its own: where kernels outlast their launches, runs tell nothing of their host.
+    Each counts once, however many rows its publisher timed, since those are of one machine. The middle one, and no
+    mean, is taken whole: how long an operator and a launch take were fitted to the same runs.
+
+    Args:
+        entries: as for :func:`clock_rates`.
+    """
+    hosts = _known_hosts(entries)
+    middle = statistics.median_low(host["operator_seconds"] for host in hosts)
+    host = next(host for host in hosts if host["operator_seconds"] == middle)
+    return {name: host[name] for name in HOST_NUMBERS}
+
+
+def host_range(entries: Sequence[Mapping[str, Any]] | None = None) -> tuple[float, float]:
+    """Return the seconds of the fastest and the slowest known host, as shares of the reference host's.
+
+    Args:
+        entries: as for :func:`clock_rates`.
+    """
+    seconds = [host["operator_seconds"] for host in _known_hosts(entries)]
+    assumed = reference_host(entries)["operator_seconds"]
+    return min(seconds) / assumed, max(seconds) / assumed
+
+
+def _known_hosts(entries: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
+    default, *others = rate_entries() if entries is None else entries
+    return [dict(default), *({**default, **entry} for entry in others if _is_fitted_host(entry))]
+
+
+def _is_fitted_host(entry: Mapping[str, Any]) -> bool:
+    return bool(entry.get("fitted")) and "operator_seconds" in entry
+
+
+@functools.cache
+def rate_entries() -> tuple[dict[str, Any], ...]:
+    """Return the entries of the file, the default first."""
+    file = resources.files("lowmem_ft.foundation.catalog") / "clock_rates.json"
+    return tuple(json.loads(file.read_text(encoding="utf-8")))
+
+
+def _is_default(entry: Mapping[str, Any]) -> bool:
+    return "gpus" not in entry and "compute_capability" not in entry

@@ -1,0 +1,131 @@
+"""Steps that runs took on this machine's processor, kept in the user's cache folder: its speed, for later estimates."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import platform
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lowmem_ft.foundation.memory.cpu_seconds import TimedStep, with_seconds
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.step_work import StepWork
+from lowmem_ft.foundation.system.cores import usable_cores
+from lowmem_ft.foundation.system.whole_files import whole_file
+from lowmem_ft.foundation.user_paths import kept_folder
+
+logger = logging.getLogger(__name__)
+
+FILE_NAME = "timed_steps.v1.json"
+
+MOST_KEPT = 32
+"""The most steps in the file; the oldest go first."""
+
+MOST_BYTES = 2**20
+"""The most bytes that are read: a longer file was not written here."""
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """The surroundings that a step's seconds hold for; steps of others are neither used nor deleted.
+
+    Args:
+        processor: the processor's name, with the cores that the process may use.
+        threads: threads that compute.
+        software: versions of torch and of this package.
+    """
+
+    processor: str
+    threads: int
+    software: str
+
+    @classmethod
+    def here(cls, threads: int) -> _Machine:
+        """Describe this one."""
+        software = ", ".join(f"{name} {version(name)}" for name in ("torch", "lowmem_ft"))
+        return cls(f"{_model_name()}, {usable_cores()} cores", threads, software)
+
+
+def with_seconds_here(estimate: MemoryEstimate, threads: int) -> MemoryEstimate:
+    """Return an estimate for this machine's processor with the time of a step, if one was timed here before.
+
+    Args:
+        estimate: an estimate of any device; that of a GPU stays as it is.
+        threads: threads that compute.
+    """
+    if not estimate.is_of_cpu or kept_folder() is None:
+        return estimate
+    return with_seconds(estimate, timed_steps(threads), threads)
+
+
+def timed_steps(threads: int) -> list[TimedStep]:
+    """Return the steps that were timed here with as many threads, the oldest first; none where nothing is kept."""
+    here = _Machine.here(threads)
+    return [step for machine, step in _read(_file()) if machine == here]
+
+
+def keep_timed_step(step: TimedStep, threads: int) -> None:
+    """Keep a step; it replaces one of the same work. Where the file cannot be written, a line in the log says so."""
+    file, here = _file(), _Machine.here(threads)
+    if file is None:
+        return
+    kept = [(machine, one) for machine, one in _read(file) if (machine, one.work) != (here, step.work)]
+    try:
+        _write(file, [*kept, (here, step)][-MOST_KEPT:])
+    except OSError as error:
+        logger.info("The seconds of a step are not kept in %s: %s.", file, error)
+
+
+def _file() -> Path | None:
+    folder = kept_folder()
+    return None if folder is None else folder / FILE_NAME
+
+
+def _read(file: Path | None) -> list[tuple[_Machine, TimedStep]]:
+    if file is None or not file.is_file():
+        return []
+    try:
+        with file.open("rb") as stream:
+            rows = json.loads(stream.read(MOST_BYTES))
+    except (OSError, ValueError, RecursionError) as error:
+        logger.info("The timed steps in %s cannot be read, and are not used: %s.", file, error)
+        return []
+    return list(_steps(rows if isinstance(rows, list) else []))
+
+
+def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
+    """Yield the rows that can be read."""
+    for row in rows:
+        with contextlib.suppress(ValueError, TypeError, KeyError, OverflowError):
+            work = row["work"]
+            numbers = {name: float(work[name]) for name in ("flops", "num_bytes", "num_operators")}
+            step = TimedStep(
+                work=StepWork(**numbers, dtype=str(work["dtype"]), tokens=int(work["tokens"])),
+                tokens=float(row["tokens"]),
+                seconds=float(row["seconds"]),
+                model=str(row["model"]),
+                date=str(row["date"]),
+            )
+            yield _Machine(str(row["processor"]), int(row["threads"]), str(row["software"])), step
+
+
+def _write(file: Path, steps: Iterable[tuple[_Machine, TimedStep]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = [asdict(machine) | asdict(step) for machine, step in steps]
+    with whole_file(file) as stream:
+        stream.write(json.dumps(rows, indent=1).encode())
+
+
+def _model_name() -> str:
+    """Return the processor's name as the system has it; its architecture where the system names none."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
+            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    except OSError:
+        names = []
+    return next(filter(None, names), "") or platform.processor() or platform.machine()

@@ -1,0 +1,1 @@
+"""Answers before a run: its needs by estimates and rehearsals, plans for a budget, other people's scripts."""

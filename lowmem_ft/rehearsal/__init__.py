@@ -1,7 +1,0 @@
-"""Rehearsal of a whole run before it is paid for: ``train()``'s own loop over the real data, on a virtual GPU."""
-
-from lowmem_ft.rehearsal.fix_search import Fix, FixSearch
-from lowmem_ft.rehearsal.rehearse import rehearse
-from lowmem_ft.rehearsal.result import Rehearsal
-
-__all__ = ["Fix", "FixSearch", "Rehearsal", "rehearse"]
