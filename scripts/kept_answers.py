@@ -23,8 +23,8 @@ from typing import Any
 from command_line import parser_of
 
 from lowmem_ft.cli import main as lowmem_ft
+from lowmem_ft.foundation.catalog.gpu_catalog import CPU
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.shipped.needs import CPU
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 TINY = REPOSITORY / "recipes" / "tiny"

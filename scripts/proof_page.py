@@ -25,9 +25,9 @@ from proof.formulas import FORMULAS
 from proof.picture import Panel, proof_svg
 from proof.rows import Pair, ProofRow, load_proof_rows
 
-from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_catalog import CPU, load_gpus
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.recipe.shipped.needs import CPU, needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "proof.md"

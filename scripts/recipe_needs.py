@@ -16,12 +16,13 @@ import re
 
 from command_line import parser_of
 
+from lowmem_ft.foundation.catalog.gpu_catalog import CPU
 from lowmem_ft.foundation.user_paths import recipes_folder
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.estimator.run_host_memory import build_bytes
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe import load_recipe, shipped_recipes
-from lowmem_ft.recipe.shipped.needs import CPU, NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
+from lowmem_ft.recipe.shipped.needs import NEEDS_FILE, RecipeNeeds, needs_of_shipped_recipes
 
 
 def main() -> None:

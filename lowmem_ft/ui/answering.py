@@ -21,20 +21,18 @@ if sys.platform != "win32":
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus, split_count
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-from lowmem_ft.foundation.errors import UserError, raise_together
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planning.estimator import estimate_memory, estimate_methods
 from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.estimator.longest_rows import LongestRows, longest_rows
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.planner import plan
-from lowmem_ft.recipe import Recipe, load_recipe, recipe_to_yaml
+from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.command_lines import command_line
-from lowmem_ft.recipe.gpu_count import on_gpus
-from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
-from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
-from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
-from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, recipe_of, untyped
+from lowmem_ft.recipe.request.request import Request
+from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
+from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, untyped
 from lowmem_ft.reports.costs import with_cost
 from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
 from lowmem_ft.reports.method_table import methods_on_gpus
@@ -80,28 +78,6 @@ class Asked:
         return next((value for key, _, value in named if key == "model"), None)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Settled:
-    """A recipe and its device, with the words that mean them on a command line.
-
-    Args:
-        command: ``recipe=NAME`` and settings.
-        recipe: the recipe, with its processes.
-        gpu: the GPU.
-        devices: the GPUs as ``--gpu`` takes them.
-    """
-
-    command: tuple[str, ...]
-    recipe: Recipe
-    gpu: Gpu
-    devices: str
-
-    @property
-    def words(self) -> list[str]:
-        """The words of the command that estimates it."""
-        return command_line("estimate", *self.command, gpu=self.devices)
-
-
 @functools.cache
 def _kept() -> KeptTraces:
     return KeptTraces.of_user()
@@ -117,19 +93,19 @@ def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     Raises:
         UserError: if the settings are wrong, or the GPU cannot run them.
     """
-    settled = _settled(asked, on_progress)
+    request, gpu = _settled(asked, on_progress)
     on_progress("running one step on a virtual GPU")
-    found = estimate_memory(settled.recipe, settled.gpu, kept=_kept())
+    found = estimate_memory(request.recipe, gpu, kept=_kept())
     on_progress("drawing")
     figure = memory_figure(found)
     return {
-        "values": with_cost(found, settled.gpu),
-        "command": shlex.join(settled.words),
-        "recipe": recipe_to_yaml(settled.recipe),
-        "script": _script(settled.command),
+        "values": with_cost(found, gpu),
+        "command": _command("estimate", request, gpu),
+        "recipe": recipe_to_yaml(request.recipe),
+        "script": _script(request.words),
         "verdict": text_html(headline(found)),
         "uses": [[words, size] for words, size, _ in uses(found)],
-        "facts": html_of(labelled(*facts(found, settled.gpu.cheapest_price))),
+        "facts": html_of(labelled(*facts(found, gpu.cheapest_price))),
         "timeline": {name: within_page(memory_svg(figure, width)) for name, width in DRAWN_WIDTHS.items()},
     }
 
@@ -174,7 +150,7 @@ def find_longest_rows(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     Raises:
         UserError: if the settings are wrong, or the GPU cannot run them.
     """
-    settled = _settled(asked, on_progress)
+    request, gpu = _settled(asked, on_progress)
 
     def find(extra_bytes: int) -> LongestRows:
         with_more = " with 1 GiB more" if extra_bytes else ""
@@ -184,12 +160,10 @@ def find_longest_rows(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
                 f"the length at which memory ends{with_more}: estimate {number + 1}, {tokens:,} tokens"
             )
 
-        return longest_rows(
-            settled.recipe, settled.gpu, extra_bytes=extra_bytes, kept=_kept(), on_estimate=tell
-        )
+        return longest_rows(request.recipe, gpu, extra_bytes=extra_bytes, kept=_kept(), on_estimate=tell)
 
     return {
-        "command": shlex.join(settled.words),
+        "command": _command("estimate", request, gpu),
         "now": find(0),
         "with_one_gib_more": find(GIB),
     }
@@ -205,21 +179,21 @@ def make_plan(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
     Raises:
         UserError: if the settings are wrong, or nothing runs on the GPU.
     """
-    settled = _settled(asked, on_progress)
-    recipe, name = on_gpus(recipe_of(settled.command), settled.devices, is_planned=True)
-    check_budget_of_plan(recipe, name)
+    settled, gpu = _settled(asked, on_progress)
+    request = Request.of("plan", settled.words, settled.devices or gpu.name)
+    request.check()
     found = plan(
-        recipe,
-        gpu=name,
+        request.recipe,
+        gpu=request.gpu,
         on_progress=lambda progress: on_progress(
             f"planning: {progress.estimated} of {progress.combinations:,} combinations tried"
         ),
     )
     return {
-        "command": shlex.join(command_line("plan", *settled.command, gpu=settled.devices)),
+        "command": _command("plan", request, gpu),
         "values": found.to_json(),
-        "table": html_of(plan_table(found, recipe)),
-        "train": shlex.join([*train_command(found, settled.command), "data=YOUR_DATA"]) if found.fits else "",
+        "table": html_of(plan_table(found, request.recipe)),
+        "train": shlex.join([*train_command(found, request.words), "data=YOUR_DATA"]) if found.fits else "",
         "recipe": recipe_to_yaml(found.recipe) if found.fits else "",
     }
 
@@ -266,24 +240,28 @@ def _refuse_connections(event: str, arguments: tuple[Any, ...]) -> None:
         raise PermissionError(errno.EPERM, f"the page makes no connections, got {event} {arguments[-1]!r}")
 
 
-def _settled(asked: Asked, on_progress: OnProgress) -> _Settled:
-    """Return the recipe of a question, once all that is known without a trace allows it."""
-    command = _command(asked, on_progress)
-    own = recipe_of(command)
-    gpu = _gpu_of(asked, own)
-    count = None if asked.devices is None else split_count(asked.devices)[0]
-    devices = gpu.name if count is None else f"{count}x{gpu.name}"
-    recipe, _ = on_gpus(own, devices)
-    raise_together(
-        lambda: check_model_files(recipe, architecture_only=True),
-        lambda: check_sizes_of_model(recipe),
-        lambda: check_packages(recipe),
-        lambda: check_device_of_estimate(recipe, gpu),
-    )
-    return _Settled(command=command, recipe=recipe, gpu=gpu, devices=devices)
+def _settled(asked: Asked, on_progress: OnProgress) -> tuple[Request, Gpu]:
+    """Return the question for a command with its GPU, once all that is known without a trace allows it."""
+    gpu = _gpu_of(asked)
+    devices = asked.devices or (gpu.name if gpu.name in load_gpus() else None)
+    request = Request.of("estimate", _words(asked, gpu, on_progress), devices)
+    request.check()
+    return request, gpu
 
 
-def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
+def _gpu_of(asked: Asked) -> Gpu:
+    """Return the named GPU, or the cheapest with the budget."""
+    words = asked.settings if asked.of_method else (f"recipe={asked.recipe}", *asked.settings)
+    request = Request.of("estimate", words, asked.devices)
+    if request.named_gpu is not None:
+        return request.named_gpu
+    refuse_budget_beyond_all(request.recipe)
+    gpu, _ = choose_gpu(None, request.recipe.budget, use_cpu=False)
+    assert gpu is not None, "the form has a GPU or a budget"
+    return gpu
+
+
+def _words(asked: Asked, gpu: Gpu, on_progress: OnProgress) -> tuple[str, ...]:
     """Return ``recipe=NAME`` and settings: of a method, those of its fastest recipe that fits."""
     if not asked.of_method:
         return (f"recipe={asked.recipe}", *asked.settings)
@@ -291,7 +269,6 @@ def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     own = (*asked.settings, *untyped(asked.of_method, asked.settings))
     if count not in (None, 1) and asked.method == "full":
         return (f"recipe={FULL.shared}", *own)
-    gpu = _gpu_of(asked, load_recipe(None, asked.settings))
     others = tuple(each for each in own if not each.startswith("model="))
     on_progress(f"choosing the fastest recipe of the method {asked.method} that fits")
     (found,) = _methods(asked.model or "", gpu.name, others)
@@ -300,18 +277,13 @@ def _command(asked: Asked, on_progress: OnProgress) -> tuple[str, ...]:
     return found.command
 
 
+def _command(name: str, request: Request, gpu: Gpu) -> str:
+    return shlex.join(command_line(name, *request.words, gpu=request.devices or gpu.name))
+
+
 @functools.lru_cache(maxsize=64)
 def _methods(model: str, gpu: str, settings: tuple[str, ...]) -> Sequence[Any]:
     return estimate_methods(model, [find_gpu(gpu)], settings=settings, kept=_kept())
-
-
-def _gpu_of(asked: Asked, recipe: Recipe) -> Gpu:
-    """Return the named GPU, or the cheapest with the budget."""
-    if asked.devices is not None:
-        return find_gpu(split_count(asked.devices)[1])
-    gpu, _ = choose_gpu(None, recipe.budget, use_cpu=False)
-    assert gpu is not None, "the form has a GPU or a budget"
-    return gpu
 
 
 def _script(command: Sequence[str]) -> str:

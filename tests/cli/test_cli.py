@@ -217,7 +217,7 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
 
 STOPPED = {
     "lowmem_ft.planning.preflight.train.train": ["train", "recipe=tiny"],
-    "lowmem_ft.recipe.load_recipe": ["train", "recipe=tiny"],
+    "lowmem_ft.recipe.request.request.load_recipe": ["train", "recipe=tiny"],
     "lowmem_ft.planning.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.planning.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.recipe.rules.path_checks.check_merge": ["merge", "adapter", "out"],

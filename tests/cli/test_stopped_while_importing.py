@@ -82,8 +82,8 @@ def test_a_signal_that_is_ignored_stays_so():
 def test_once_a_command_runs_it_says_what_it_leaves():
     code = """
 from lowmem_ft.__main__ import main
-import lowmem_ft.recipe, signal, sys
-lowmem_ft.recipe.load_recipe = lambda *settings: signal.raise_signal(signal.SIGINT)
+import lowmem_ft.recipe.request.request, signal, sys
+lowmem_ft.recipe.request.request.load_recipe = lambda *settings: signal.raise_signal(signal.SIGINT)
 sys.exit(main(["train", "recipe=tiny"]))
 """
     done = _run(code)

@@ -89,9 +89,9 @@ def test_the_copied_command_gives_the_same_number(asked, tmp_path, fields):
 )
 def test_a_small_model_takes_what_a_recipe_has_for_its_own(asked, fields):
     """It has fewer layers than the recipe counts, or shorter rows: neither was typed."""
-    settled = answering._settled(asked(**fields), lambda doing: None)
-    check_sizes_of_model(settled.recipe)
-    assert load_recipe(settled.command[0].removeprefix("recipe="), settled.command[1:]).fitted
+    request, _ = answering._settled(asked(**fields), lambda doing: None)
+    check_sizes_of_model(request.recipe)
+    assert load_recipe(request.recipe_name, request.settings).fitted
 
 
 def test_the_recipe_and_the_script_are_of_the_same_run(asked, tmp_path):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 
+from lowmem_ft.cli.console.asking import settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import libraries_loading
-from lowmem_ft.cli.estimating.estimate_options import file_problems, split_recipe
-from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST, raise_problems
+from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST
 from lowmem_ft.foundation.system.signals import if_stopped
 
 ROWS_SHOWN = 2
@@ -46,41 +47,29 @@ def main(arguments: list[str]) -> int:
 
 
 def _show(arguments: list[str]) -> int:
-    options, others = _parser().parse_options(arguments)
-    recipe_name, settings = split_recipe(others, "A look at the data", model_alone=False)
-    _check(options)
+    options, words = _parser().parse_options(arguments)
+    request = settled(
+        "data", words, problems=_problems(options), imports="lowmem_ft.training.run.data_inspection"
+    )
 
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_data
+    import datasets
 
-    set_up_logging()
-    recipe = load_recipe(recipe_name, settings)
-    check_paths_of_data(recipe)
+    from lowmem_ft.reports.data_table import data_table
+    from lowmem_ft.training.run.data_inspection import inspect_data_of
 
-    from lowmem_ft.data.sources.early_checks import check_small_local_data
-
-    take_over_library_logs()
-    check_small_local_data(recipe.data)
-    with libraries_loading():
-        import datasets
-
-        from lowmem_ft.reports.data_table import data_table
-        from lowmem_ft.training.run.data_inspection import inspect_data_of
-
-    take_over_library_logs()
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    found = inspect_data_of(recipe, show=options.show)
+    found = inspect_data_of(request.recipe, show=options.show)
     output = Output(options.json)
     output.add(data_table(found))
     output.write_json(found.to_json())
     return EXIT_DATA_IS_LOST if found.warnings else 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = [] if options.show >= 0 else [f"--show is at least 0, got {options.show}."]
-    raise_problems([*problems, *file_problems(options, "json")])
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    if options.show < 0:
+        yield f"--show is at least 0, got {options.show}."
+    yield from file_problems(options, "json")
 
 
 def _parser() -> Parser:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import logging
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lowmem_ft.cli.console.asking import settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
-from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
+from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_model import (
     OF_DEFAULTS,
-    check_model_alone,
     estimate_model,
     gpus_asked_for,
-    is_for_processor,
+    problems_of_model_alone,
 )
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
@@ -25,6 +24,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     FOR_THE_PROCESSOR,
     NO_SNAPSHOT_OF_CPU,
     names_script,
+    option_problems,
     own_data_of,
     parse,
 )
@@ -33,7 +33,7 @@ from lowmem_ft.cli.estimating.lengths_that_fit import (
     longest_rows_of_model,
     longest_rows_of_recipe,
 )
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_together
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems
 from lowmem_ft.foundation.system.signals import stops_remembered
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from lowmem_ft.planning.estimator.changes import Change, Changes
     from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
     from lowmem_ft.recipe import Recipe
+    from lowmem_ft.recipe.request.request import Request
 
 
 @explains_user_errors
@@ -57,70 +58,38 @@ def main(arguments: list[str]) -> int:
         from lowmem_ft.cli.estimating.estimate_script import estimate_script
 
         return estimate_script(arguments)
-    options, recipe_name, settings = parse(arguments)
+    options, words = parse(arguments)
     if options.longest_rows:
         check_one_gpu(options)
-    options.devices = None if options.gpu == ALL_GPUS else options.gpu
-    is_by_method = recipe_name is None and not is_for_processor(settings, options)
-
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_gpus
-    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
-    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
-    from lowmem_ft.recipe.shipped.fine_tuning_methods import of_model_alone
-
-    set_up_logging()
-    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report itself says what was chosen and why
-    with libraries_loading():
-        recipe = load_recipe(recipe_name, of_model_alone(settings) if is_by_method else settings)
-        if options.gpu not in (ALL_GPUS, CPU) and not is_by_method:
-            recipe, options.gpu = on_gpus(recipe, options.gpu)
-        else:
-            recipe, _ = on_gpus(recipe, None)
-        if options.gpu == ALL_GPUS and recipe.checkpointing.mode == "auto":
-            raise UserError(
-                "checkpointing.mode=auto makes a choice for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, "
-                "or set checkpointing.mode=full."
-            )
-        of_size = [lambda: check_sizes_of_model(recipe), lambda: _check_named_device(recipe, options)]
-        raise_together(
-            *([lambda: refuse_budget_beyond_all(recipe)] if options.gpu in (None, ALL_GPUS, CPU) else []),
-            lambda: check_model_files(recipe, architecture_only=True),
-            lambda: check_packages(recipe),
-            *([lambda: check_model_alone(recipe, settings, options)] if is_by_method else of_size),
-        )
-        import lowmem_ft.planning.estimator  # noqa: F401 - imports the libraries whose logs are taken over
-
-    take_over_library_logs()
-    if is_by_method:
-        gpus = gpus_asked_for(recipe, options)
+    request = settled(
+        "estimate",
+        words,
+        options.gpu,
+        problems=option_problems(options),
+        further=lambda request: _check_options(request, options),
+        imports="lowmem_ft.planning.estimator",
+    )
+    if request.is_by_method:
+        gpus = gpus_asked_for(request)
         if gpus and options.longest_rows:
-            return longest_rows_of_model(recipe, gpus[0], settings, options)
+            return longest_rows_of_model(request, gpus[0], options)
         if gpus:
-            return estimate_model(recipe, settings, gpus, options)
-        recipe = load_recipe(None, settings)
+            return estimate_model(request, gpus, options)
+        request = request.on_processor()
     if options.longest_rows:
-        return longest_rows_of_recipe(recipe, options)
-    options.is_of_defaults = recipe_name is None
-    options.asked = (*([] if recipe_name is None else [f"recipe={recipe_name}"]), *settings)
-    return (_estimate_on_all if options.gpu == ALL_GPUS else _estimate_on_one)(recipe, options)
+        return longest_rows_of_recipe(request, options)
+    return (_estimate_on_all if request.gpu == ALL_GPUS else _estimate_on_one)(request, options)
 
 
-def _check_named_device(recipe: Recipe, options: argparse.Namespace) -> None:
-    """Check what is known of a named device; only torch knows what this machine has."""
-    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
-    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
-
-    if options.gpu == CPU or (options.gpu is None and recipe.training.use_cpu):
-        if options.snapshot is not None:
-            raise UserError(NO_SNAPSHOT_OF_CPU)
-        check_device_of_estimate(recipe, None)
-    elif options.gpu not in (None, ALL_GPUS):
-        check_device_of_estimate(recipe, find_gpu(options.gpu))
+def _check_options(request: Request, options: argparse.Namespace) -> None:
+    """Refuse options that show one run, or a GPU, where the question has none."""
+    if request.is_by_method:
+        raise_problems(problems_of_model_alone(request, options))
+    elif options.snapshot is not None and request.is_of_processor:
+        raise UserError(NO_SNAPSHOT_OF_CPU)
 
 
-def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
+def _estimate_on_one(request: Request, options: argparse.Namespace) -> int:
     import torch
 
     from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
@@ -133,19 +102,20 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.reports.estimate_table import estimate_table
     from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs
 
-    target, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    recipe = request.recipe
+    target, _ = choose_gpu(request.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if target is None and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
     chosen: list[str] = []
     if recipe.checkpointing.mode == "auto":
-        recipe, words = _with_layers_chosen(recipe, options.gpu)
+        recipe, words = _with_layers_chosen(recipe, request.gpu)
         chosen.append(words)
     try:
         with progress_line(_tracing(recipe)):
-            estimate = estimate_memory(recipe, options.gpu, kept=KeptTraces.of_user())
+            estimate = estimate_memory(recipe, request.gpu, kept=KeptTraces.of_user())
             estimate = with_seconds_here(estimate, torch.get_num_threads())
     except UserError as error:
-        if target is None and options.gpu is None:
+        if target is None and request.gpu is None:
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
         raise
     estimate = dataclasses.replace(estimate, choices=(*chosen, *estimate.choices))
@@ -159,16 +129,17 @@ def _estimate_on_one(recipe: Recipe, options: argparse.Namespace) -> int:
             of_data="" if own_data is None else own_data.run_in_words(estimate, gpu, row_tokens),
         )
     )
-    output.add(OF_DEFAULTS if options.is_of_defaults else None)
-    if options.gpu is None and estimate.is_of_cpu:
+    output.add(OF_DEFAULTS if request.recipe_name is None else None)
+    if request.gpu is None and estimate.is_of_cpu:
         needs = needs_of_shipped_recipes().get(recipe.name)
         hint = (
             f" {recipe.name} is made for --gpu {needs.gpu}." if needs is not None and needs.gpu != CPU else ""
         )
         output.add(FOR_THE_PROCESSOR + hint)
     write_pictures(estimate, options, allocator_config_of_runs(target))
+    request = dataclasses.replace(request, recipe=recipe)
     return _conclude(
-        [estimate], with_cost(estimate, gpu, own_data, row_tokens), options.gpu, recipe, options, output
+        [estimate], with_cost(estimate, gpu, own_data, row_tokens), request.gpu, request, options, output
     )
 
 
@@ -186,7 +157,7 @@ def _with_layers_chosen(recipe: Recipe, gpu: str | None) -> tuple[Recipe, str]:
     return found.recipe, chosen_in_words(found)
 
 
-def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
+def _estimate_on_all(request: Request, options: argparse.Namespace) -> int:
     from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
     from lowmem_ft.foundation.memory.memory_estimate import SCHEMA, MemoryEstimate
     from lowmem_ft.planning.estimator import estimate_on_gpus, estimate_on_several
@@ -194,7 +165,7 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.reports.costs import row_tokens_of, with_cost
     from lowmem_ft.reports.gpu_table import by_cost, gpu_table, several_table
 
-    gpus, kept = load_gpus(), KeptTraces.of_user()
+    recipe, gpus, kept = request.recipe, load_gpus(), KeptTraces.of_user()
     with progress_line(_tracing(recipe)):
         results = estimate_on_gpus(recipe, list(gpus.values()), kept=kept)
     estimates = by_cost([result for result in results if isinstance(result, MemoryEstimate)], gpus)
@@ -226,14 +197,14 @@ def _estimate_on_all(recipe: Recipe, options: argparse.Namespace) -> int:
         },
         "cannot_run": [{"gpu": gpu, "reason": reason} for gpu, reason in cannot_run.items()],
     }
-    return _conclude(estimates, values, _nearest(estimates).gpu.name, recipe, options, output)
+    return _conclude(estimates, values, _nearest(estimates).gpu.name, request, options, output)
 
 
 def _conclude(
     estimates: Sequence[MemoryEstimate],
     values: dict[str, Any],
     gpu: str | None,
-    recipe: Recipe,
+    request: Request,
     options: argparse.Namespace,
     output: Output,
 ) -> int:
@@ -252,7 +223,7 @@ def _conclude(
             shipped = found
             output.add(shipped_table(found, name))
 
-        changes = _search(recipe, gpu, tell)
+        changes = _search(request.recipe, gpu, tell)
         is_hopeless = len(estimates) == 1 and changes.complete and not changes.fitting
         output.add(changes_table(changes, name))
     elif not fits:
@@ -260,7 +231,8 @@ def _conclude(
             "With --changes: search for the cheapest changes that make it fit, which takes a few minutes."
         )
     if not fits:
-        plan = way_to_a_plan(options.asked, recipe, _nearest(estimates), options.devices)
+        devices = None if request.devices == ALL_GPUS else request.devices
+        plan = way_to_a_plan(request.words, request.recipe, _nearest(estimates), devices)
         output.add(Document(plan, "See other GPUs with --gpu all." if is_hopeless else None, gap=0))
     if options.changes:
         values = {

@@ -5,24 +5,22 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from lowmem_ft.cli.console.asking import settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
+from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_options import (
-    ALL_GPUS,
     add_own_data,
     file_problems,
-    gpu_problems,
     own_data_of,
     own_data_problems,
-    split_recipe,
 )
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems, raise_together
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
     from lowmem_ft.planning.planner import MemoryPlan, PlanProgress
     from lowmem_ft.planning.planner.run_length import RunLength
     from lowmem_ft.recipe import Recipe
+    from lowmem_ft.recipe.request.request import Request
 
 _USAGE = (
     "lowmem-ft plan recipe=NAME|PATH | model=NAME [key=value ...] [--gpu NAME]\n"
@@ -62,54 +61,48 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code: 0 if the plan fits, else 3.
     """
-    parser = _parser()
-    options, others = parser.parse_options(arguments)
-    recipe_name, settings = split_recipe(others, "A plan")
-    _check(options)
-    options.asked, options.devices = others, options.gpu
+    options, words = _parser().parse_options(arguments)
+    request = settled(
+        "plan",
+        words,
+        options.gpu,
+        problems=_problems(options),
+        further=lambda request: _refuse_no_device(request, arguments),
+        imports="lowmem_ft.planning.planner",
+    )
 
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_gpus
-    from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
-    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
-    from lowmem_ft.recipe.rules.path_checks import check_model_files, check_packages, check_sizes_of_model
+    import torch
 
-    set_up_logging()
-    asked = settings if recipe_name is not None else with_defaults_of_plan(settings)
-    with libraries_loading():
-        recipe = load_recipe(recipe_name, asked)
-        recipe, options.gpu = on_gpus(recipe, options.gpu, is_planned=True)
-        is_open = options.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
-        raise_together(
-            lambda: check_budget_of_plan(recipe, options.gpu),
-            lambda: check_model_files(recipe, architecture_only=True),
-            lambda: check_sizes_of_model(recipe, is_planned=True),
-            lambda: check_packages(recipe),
-        )
-        if is_open and not may_have_gpu():
-            raise UserError(_for_no_device(arguments))
-        import torch
+    import lowmem_ft.planning.planner
+    from lowmem_ft.recipe.reading.defaults import named_as_planned
+    from lowmem_ft.reports.wording import short_name
 
-        if is_open and not torch.cuda.is_available():
-            raise UserError(_for_no_device(arguments))
-        import lowmem_ft.planning.planner
-        from lowmem_ft.reports.wording import short_name
-
-    take_over_library_logs()
+    recipe = request.recipe
+    if _is_open(request) and not torch.cuda.is_available():
+        raise UserError(_for_no_device(arguments))
     with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
         plan = lowmem_ft.planning.planner.plan(
             recipe,
-            gpu=options.gpu,
+            gpu=request.gpu,
             max_gpus=int(options.max_gpus or 1),
             on_progress=lambda progress: say(_words(progress)),
         )
-    where = [place for place in (recipe.budget.device, options.gpu) if place is not None]
-    named = named_as_planned(plan.recipe, settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]]))
-    plan = dataclasses.replace(plan, recipe=named)
-    return _report(
-        plan, recipe, [f"recipe={recipe_name}", *settings, *_shared(recipe)] if recipe_name else None, options
+    where = [place for place in (recipe.budget.device, request.gpu) if place is not None]
+    named = named_as_planned(
+        plan.recipe, request.settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]])
     )
+    return _report(dataclasses.replace(plan, recipe=named), request, options)
+
+
+def _is_open(request: Request) -> bool:
+    """Return whether neither a GPU nor a budget is named."""
+    recipe = request.recipe
+    return request.gpu is None and recipe.budget.device is None and not recipe.training.use_cpu
+
+
+def _refuse_no_device(request: Request, arguments: Sequence[str]) -> None:
+    if _is_open(request) and not may_have_gpu():
+        raise UserError(_for_no_device(arguments))
 
 
 def _shared(recipe: Recipe) -> list[str]:
@@ -142,9 +135,7 @@ def _words(progress: PlanProgress) -> str:
     return f"planning: {progress.estimated} of {progress.combinations:,} tried, {found}; Ctrl-C ends it"
 
 
-def _report(
-    plan: MemoryPlan, recipe: Recipe, command: Sequence[str] | None, options: argparse.Namespace
-) -> int:
+def _report(plan: MemoryPlan, request: Request, options: argparse.Namespace) -> int:
     from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
     from lowmem_ft.recipe import recipe_to_yaml
     from lowmem_ft.recipe.command_lines import launched
@@ -152,8 +143,9 @@ def _report(
     from lowmem_ft.reports.plan_table import another_plan, plan_table, planned_for, run_words, train_command
     from lowmem_ft.reports.text.document import Command, Document
 
-    output = Output(options.json)
-    reason = _why_this_gpu(recipe, options)
+    output, recipe = Output(options.json), request.recipe
+    command = [*request.words, *_shared(recipe)] if request.recipe_name else None
+    reason = _why_this_gpu(request)
     output.add(
         Document(f"{reason}; --gpu NAME takes another." if reason else None, plan_table(plan, recipe), gap=0)
     )
@@ -187,16 +179,17 @@ def _report(
         trains = Command(*launched(plan.recipe), "recipe=my.yaml", *data)
         output.add(Document("To train it, plan with --write my.yaml, then:", trains, gap=0))
     if not plan.fits:
-        output.add(another_plan(plan, options.asked, options.devices))
+        output.add(another_plan(plan, request.words, request.devices))
     output.write_json(values)
     return 0 if plan.fits else EXIT_DOES_NOT_FIT
 
 
-def _why_this_gpu(recipe: Recipe, options: argparse.Namespace) -> str:
+def _why_this_gpu(request: Request) -> str:
     """Return which GPU of the catalogue was chosen for a budget; empty for a named GPU or this machine's."""
     from lowmem_ft.planning.estimator.device_target import choose_gpu
 
-    is_of_budget = options.gpu is None and recipe.budget.device is not None
+    recipe = request.recipe
+    is_of_budget = request.gpu is None and recipe.budget.device is not None
     gpu, reason = (
         choose_gpu(None, recipe.budget, use_cpu=recipe.training.use_cpu) if is_of_budget else (None, "")
     )
@@ -220,21 +213,16 @@ def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None
         return f"The length of the run is unknown: {' '.join(error.problems)}"
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = [*gpu_problems(options.gpu), *own_data_problems(options)]
-    if options.gpu is not None and options.gpu.strip().lower() == ALL_GPUS:
-        problems.append(
-            "A plan is for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, or a budget."
-        )
+def _problems(options: argparse.Namespace) -> Iterator[str]:
+    yield from own_data_problems(options)
     if options.max_gpus not in (None, "1", "2", "4", "8"):
-        problems.append(
+        yield (
             f"--max-gpus is a number of GPUs, 1, 2, 4 or 8, got {options.max_gpus}. Try --max-gpus 8, which tries the "
             "smaller numbers first, or leave it out."
         )
-    problems += file_problems(options, "write", "json")
+    yield from file_problems(options, "write", "json")
     if options.write is not None and Path(options.write).suffix not in (".yaml", ".yml"):
-        problems.append(f"--write names a recipe file, which ends in .yaml, got {options.write}.")
-    raise_problems(problems)
+        yield f"--write names a recipe file, which ends in .yaml, got {options.write}."
 
 
 def _parser() -> Parser:
@@ -246,9 +234,11 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
+    parser.add_gpu(
+        "a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size"
+    )
     parser.add_once(
         {
-            "--gpu NAME": "a GPU of `lowmem-ft gpus`, or cpu; without: this machine's GPU, or one of the budget's size",
             "--max-gpus N": "if one GPU is not enough, try 2, 4, ... up to N of them, at most 8, that share the recipe",
             "--write FILE.yaml": "write the plan as a recipe that is ready to train",
             "--json FILE|-": "write the plan as JSON; - is stdout, then JSON alone",

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from lowmem_ft.cli.console.asking import settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, file_problems, gpu_problems, split_recipe
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, raise_problems, raise_together
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT
 from lowmem_ft.foundation.system.signals import if_stopped, stops_remembered
 
 if TYPE_CHECKING:
@@ -55,46 +56,23 @@ def main(arguments: list[str]) -> int:
 
 
 def _rehearse(arguments: list[str]) -> int:
-    parser = _parser()
-    options, others = parser.parse_options(arguments)
-    recipe_name, settings = split_recipe(others, "A rehearsal", model_alone=False)
-    _check(options)
-
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.gpu_count import on_gpus
-    from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_rehearsal
-
-    set_up_logging()
-    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)  # the report says what happened
-    recipe, gpu_name = on_gpus(load_recipe(recipe_name, settings), options.gpu)
-    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
-    from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate
-
-    gpu = None if gpu_name is None else find_gpu(gpu_name)
-    raise_together(
-        lambda: check_paths_of_rehearsal(recipe),
-        lambda: refuse_budget_beyond_all(recipe) if gpu is None else check_device_of_estimate(recipe, gpu),
+    options, words = _parser().parse_options(arguments)
+    request = settled(
+        "rehearse", words, options.gpu, problems=_problems(options), imports="lowmem_ft.planning.rehearsal"
     )
 
-    from lowmem_ft.data.sources.early_checks import check_small_local_data
+    import lowmem_ft.planning.rehearsal
+    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+    from lowmem_ft.reports.estimate_table import way_to_a_plan
+    from lowmem_ft.reports.rehearsal_table import rehearsal_table
+    from lowmem_ft.reports.wording import short_name
 
-    take_over_library_logs()
-    check_small_local_data(recipe.data)
-    with libraries_loading():
-        import lowmem_ft.planning.rehearsal
-        from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
-        from lowmem_ft.reports.estimate_table import way_to_a_plan
-        from lowmem_ft.reports.rehearsal_table import rehearsal_table
-        from lowmem_ft.reports.wording import short_name
-
-    take_over_library_logs()
+    recipe = request.recipe
     doing = f"{short_name(recipe.model.name_or_path or '')}: rehearsing"
     with progress_line(doing) as say:
         found = lowmem_ft.planning.rehearsal.rehearse(
             recipe,
-            gpu_name,
+            request.gpu,
             steps=options.steps,
             kept=KeptTraces.of_user(),
             on_step=lambda step, shapes: say(f"{doing}: step {step:,}, shapes traced {shapes}"),
@@ -109,8 +87,7 @@ def _rehearse(arguments: list[str]) -> int:
             "With --changes: find and rehearse the smallest change with which it fits, which takes a few minutes."
         )
     if not found.fits:
-        words = [f"recipe={recipe_name}", *settings]
-        output.add(way_to_a_plan(words, recipe, found.estimate, options.gpu))
+        output.add(way_to_a_plan(request.words, recipe, found.estimate, request.devices))
     output.add(_kept(recipe, values))
     output.write_json(values)
     return 0 if found.fits else EXIT_DOES_NOT_FIT
@@ -172,19 +149,10 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     )
 
 
-def _check(options: argparse.Namespace) -> None:
-    problems = []
-    if options.gpu is not None:
-        options.gpu = options.gpu.strip()
-    if options.gpu is not None and options.gpu.lower() in (ALL_GPUS, CPU):
-        problems.append(
-            f"A rehearsal is for one GPU, got --gpu {options.gpu}. Name one, such as --gpu rtx-4090."
-        )
-    else:
-        problems += gpu_problems(options.gpu)
+def _problems(options: argparse.Namespace) -> Iterator[str]:
     if options.steps is not None and options.steps < 1:
-        problems.append(f"--steps is at least 1, got {options.steps}.")
-    raise_problems([*problems, *file_problems(options, "json")])
+        yield f"--steps is at least 1, got {options.steps}."
+    yield from file_problems(options, "json")
 
 
 def _parser() -> Parser:
@@ -196,11 +164,7 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
-    parser.add_once(
-        {
-            "--gpu NAME": "a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size"
-        }
-    )
+    parser.add_gpu("a GPU of `lowmem-ft gpus`; without: what this machine has, or one of the budget's size")
     parser.add_once({"--steps N": "optimizer steps to rehearse, from the first; without: all"}, type=int)
     parser.add_once({"--json FILE|-": "write the result as JSON; - is stdout, then JSON alone"})
     parser.add_argument(

@@ -45,8 +45,7 @@ def main(arguments: list[str]) -> int:
         UserError: if a folder does not hold a run of this package; the error names all such folders. If a page cannot
             be written.
     """
-    options = _parser().parse_args(arguments)
-    _check(options)
+    options = _checked(_parser().parse_args(arguments))
 
     from lowmem_ft.reports.run_record import read_run
 
@@ -68,20 +67,23 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Name the page after its run if the user gave no name, and refuse files that could not be written."""
+def _checked(options: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with the page named after its run if the user gave no name; refuse files of no use."""
     if options.html is None:
         raise_problems(file_problems(options, "json"))
-        return
+        return options
     problems = []
     if len(options.runs) > 1:
         problems.append(f"--html shows one run, got {len(options.runs)}. Write a page for each.")
     if options.json:
         problems.append("--html and --json are two forms of the same report, got both. Leave one out.")
     raise_problems(problems)
-    if options.html == _NAMED_AS_RUN:
-        options.html = f"{expand_user(options.runs[0]).resolve().name}.html"
-    raise_problems([*file_problems(options, "html")])
+    html = options.html
+    if html == _NAMED_AS_RUN:
+        html = f"{expand_user(options.runs[0]).resolve().name}.html"
+    named = argparse.Namespace(**{**vars(options), "html": html})
+    raise_problems([*file_problems(named, "html")])
+    return named
 
 
 def _write_page(run: RunRecord, file: str) -> int:

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from lowmem_ft.cli.console.asking import check_data
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems, raise_together
+from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.system.launch_variables import is_launched, is_main_process
 from lowmem_ft.foundation.system.signals import NOTHING_TRAINED, if_stopped
 
@@ -30,13 +31,6 @@ model, data and a budget without a recipe: the memory settings are chosen first,
 checkpointing.mode=auto: only the checkpointed layers are chosen.
 `lowmem-ft recipes` lists the recipes; `lowmem-ft recipes NAME` shows every key with its default."""
 
-_ENOUGH_FOR_A_PLAN = (
-    {"model", "model.name_or_path"},
-    {"data", "data.path", "data.sources"},
-    {"budget", "budget.device"},
-)
-"""Settings that say what to train, on what data, and within what budget: the rest can be chosen."""
-
 
 @explains_user_errors
 def main(arguments: list[str]) -> int:
@@ -47,15 +41,12 @@ def main(arguments: list[str]) -> int:
 
     Returns:
         The exit code, 0.
-
-    Raises:
-        RecipeError: if no recipe is named, or more than one.
     """
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
     with if_stopped(NOTHING_TRAINED), _told_to_all_processes():
-        _train(*_split(arguments))
+        _train(arguments)
     return 0
 
 
@@ -72,31 +63,28 @@ def _told_to_all_processes() -> Iterator[None]:
         raise
 
 
-def _train(recipe_name: str | None, settings: list[str]) -> None:
+def _train(words: list[str]) -> None:
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.cli.processes.cpu_launch import start_requested_processes
     from lowmem_ft.foundation.allocator_setting import use_growing_segments
-    from lowmem_ft.recipe import load_recipe
-    from lowmem_ft.recipe.reading.defaults import named_as_planned
-    from lowmem_ft.recipe.rules.budget_limits import check_budget_of_run
-    from lowmem_ft.recipe.rules.device_checks import check_device_of_run
+    from lowmem_ft.recipe.request.request import Request
     from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
     from lowmem_ft.training.distributed.launch import as_launched, read_launch
     from lowmem_ft.training.run.run_folder import RunFolder
 
+    if asked := [word for word in words if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
+        raise UserError(
+            f"Training runs on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. "
+            "Leave it out."
+        )
     set_up_logging()
     use_growing_segments()
-    recipe = load_recipe(recipe_name, settings)
-    if recipe_name is None and recipe.budget.device is not None:
-        recipe = named_as_planned(recipe, settings, recipe.budget.device)
+    request = Request.of("train", words)
+    recipe = request.recipe
     start_requested_processes(use_cpu=recipe.training.use_cpu)
     launch = read_launch(use_cpu=recipe.training.use_cpu)
-    raise_together(
-        lambda: raise_problems(problems_with_processes(as_launched(recipe, launch), launch.num_processes)),
-        lambda: check_budget_of_run(recipe),
-        lambda: check_paths_of_run(recipe),
-        *([lambda: check_device_of_run(recipe)] if recipe.plan.mode == "none" else []),
+    request.check(
+        lambda: raise_problems(problems_with_processes(as_launched(recipe, launch), launch.num_processes))
     )
     if recipe.training.push_to_hub:
         from lowmem_ft.training.export.hub_upload import check_upload
@@ -106,11 +94,7 @@ def _train(recipe_name: str | None, settings: list[str]) -> None:
     may_open = not recipe.left_to_choose or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
 
-    # It imports datasets, which takes a second or two, but neither torch nor transformers.
-    from lowmem_ft.data.sources.early_checks import check_small_local_data
-
-    take_over_library_logs()
-    check_small_local_data(recipe.data)
+    check_data(recipe.data)
 
     from lowmem_ft.planning.preflight.train import train
 
@@ -126,33 +110,6 @@ def _print_report(result: TrainResult) -> None:
     from lowmem_ft.reports.run_report import run_report
 
     Output().add(run_report([read_run(result.output_dir)]))
-
-
-def _split(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Return the recipe's name or path, and the other settings; without a recipe, those of a plan for a model alone."""
-    if asked := [word for word in arguments if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
-        raise UserError(
-            f"Training runs on this machine, got {asked[0]}: --gpu is for `lowmem-ft estimate` and `lowmem-ft plan`. "
-            "Leave it out."
-        )
-    choices = [argument for argument in arguments if argument.startswith("recipe=")]
-    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
-    named = [choice.partition("=")[2] for choice in choices]
-    if len(named) == 1 and named[0]:
-        return named[0], settings
-    keys = {setting.partition("=")[0] for setting in settings}
-    if not choices and all(keys & names for names in _ENOUGH_FOR_A_PLAN):
-        from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
-
-        return None, ["plan.mode=auto", *with_defaults_of_plan(settings)]
-    from lowmem_ft.recipe.reading.recipe_files import meant_by
-
-    seen = " ".join(choices or arguments) or "nothing"
-    meant = meant_by(settings) or " Write for instance recipe=demo;"
-    raise RecipeError(
-        f"Training needs one recipe=NAME|PATH, or model=X data=X budget=X to plan for; got {seen}.{meant} `lowmem-ft "
-        "recipes` lists the names."
-    )
 
 
 def _parser() -> Parser:

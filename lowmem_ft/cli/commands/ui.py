@@ -40,11 +40,10 @@ def main(arguments: list[str]) -> int:
     options, others = _parser().parse_options(arguments)
     if others:
         raise UserError(f"`lowmem-ft ui` takes no settings, got {' '.join(others)}. Set them on the page.")
-    if options.port is None:
-        options.port = PORT
-    if not 0 <= options.port <= MOST_PORT:
+    port = PORT if options.port is None else options.port
+    if not 0 <= port <= MOST_PORT:
         raise UserError(
-            f"--port must be a number from 0 to {MOST_PORT}, got {options.port}. Leave it out for {PORT}."
+            f"--port must be a number from 0 to {MOST_PORT}, got {port}. Leave it out for {PORT}."
         )
     require_package("lowmem-ft ui", "gradio", "ui")
     # Set before the libraries read them: the page asks no hub, and sends no telemetry.
@@ -58,7 +57,7 @@ def main(arguments: list[str]) -> int:
         if options.open:
             webbrowser.open(address)
 
-    serve(options.port, tell)
+    serve(port, tell)
     return 0
 
 

@@ -42,6 +42,10 @@ class Parser(argparse.ArgumentParser):
             name, placeholder = option.split()
             self.add_argument(name, metavar=placeholder, action=_Once, help=help_text, **settings)
 
+    def add_gpu(self, help_text: str, placeholder: str = "NAME") -> None:
+        """Add ``--gpu``, whose word is without blanks around it."""
+        self.add_once({f"--gpu {placeholder}": help_text}, type=_gpu_word)
+
     def add_model(self) -> None:
         """Add the argument that names a model, as ``find_model`` reads it."""
         self.add_argument(
@@ -135,6 +139,12 @@ class Parser(argparse.ArgumentParser):
     def _option_near(self, name: str) -> str | None:
         near = difflib.get_close_matches(name, self._options, n=1, cutoff=0.75)
         return self._options[near[0]] if near else None
+
+
+def _gpu_word(word: str) -> str:
+    from lowmem_ft.foundation.catalog.gpu_catalog import gpu_word  # the help needs none
+
+    return gpu_word(word)
 
 
 def _is_json_file(word: str) -> bool:

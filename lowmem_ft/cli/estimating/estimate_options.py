@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.foundation.errors import RecipeError, UserError, raise_problems
+from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU
+from lowmem_ft.foundation.errors import UserError, raise_problems
 
 if TYPE_CHECKING:
     from lowmem_ft.reports.costs import OwnData
 
-ALL_GPUS = "all"
-CPU = "cpu"
 FOR_THE_PROCESSOR = "This is an estimate for the processor. See GPUs with --gpu NAME or --gpu all."
 STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
 MOST_ROWS, MOST_EPOCHS = 10**12, 10**6
@@ -55,19 +54,16 @@ Exit codes: 0 it fits, perhaps tightly, as the verdict says; 3 it does not fit, 
 estimate's range; 2 the input is at fault."""
 
 
-def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, str | None, list[str]]:
-    """Return the options, the recipe's name or path (None if the settings name a model instead), and the settings.
+def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Return the options, and the other words: a recipe or a model, and settings.
 
     Raises:
-        UserError: if an option is impossible, or there is neither a recipe nor a model.
+        UserError: if an option is impossible.
     """
-    parser = _parser()
-    options, others = parser.parse_options(arguments)
+    options, words = _parser().parse_options(arguments)
     if options.steps is not None:
         raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
-    recipe_name, settings = split_recipe(others)
-    _check(options)
-    return options, recipe_name, settings
+    return options, words
 
 
 def names_script(arguments: Sequence[str]) -> bool:
@@ -82,13 +78,12 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
     Raises:
         UserError: if an option is impossible for a script.
     """
-    parser = _parser()
+    from lowmem_ft.recipe.request.words import gpu_problems
+
     own = _before_dashes(arguments)
-    options, others = parser.parse_known_args(own)
+    options, others = _parser().parse_known_args(own)
     problems = [_problem_with_script(other) for other in others[:1]]
-    if options.steps is None:
-        options.steps = STEPS_OF_SCRIPT
-    elif options.steps < FEWEST_STEPS:
+    if options.steps is not None and options.steps < FEWEST_STEPS:
         problems.append(
             f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
             f"got {options.steps}."
@@ -105,7 +100,7 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
             "has the price of a million tokens."
         )
     raise_problems(problems)
-    _check(options)
+    raise_problems([*gpu_problems("estimate", options.gpu), *option_problems(options)])
     return options, list(arguments[len(own) + 1 :])
 
 
@@ -132,50 +127,16 @@ def _problem_with_script(word: str) -> str:
     return f"--script takes the script's own arguments after `--`, got {word} before it. Write `-- {word}`."
 
 
-def split_recipe(
-    arguments: Sequence[str], what: str = "An estimate", *, model_alone: bool = True
-) -> tuple[str | None, list[str]]:
-    """Return the recipe's name or path, None if the settings name a model instead; and the settings.
-
-    Args:
-        arguments: as typed, without options.
-        what: the thing that needs a recipe, for the error.
-        model_alone: whether a model without a recipe is enough.
-
-    Raises:
-        RecipeError: if there is neither, or more than one recipe.
-    """
-    choices = [argument for argument in arguments if argument.startswith("recipe=")]
-    settings = [argument for argument in arguments if not argument.startswith("recipe=")]
-    names_model = any(setting.startswith(("model=", "model.name_or_path=")) for setting in settings)
-    if choices == ["recipe="] or len(choices) > 1 or (not choices and not (model_alone and names_model)):
-        from lowmem_ft.recipe.reading.recipe_files import meant_by
-
-        seen = " ".join(choices or arguments) or "nothing"
-        or_model, lists = (
-            (", or model=NAME", " and `lowmem-ft models` list") if model_alone else ("", " lists")
-        )
-        raise RecipeError(
-            f"{what} needs one recipe=NAME|PATH{or_model}, got {seen}.{meant_by(settings)} `lowmem-ft recipes`{lists} "
-            "the names."
-        )
-    return (choices[0].partition("=")[2] if choices else None), settings
+def steps_of(options: argparse.Namespace) -> int:
+    """Return the optimizer steps that a script runs."""
+    return STEPS_OF_SCRIPT if options.steps is None else options.steps
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Raise an error for an unknown GPU, and for files that could not be written."""
-    if options.gpu is not None:
-        options.gpu = options.gpu.strip()
-        if options.gpu.lower() in (ALL_GPUS, CPU):
-            options.gpu = options.gpu.lower()
-    files = file_problems(options, "json", "plot", "snapshot")
-    raise_problems(
-        [*gpu_problems(options.gpu), *own_data_problems(options), *files, *_picture_problems(options)]
-    )
-    if options.plot is not None:
-        from lowmem_ft.reports.plots.memory_plot import check_plot_path
-
-        check_plot_path(Path(options.plot))
+def option_problems(options: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with options that do not name GPUs: files that could not be written, and the user's data."""
+    yield from own_data_problems(options)
+    yield from file_problems(options, "json", "plot", "snapshot")
+    yield from _picture_problems(options)
 
 
 def add_own_data(parser: Parser) -> None:
@@ -216,27 +177,15 @@ def own_data_of(options: argparse.Namespace) -> OwnData | None:
     return OwnData(rows=int(options.rows), epochs=float(options.epochs or 1))
 
 
-def gpu_problems(gpu: str | None) -> Sequence[str]:
-    """Return what is wrong with the name given to ``--gpu``."""
-    if gpu in (None, ALL_GPUS, CPU):
-        return ()
-    if "," in gpu or " " in gpu.strip():
-        names = [name for name in gpu.replace(",", " ").split() if name]
-        from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-
-        if len(names) > 1 and any(name in load_gpus() for name in names):
-            return (f"--gpu takes one name, or all, got {gpu}. Estimate one at a time, or use --gpu all.",)
-    from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, split_count
-
-    try:
-        find_gpu(split_count(gpu)[1])
-    except UserError as error:
-        return error.problems
-    return ()
-
-
 def _picture_problems(options: argparse.Namespace) -> Iterator[str]:
     snapshot = options.snapshot
+    if options.plot is not None:
+        from lowmem_ft.reports.plots.memory_plot import check_plot_path
+
+        try:
+            check_plot_path(Path(options.plot))
+        except UserError as error:
+            yield from error.problems
     if snapshot is not None and Path(snapshot).suffix != ".pickle":
         yield f"--snapshot writes a .pickle, got {snapshot}. Name it {Path(snapshot).stem}.pickle."
     for name in ("plot", "snapshot"):
@@ -298,12 +247,13 @@ def _parser() -> Parser:
         epilog=_EXAMPLES,
         allow_abbrev=False,
     )
+    parser.add_gpu(
+        "a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all of them by the price of tokens; without: what "
+        "this machine has",
+        "NAME|all",
+    )
     parser.add_once(
-        {
-            "--gpu NAME|all": "a GPU of `lowmem-ft gpus`, several (8xrtx-4090), cpu, or all of them by the price of "
-            "tokens; without: what this machine has",
-            "--script FILE.py": "a training script of your own, in place of a recipe; its arguments follow --",
-        }
+        {"--script FILE.py": "a training script of your own, in place of a recipe; its arguments follow --"}
     )
     add_own_data(parser)
     parser.add_once(

@@ -19,6 +19,7 @@ from lowmem_ft.cli.estimating.estimate_options import (
     FOR_THE_PROCESSOR,
     NO_SNAPSHOT_OF_CPU,
     parse_for_script,
+    steps_of,
 )
 from lowmem_ft.cli.estimating.lengths_that_fit import check_one_gpu, length_argument, longest_rows_of_script
 from lowmem_ft.cli.processes.isolated_process import in_own_process
@@ -103,8 +104,10 @@ def _doing(path: Path) -> str:
 
 
 def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], None]) -> Callable[[int], None]:
+    steps = steps_of(options)
+
     def on_step(step: int) -> None:
-        say(f"{doing}: step {min(step + 1, options.steps)} of {options.steps}")
+        say(f"{doing}: step {min(step + 1, steps)} of {steps}")
 
     return on_step
 
@@ -116,7 +119,7 @@ def _on_one(
     from lowmem_ft.planning.script_runs import ScriptError, estimate_script
 
     seen = TrainerSeen()
-    run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=options.steps)
+    run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=steps_of(options))
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
     found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
@@ -181,7 +184,7 @@ def _on_all(
     on_step = _says_steps(_doing(path), options, say)
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
     results = estimate_script_on_gpus(
-        path, arguments, gpus, steps=options.steps, on_step=on_step, on_reading=reading
+        path, arguments, gpus, steps=steps_of(options), on_step=on_step, on_reading=reading
     )
     found = [result for result in results if not isinstance(result, CannotRun)]
     cannot_run = {

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_model import MODEL_NAMES
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, steps_of
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 
 if TYPE_CHECKING:
     from lowmem_ft.foundation.catalog.gpu_spec import Gpu
     from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.planning.estimator.longest_rows import LongestRows
-    from lowmem_ft.recipe import Recipe
+    from lowmem_ft.recipe.request.request import Request
 
 _NEEDS_GPU = "--longest-rows is about a GPU's memory, got a processor. Name a GPU: --gpu NAME."
 _LENGTH = "data.max_length"
@@ -64,11 +64,11 @@ def check_one_gpu(options: argparse.Namespace) -> None:
         )
 
 
-def longest_rows_of_recipe(recipe: Recipe, options: argparse.Namespace) -> int:
+def longest_rows_of_recipe(request: Request, options: argparse.Namespace) -> int:
     """Report the longest rows with which a recipe fits.
 
     Args:
-        recipe: the recipe, with its processes.
+        request: the question.
         options: the command's.
 
     Returns:
@@ -84,7 +84,8 @@ def longest_rows_of_recipe(recipe: Recipe, options: argparse.Namespace) -> int:
     from lowmem_ft.reports.text.document import Document
     from lowmem_ft.reports.wording import short_name
 
-    gpu, _ = choose_gpu(options.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
+    recipe = request.recipe
+    gpu, _ = choose_gpu(request.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if gpu is None:
         raise UserError(_NEEDS_GPU)
     name = short_name(recipe.model.name_or_path or "")
@@ -98,15 +99,12 @@ def longest_rows_of_recipe(recipe: Recipe, options: argparse.Namespace) -> int:
     return 0 if found.tokens else EXIT_DOES_NOT_FIT
 
 
-def longest_rows_of_model(
-    recipe: Recipe, gpu: Gpu, settings: Sequence[str], options: argparse.Namespace
-) -> int:
+def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespace) -> int:
     """Report the longest rows that fit by each method, with the settings that need the least memory.
 
     Args:
-        recipe: for the model's name.
+        request: the question.
         gpu: the GPU.
-        settings: as typed.
         options: the command's.
 
     Returns:
@@ -125,10 +123,10 @@ def longest_rows_of_model(
     from lowmem_ft.reports.text.document import Command, Document
     from lowmem_ft.reports.wording import short_name
 
-    model, kept = recipe.model.name_or_path or "", KeptTraces.of_user()
+    model, kept = request.recipe.model.name_or_path or "", KeptTraces.of_user()
     name = short_name(model)
-    first = methods_with(settings)[0]
-    others = [each for each in settings if each.partition("=")[0] not in (*MODEL_NAMES, _LENGTH)]
+    first = methods_with(request.settings)[0]
+    others = [each for each in request.settings if each.partition("=")[0] not in (*MODEL_NAMES, _LENGTH)]
     most = most_tokens(recipe_of((f"recipe={first.rungs[0]}", f"model={model}", *others)))
     with progress_line(f"{name}: the settings that leave the most room") as say:
         results = estimate_methods(
@@ -218,7 +216,7 @@ def longest_rows_of_script(
 
     def estimate_at(tokens: int) -> MemoryEstimate:
         words = [*arguments[:place], f"{before}{tokens}", *arguments[place + 1 :]]
-        found = estimate_script(path, words, gpu=options.gpu, steps=options.steps).estimate
+        found = estimate_script(path, words, gpu=options.gpu, steps=steps_of(options)).estimate
         if found.is_of_cpu:
             raise UserError(_NEEDS_GPU)
         names.append(found.gpu.name)

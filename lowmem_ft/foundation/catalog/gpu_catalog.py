@@ -21,6 +21,11 @@ from lowmem_ft.foundation.catalog.other_gpus import may_be_misspelt, what_it_is
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
 
+ALL_GPUS = "all"
+"""The word for every GPU of the catalogue."""
+CPU = "cpu"
+"""The word for this machine's processor."""
+
 
 @functools.cache
 def load_gpus() -> Mapping[str, Gpu]:
@@ -67,6 +72,12 @@ def _nearest(key: str, one: str, gpus: Mapping[str, Gpu]) -> str:
         ):
             return near
     return did_you_mean(key, [known for known in gpus if may_be_misspelt(one, known)])
+
+
+def gpu_word(word: str) -> str:
+    """Return a word that names devices without blanks around it; ``All`` and ``CPU`` in lower case."""
+    word = word.strip()
+    return word.lower() if word.lower() in (ALL_GPUS, CPU) else word
 
 
 def split_count(name: str) -> tuple[int | None, str]:

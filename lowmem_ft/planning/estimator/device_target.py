@@ -9,15 +9,13 @@ import torch
 
 from lowmem_ft.foundation.budget import Budget, is_of_size
 from lowmem_ft.foundation.catalog.context_overhead import allocator_cap
-from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
+from lowmem_ft.foundation.catalog.gpu_catalog import CPU, find_gpu, load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict
 from lowmem_ft.foundation.units import format_bytes, parse_bytes
-
-CPU = "cpu"
-"""The value to pass in place of a GPU's name, to estimate training on this machine's processor."""
+from lowmem_ft.recipe.rules.budget_limits import beyond_all
 
 
 def choose_gpu(gpu: str | Gpu | None, budget: Budget, *, use_cpu: bool) -> tuple[Gpu | None, str]:
@@ -104,11 +102,7 @@ def processor_name() -> str:
 def _cheapest_with(num_bytes: int, text: str) -> Gpu:
     large_enough = [gpu for gpu in load_gpus().values() if is_of_size(gpu.memory_bytes, num_bytes)]
     if not large_enough:
-        largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
-        raise UserError(
-            f"budget.device={text} is more than any GPU of the catalogue has; the largest, {largest.name}, has "
-            f"{largest.memory_bytes / 2**30:.0f} GiB. Lower the budget, or name a GPU."
-        )
+        raise UserError(beyond_all(text))
 
     def cost(gpu: Gpu) -> tuple[bool, float, int]:
         price = gpu.cheapest_price

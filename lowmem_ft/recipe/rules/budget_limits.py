@@ -68,10 +68,17 @@ def refuse_budget_beyond_all(recipe: Recipe) -> None:
     largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
     most = max(_FUTURE_GPU_FACTOR * largest.memory_bytes, there)
     if wanted is not None and not is_of_size(most, parse_bytes(wanted)):
-        raise UserError(
-            f"budget.device={wanted} is more than any GPU of the catalogue has; the largest, {largest.name}, has "
-            f"{format_bytes(largest.memory_bytes)}, and this machine {format_bytes(there)}. Lower it, or leave it out."
-        )
+        raise UserError(beyond_all(wanted))
+
+
+def beyond_all(wanted: str) -> str:
+    """Return the problem with a device budget that no GPU has."""
+    largest = max(load_gpus().values(), key=lambda gpu: gpu.memory_bytes)
+    return (
+        f"budget.device={wanted} is more than any GPU of the catalogue has; the largest, {largest.name}, has "
+        f"{format_bytes(largest.memory_bytes)}, and this machine {format_bytes(psutil.virtual_memory().total)}. Lower "
+        "it, or leave it out."
+    )
 
 
 def refuse_budget(budget: Budget, gpu: Gpu | None, is_here: bool, num_processes: int) -> None:

@@ -9,14 +9,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from lowmem_ft.foundation.catalog.gpu_catalog import CPU
 from lowmem_ft.foundation.system.process_size import CUDA_BUILD_BYTES
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.foundation.user_paths import recipes_folder
 
 NEEDS_FILE = "needs.json"
-
-CPU = "cpu"
-"""The name in place of a GPU's, for recipes that are trained on a processor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,68 @@
+"""The beginning of every command that asks about a run: its question is settled, then its libraries are imported."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from lowmem_ft.cli.console.spinner import libraries_loading
+
+if TYPE_CHECKING:
+    from lowmem_ft.data.config import DataConfig
+    from lowmem_ft.recipe.request.request import Purpose, Request
+
+_READ_DATA = ("data", "rehearse")
+"""Commands that read the data, so that a small one is looked at before torch is imported."""
+
+
+def settled(
+    purpose: Purpose,
+    words: Sequence[str],
+    gpu: str | None = None,
+    *,
+    problems: Iterable[str] = (),
+    further: Callable[[Request], None] | None = None,
+    imports: str,
+) -> Request:
+    """Return the question of a command, with nothing wrong that is known before torch is imported.
+
+    Args:
+        purpose: the name of the command.
+        words: as typed, without options.
+        gpu: the value of ``--gpu``.
+        problems: what is wrong with other options.
+        further: a check of the command's own.
+        imports: the module that answers, which imports the libraries.
+
+    Raises:
+        UserError: lists all problems.
+    """
+    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
+    from lowmem_ft.recipe.request.request import Request
+
+    set_up_logging()
+    if purpose in ("estimate", "rehearse"):  # whose reports say what was chosen and why
+        logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
+    request = Request.of(purpose, words, gpu, problems)
+    request.check(*([lambda: further(request)] if further else []))
+    if purpose in _READ_DATA:
+        check_data(request.recipe.data)
+    with libraries_loading():
+        importlib.import_module(imports)
+    take_over_library_logs()
+    return request
+
+
+def check_data(config: DataConfig) -> None:
+    """Look at small local data; imports datasets, which takes a second or two, but neither torch nor transformers.
+
+    Raises:
+        UserError: if no run can read it.
+    """
+    from lowmem_ft.cli.console.logs import take_over_library_logs
+    from lowmem_ft.data.sources.early_checks import check_small_local_data
+
+    take_over_library_logs()
+    check_small_local_data(config)

@@ -1,0 +1,205 @@
+"""A question about a run: its recipe, its GPUs and its budget, with all that is wrong with them at once.
+
+A command, the page and Python make it of the same words, and nothing else does what it does. It imports no torch. What
+has to be traced, such as the fastest recipe of a method, is no part of it.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU, find_gpu, gpu_word, split_count
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.errors import UserError, raise_problems, raise_together
+from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
+from lowmem_ft.recipe.reading.loading import load_recipe
+from lowmem_ft.recipe.request.words import Purpose, gpu_problems, is_for_processor, split_words
+from lowmem_ft.recipe.rules.budget_limits import (
+    check_budget_of_plan,
+    check_budget_of_run,
+    refuse_budget_beyond_all,
+)
+from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate, check_device_of_run
+from lowmem_ft.recipe.rules.path_checks import (
+    check_model_files,
+    check_packages,
+    check_paths_of_data,
+    check_paths_of_rehearsal,
+    check_paths_of_run,
+    check_sizes_of_model,
+)
+from lowmem_ft.recipe.shipped.fine_tuning_methods import (
+    LORA,
+    check_methods,
+    methods_with,
+    of_model_alone,
+    values_of,
+)
+from lowmem_ft.recipe.tree import Recipe
+
+Check = Callable[[], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """A question about a run.
+
+    Args:
+        purpose: the question, by the name of its command.
+        recipe_name: the recipe's name or path; None: the settings name a model alone.
+        settings: the settings as typed.
+        recipe: the recipe, with ``distributed`` as at launch.
+        devices: the GPUs as ``--gpu`` takes them, ``all``, or ``cpu``; None: open.
+    """
+
+    purpose: Purpose
+    recipe_name: str | None
+    settings: tuple[str, ...]
+    recipe: Recipe
+    devices: str | None
+
+    @classmethod
+    def of(
+        cls, purpose: Purpose, words: Sequence[str], gpu: str | None = None, problems: Iterable[str] = ()
+    ) -> Request:
+        """Read a question; :meth:`check` then asks what its files, the catalogue and arithmetic know.
+
+        Args:
+            purpose: the name of the command that answers it.
+            words: ``recipe=NAME|PATH`` or ``model=NAME``, and ``key=value`` settings.
+            gpu: GPUs as ``--gpu`` takes them, ``all``, or ``cpu``; None: open.
+            problems: further problems, to be listed with those of the GPUs.
+
+        Raises:
+            RecipeError: if no recipe is named, or it breaks its rules.
+            UserError: if there are no such GPUs.
+        """
+        name, settings = split_words(purpose, words)
+        devices = None if gpu is None else gpu_word(gpu)
+        raise_problems([*gpu_problems(purpose, devices), *problems])
+        if name is None and purpose == "train":
+            recipe = load_recipe(None, ["plan.mode=auto", *with_defaults_of_plan(settings)])
+            recipe = named_as_planned(recipe, settings, recipe.budget.device or "")
+        elif name is None and purpose == "plan":
+            recipe = load_recipe(None, with_defaults_of_plan(settings))
+        elif name is None and not is_for_processor(settings, devices):
+            recipe = load_recipe(None, of_model_alone(settings))
+            return cls(purpose=purpose, recipe_name=name, settings=settings, recipe=recipe, devices=devices)
+        else:
+            recipe = load_recipe(name, settings)
+        if purpose not in ("data", "train"):
+            asked = None if devices in (ALL_GPUS, CPU) and purpose == "estimate" else devices
+            recipe, _ = on_gpus(recipe, asked, is_planned=purpose == "plan")
+        if devices == ALL_GPUS and recipe.checkpointing.mode == "auto":
+            raise UserError(
+                "checkpointing.mode=auto makes a choice for one GPU, got --gpu all. Name one, such as --gpu rtx-4090, "
+                "or set checkpointing.mode=full."
+            )
+        return cls(purpose=purpose, recipe_name=name, settings=settings, recipe=recipe, devices=devices)
+
+    @property
+    def gpu(self) -> str | None:
+        """The GPU's own name, ``all``, or ``cpu``; None: open."""
+        return None if self.devices is None else split_count(self.devices)[1]
+
+    @property
+    def named_gpu(self) -> Gpu | None:
+        """The GPU of the catalogue that was asked for by name; None: another device, or several."""
+        return None if self.gpu in (None, ALL_GPUS, CPU) else find_gpu(self.gpu)
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The words of the question, without its GPUs."""
+        return (*([] if self.recipe_name is None else [f"recipe={self.recipe_name}"]), *self.settings)
+
+    @property
+    def is_of_processor(self) -> bool:
+        """True if it is surely about a processor."""
+        return self.gpu == CPU or (self.gpu is None and self.recipe.training.use_cpu)
+
+    @property
+    def is_by_method(self) -> bool:
+        """True for an estimate of a model alone, by each method that fits the settings."""
+        is_of_model = self.purpose == "estimate" and self.recipe_name is None
+        return is_of_model and not is_for_processor(self.settings, self.devices)
+
+    def on_processor(self) -> Request:
+        """Return the question about a model alone for the processor, which trains it by no method."""
+        return replace(self, recipe=load_recipe(None, self.settings))
+
+    def check(self, *further: Check) -> None:
+        """Refuse what no device, or not this one, can do, and files that are not there.
+
+        Args:
+            further: checks of the caller's own, to be listed before these.
+
+        Raises:
+            UserError: lists all problems.
+        """
+        raise_together(*further, *self._checks())
+
+    def _checks(self) -> Iterator[Check]:
+        recipe, gpu = self.recipe, self.named_gpu
+        if self.purpose == "data":
+            yield lambda: check_paths_of_data(recipe)
+        elif self.purpose == "train":
+            yield lambda: check_budget_of_run(recipe)
+            yield lambda: check_paths_of_run(recipe)
+            if recipe.plan.mode == "none":
+                yield lambda: check_device_of_run(recipe)
+        elif self.purpose == "rehearse":
+            yield lambda: check_paths_of_rehearsal(recipe)
+            yield lambda: refuse_budget_beyond_all(recipe) if gpu is None else self._check_device()
+        else:
+            if self.purpose == "plan":
+                yield lambda: check_budget_of_plan(recipe, self.gpu)
+            elif gpu is None:
+                yield lambda: refuse_budget_beyond_all(recipe)
+            yield lambda: check_model_files(recipe, architecture_only=True)
+            yield lambda: check_packages(recipe)
+            if self.is_by_method:
+                yield self._check_methods
+            else:
+                yield lambda: check_sizes_of_model(recipe, is_planned=self.purpose == "plan")
+                if self.purpose == "estimate":
+                    yield self._check_device
+
+    def _check_device(self) -> None:
+        """Check what is known of a named device; only torch knows what this machine has."""
+        if self.is_of_processor or self.named_gpu is not None:
+            check_device_of_estimate(self.recipe, self.named_gpu)
+
+    def _check_methods(self) -> None:
+        """Refuse what needs a recipe, and settings that no method goes with."""
+        methods, model = methods_with(self.settings), self.recipe.model.name_or_path
+        count = None if self.devices in (None, ALL_GPUS) else split_count(self.devices)[0]
+        problems = []
+        if count not in (None, 1):
+            problems.append(
+                f"A model without a recipe is estimated on one GPU, got {self.devices}. Name a recipe, such as "
+                f"{shlex.join([f'recipe={methods[0].shared}', f'model={model}'])}, or run `lowmem-ft plan` with the "
+                "same arguments."
+            )
+        if values_of(self.settings).get("checkpointing.mode") == "auto":
+            problems.append(
+                f"checkpointing.mode=auto needs a recipe, got model={model} without one. Name one, such as "
+                f"{self.with_recipe()}."
+            )
+        raise_problems(problems)
+        gpu = self.named_gpu
+
+        def check(of_method: Recipe) -> None:
+            check_sizes_of_model(of_method)
+            if gpu is not None:
+                check_device_of_estimate(of_method, gpu)
+
+        check_methods(self.settings, check, has_bfloat16=gpu is None or gpu.has_bfloat16)
+
+    def with_recipe(self) -> str:
+        """Return words that name a recipe for the same model, one of the methods that the settings leave open."""
+        methods = methods_with(self.settings)
+        method = LORA if LORA in methods else methods[0]
+        return shlex.join([f"recipe={method.rungs[0]}", f"model={self.recipe.model.name_or_path}"])
