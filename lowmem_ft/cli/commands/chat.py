@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from lowmem_ft.cli.console.asking import source_and_recipe
 from lowmem_ft.cli.console.exit_codes import explains_user_errors, for_stderr
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
@@ -51,14 +52,10 @@ def main(arguments: list[str]) -> int:
     options, settings = _parser().parse_options(arguments)
     raise_problems([*_problems(options), *_unused(settings)])
 
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
-    from lowmem_ft.training.export.model_source import find_model, forward_recipe
+    source, recipe = source_and_recipe(options.model, settings, base=options.base, reads_data=False)
 
-    set_up_logging()
-    source = find_model(options.model, base=options.base)
-    recipe = forward_recipe(source, settings)
-    check_paths_of_evaluation(recipe, reads_data=False)  # before the imports below, which take seconds
+    from lowmem_ft.cli.console.logs import take_over_library_logs
+
     conversation = _conversation(options, source, recipe)
     take_over_library_logs()
     if options.once is not None:

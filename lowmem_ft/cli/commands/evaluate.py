@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from lowmem_ft.cli.console.asking import source_and_recipe
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
@@ -46,19 +47,9 @@ def _evaluate(arguments: list[str]) -> int:
     options, settings = _parser().parse_options(arguments)
     raise_problems(file_problems(options, "json"))
 
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
-    from lowmem_ft.training.export.model_source import find_model, forward_recipe
+    source, recipe = source_and_recipe(options.model, settings, base=options.base)
 
-    set_up_logging()
-    source = find_model(options.model, base=options.base)
-    recipe = forward_recipe(source, settings)
-    check_paths_of_evaluation(recipe)  # before the imports below, which take seconds
-
-    from lowmem_ft.data.sources.early_checks import check_small_local_data
-
-    check_small_local_data(recipe.data)
-
+    from lowmem_ft.cli.console.logs import take_over_library_logs
     from lowmem_ft.planning.preflight.own_process import estimate_evaluation
     from lowmem_ft.reports.text.document import Pairs
     from lowmem_ft.reports.wording import verdict

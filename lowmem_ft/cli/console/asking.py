@@ -1,4 +1,4 @@
-"""The beginning of every command that asks about a run: its question is settled, then its libraries are imported."""
+"""The beginning of a command: what it asks is settled, and only then libraries are imported, which takes seconds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from lowmem_ft.cli.console.spinner import libraries_loading
 
 if TYPE_CHECKING:
     from lowmem_ft.data.config import DataConfig
+    from lowmem_ft.recipe import Recipe
     from lowmem_ft.recipe.request.request import Purpose, Request
+    from lowmem_ft.training.export.model_source import ModelSource
 
 _READ_DATA = ("data", "rehearse")
 """Commands that read the data, so that a small one is looked at before torch is imported."""
@@ -53,6 +55,33 @@ def settled(
         importlib.import_module(imports)
     take_over_library_logs()
     return request
+
+
+def source_and_recipe(
+    model: str, settings: Sequence[str], *, base: str | None, reads_data: bool = True
+) -> tuple[ModelSource, Recipe]:
+    """Return a trained model, or a plain one, and the recipe of its forward passes, with its files checked.
+
+    Args:
+        model: as typed, see ``find_model``.
+        settings: as typed.
+        base: the base of an adapter; None: its own.
+        reads_data: whether the command reads data, which is then looked at.
+
+    Raises:
+        UserError: lists all problems.
+    """
+    from lowmem_ft.cli.console.logs import set_up_logging
+    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
+    from lowmem_ft.training.export.model_source import find_model, forward_recipe
+
+    set_up_logging()
+    source = find_model(model, base=base)
+    recipe = forward_recipe(source, settings)
+    check_paths_of_evaluation(recipe, reads_data=reads_data)
+    if reads_data:
+        check_data(recipe.data)
+    return source, recipe
 
 
 def check_data(config: DataConfig) -> None:
