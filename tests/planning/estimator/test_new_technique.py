@@ -91,15 +91,14 @@ def on(monkeypatch):
     """The technique is registered; what comes is the list of those that were enabled since."""
     for module in (keys, loading):
         monkeypatch.setattr(module, "Recipe", RecipeWithHalves)
-    enabled, shipped = [], enabled_techniques.techniques_in_forward
+    enabled = []
 
-    def with_one_more(model, recipe, *args):
-        yield from shipped(model, recipe, *args)
-        if recipe.halves.kept == "halves":
-            enabled.append(enable_halved_activations(model))
-            yield enabled[-1]
+    def enable(build):
+        enabled.append(enable_halved_activations(build.model))
+        return enabled[-1]
 
-    monkeypatch.setattr(enabled_techniques, "techniques_in_forward", with_one_more)
+    one_more = enabled_techniques.Spec(lambda build: build.recipe.halves.kept == "halves", enable)
+    monkeypatch.setattr(enabled_techniques, "FORWARD", (*enabled_techniques.FORWARD, one_more))
     caches = (keys.recipe_groups, keys.recipe_keys)
     for cache in caches:
         cache.cache_clear()
