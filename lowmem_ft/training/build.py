@@ -196,7 +196,7 @@ def build_session(
             rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
             sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
             finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
-            shard=lambda: runtime.shard(model, recipe.distributed),
+            shard=lambda parts: runtime.shard(parts, recipe.distributed),
             reads_weights_flushed=True,
         )
     )

@@ -21,6 +21,7 @@ through the same list. Most entries need nothing of each other. Where they do, o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -48,6 +49,7 @@ from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
 from lowmem_ft.techniques.loss.mean_of_means import refuse_mean_of_means
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
@@ -91,11 +93,16 @@ class Build:
     rows_per_micro_batch: int = 1
     sums: bool = False
     finer_weights: Callable[[], MasterWeights | None] = lambda: None
-    shard: Callable[[], FullySharded | None] = lambda: None
+    shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
     reads_weights_flushed: bool = False
     optimizer: Any = None
     in_forward: Techniques = dataclasses.field(default_factory=Techniques)
     after_forward: Techniques = dataclasses.field(default_factory=Techniques)
+
+    @functools.cached_property
+    def parts(self) -> ModelParts:
+        """The parts of the model, for techniques of all phases after :data:`ADAPTERS`."""
+        return ModelParts(self.model)
 
     def find(self, kind: type[T]) -> T | None:
         """Return the technique of a kind; None if it is not enabled."""
@@ -192,7 +199,7 @@ def _refuse_untrained_rows(build: Build) -> None:
 def _fused_operators(build: Build) -> Technique:
     kernels, device = build.recipe.model.kernels, build.host_memory.device
     compute = compute_dtype(build.model.dtype, build.recipe.training.mixed_precision)
-    return enable_fused_operators(build.model, kernels, device=device, compute_dtype=compute)
+    return enable_fused_operators(build.parts, kernels, device=device, compute_dtype=compute)
 
 
 def _recomputed_activations(build: Build) -> Technique | None:
@@ -200,26 +207,26 @@ def _recomputed_activations(build: Build) -> Technique | None:
         logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
         return None
     return enable_recomputed_activations(
-        build.model, build.recipe.checkpointing, device=build.host_memory.device
+        build.parts, build.recipe.checkpointing, device=build.host_memory.device
     )
 
 
 def _vertical_accumulation(build: Build) -> Technique:
     keeps_inputs_alone = build.recipe.checkpointing.mode == "full"
     return enable_vertical_accumulation(
-        build.model, build.rows_per_micro_batch, keeps_inputs_alone=keeps_inputs_alone
+        build.parts, build.rows_per_micro_batch, keeps_inputs_alone=keeps_inputs_alone
     )
 
 
 def _chunked_loss(build: Build) -> Technique:
     recipe, device = build.recipe, build.host_memory.device
     is_loaded = recipe.distributed.strategy != "fsdp2"
-    return enable_chunked_loss(build.model, recipe.loss, recipe.tiling, device=device, compare=is_loaded)
+    return enable_chunked_loss(build.parts, recipe.loss, recipe.tiling, device=device, compare=is_loaded)
 
 
 def _parameter_streaming(build: Build) -> Technique:
     return enable_parameter_streaming(
-        build.model,
+        build.parts,
         build.recipe.offload,
         device=build.host_memory.device,
         host=build.host_memory,
@@ -249,7 +256,7 @@ def _fused_accumulation(build: Build) -> Technique | None:
         logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
         return None
     return enable_fused_accumulation(
-        build.model, device=build.host_memory.device, loss=build.find(ChunkedLoss)
+        build.parts, device=build.host_memory.device, loss=build.find(ChunkedLoss)
     )
 
 
@@ -269,7 +276,7 @@ def _optimizer_in_backward(build: Build) -> Technique:
 def _update_overlap(build: Build) -> Technique:
     updates = build.find(InBackward)
     assert updates is not None
-    return enable_update_overlap(build.model, updates)
+    return enable_update_overlap(build.parts, updates)
 
 
 def _can_overlap(build: Build) -> bool:
@@ -293,20 +300,20 @@ FORWARD = (
     Spec(lambda build: build.recipe.model.kernels != "none", _fused_operators),
     Spec(
         lambda build: build.recipe.adapter.name == "lora",
-        lambda build: enable_fused_adapters(build.model, build.recipe.adapter),
+        lambda build: enable_fused_adapters(build.parts, build.recipe.adapter),
     ),
     Spec(
         lambda build: build.recipe.tiling.mlp > 1,
-        lambda build: enable_tiled_mlp(build.model, build.recipe.tiling),
+        lambda build: enable_tiled_mlp(build.parts, build.recipe.tiling),
     ),
     Spec(lambda build: build.recipe.checkpointing.mlp_activation != "keep", _recomputed_activations),
     Spec(
         lambda build: build.recipe.checkpointing.mode != "none",
-        lambda build: enable_checkpointing(build.model, build.recipe.checkpointing),
+        lambda build: enable_checkpointing(build.parts, build.recipe.checkpointing),
     ),
     Spec(
         lambda build: build.recipe.offload.activations != "none",
-        lambda build: enable_activation_offload(build.model, build.recipe.offload, build.host_memory),
+        lambda build: enable_activation_offload(build.parts, build.recipe.offload, build.host_memory),
     ),
     Spec(lambda build: build.recipe.accumulation.order == "vertical", _vertical_accumulation),
     Spec(
@@ -315,7 +322,7 @@ FORWARD = (
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
     Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),
-    Spec(lambda build: build.recipe.distributed.strategy == "fsdp2", lambda build: build.shard()),
+    Spec(lambda build: build.recipe.distributed.strategy == "fsdp2", lambda build: build.shard(build.parts)),
     Spec(
         lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
         _compare_sharded_loss,

@@ -30,7 +30,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques

@@ -46,7 +46,7 @@ from lowmem_ft.techniques.accumulation.vertical_accumulation import (
 )
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.training.enabled_techniques import SUMS, Build
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
