@@ -92,9 +92,14 @@ for line in sys.stdin:
 
 
 class Forks:
-    """An interpreter with everything imported, which has run nothing; it starts with the first program."""
+    """An interpreter with everything imported, which has run nothing; it starts with the first program.
 
-    def __init__(self) -> None:
+    Args:
+        packages: a folder whose packages are imported instead of this checkout's; None: none are.
+    """
+
+    def __init__(self, packages: Path | None = None) -> None:
+        self._packages = packages
         self._interpreter: subprocess.Popen[str] | None = None
 
     def run(self, source: str, *arguments: str, folder: Path | None = None) -> CompletedProcess[str]:
@@ -150,12 +155,15 @@ class Forks:
 
     def _ask(self, job: str) -> list[int]:
         if self._interpreter is None:
+            before = [] if self._packages is None else [f"{self._packages}"]
+            python_path = os.pathsep.join([*before, *filter(None, [os.environ.get("PYTHONPATH")])])
             self._interpreter = subprocess.Popen(
                 [sys.executable, "-c", FORKING],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": python_path},
+                cwd=self._packages,  # which Python looks into before
             )
         assert self._interpreter.stdin is not None
         assert self._interpreter.stdout is not None

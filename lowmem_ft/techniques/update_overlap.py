@@ -13,7 +13,7 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.technique import Technique
 
@@ -22,7 +22,7 @@ __all__ = ["enable_update_overlap"]
 log = logging.getLogger(__name__)
 
 
-def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
+def enable_update_overlap(model: nn.Module | ModelParts, in_backward: InBackward) -> UpdateOverlap:
     """Defer the updates of decoder layers and head to the next forward, each one layer ahead of its use.
 
     Frees: nothing.
@@ -35,7 +35,7 @@ def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
     step old, this waits for each layer's.
 
     Args:
-        model: a causal LM from transformers, wrapped or not, with all of its weights on the device.
+        model: a causal LM from transformers, wrapped or not, or its parts, with all weights on the device.
         in_backward: its optimizer, whose gradients are kept on the host until their norm is known.
 
     Returns:
@@ -50,8 +50,9 @@ def enable_update_overlap(model: Any, in_backward: InBackward) -> UpdateOverlap:
             "Updates can overlap with the forward pass if gradients are kept on the host until their norm is known. "
             "Give enable_optimizer_in_backward a max_grad_norm and a memory, or leave updates in the step."
         )
-    layers = list(decoder_layers(model, way_out="optimizer.in_backward=false"))
-    overlap = UpdateOverlap(layers, _groups(model, layers), in_backward)
+    parts = ModelParts.of(model)
+    layers = list(parts.layers(way_out="optimizer.in_backward=false"))
+    overlap = UpdateOverlap(layers, _groups(parts, layers), in_backward)
     log.info("Updates of %d layers overlap with the next forward pass, one layer ahead.", len(layers))
     return overlap
 
@@ -104,13 +105,15 @@ class UpdateOverlap(Technique):
             self._updates.defer_no_more(group)
 
 
-def _groups(model: Any, layers: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
+def _groups(parts: ModelParts, layers: Sequence[nn.Module]) -> list[list[nn.Parameter]]:
     """Return by layer the parameters that nothing else uses; after them the head's, if it has its own."""
-    count = Counter(parameter for module in model.modules() for parameter in module._parameters.values())
+    count = Counter(
+        parameter for module in parts.model.modules() for parameter in module._parameters.values()
+    )
     groups = [
         [parameter for parameter in layer.parameters() if parameter.requires_grad and count[parameter] == 1]
         for layer in layers
     ]
-    head = model.get_output_embeddings()
-    own = [] if head is None else [one for one in head.parameters() if one.requires_grad and count[one] == 1]
+    of_head = () if parts.head is None else parts.head.parameters()
+    own = [one for one in of_head if one.requires_grad and count[one] == 1]
     return [*groups, own]

@@ -8,7 +8,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import rich
 import torch
@@ -17,7 +17,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -31,6 +31,7 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.distributed.gradient_averaging import sum_bucket
 from lowmem_ft.training.distributed.launch import processes_here
@@ -108,15 +109,15 @@ class AccelerateRuntime(RunRuntime):
         with _weights_for_every_process():
             return super().master_weights(config, hf_config)
 
-    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
+    def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`enable_fsdp2`, over all processes."""
         if self._is_sharded:
             # If some are frozen, adapters are saved.
-            is_saved = all(parameter.requires_grad for parameter in model.parameters())
+            is_saved = all(parameter.requires_grad for parameter in parts.model.parameters())
             if is_saved:
-                refuse_unsaveable(cast(PreTrainedModel, model))
+                refuse_unsaveable(parts.model)
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
-            self._sharded = enable_fsdp2(model, config, mesh, self._rows)
+            self._sharded = enable_fsdp2(parts, config, mesh, self._rows)
         return self._sharded
 
     def prepare(

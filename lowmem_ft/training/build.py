@@ -32,7 +32,7 @@ from lowmem_ft.techniques.adapters.lora import check_adapter, check_names
 from lowmem_ft.techniques.attention.choose_attention import AttentionChoice, choose_attention
 from lowmem_ft.techniques.loss.router_loss import log_router_loss
 from lowmem_ft.techniques.precision_check import check_precision
-from lowmem_ft.training.enabled_techniques import adapters_of, switch_on
+from lowmem_ft.training.enabled_techniques import Build, enable_techniques
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
@@ -188,19 +188,20 @@ def build_session(
     """
     model, host_memory = load_planned_model(recipe, runtime, plan)
     model.train()
-    on = switch_on(
-        model,
-        recipe,
-        host_memory,
-        adapters=adapters_of(model, recipe),
-        rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
-        sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
-        finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
-        shard=lambda: runtime.shard(model, recipe.distributed),
-        reads_weights_flushed=True,
+    enabled = enable_techniques(
+        Build(
+            model=model,
+            recipe=recipe,
+            host_memory=host_memory,
+            rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
+            sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
+            finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
+            shard=lambda parts: runtime.shard(parts, recipe.distributed),
+            reads_weights_flushed=True,
+        )
     )
-    scheduler = runtime.schedule(on.optimizer, recipe.training, num_training_steps)
-    prepared_model, prepared_optimizer = runtime.prepare(model, on.optimizer)
+    scheduler = runtime.schedule(enabled.optimizer, recipe.training, num_training_steps)
+    prepared_model, prepared_optimizer = runtime.prepare(model, enabled.optimizer)
     _log_size(model)
     log_router_loss(model)
     return Session(
@@ -210,7 +211,7 @@ def build_session(
         scheduler=scheduler,
         runtime=runtime,
         max_grad_norm=recipe.training.max_grad_norm,
-        techniques=on.techniques,
+        techniques=enabled.techniques,
         host_memory=host_memory,
     )
 

@@ -1,31 +1,36 @@
 """The techniques of a recipe: the one ordered list of what is enabled around a model and its optimizer.
 
-The order matters and is defined here alone. Techniques that change the model's forward come before the optimizer sees
-its parameters, from the inside out: MLP tiles are inside a checkpointed layer, which is inside the loop over
-micro-batches, which is inside the visit of streamed weights.
+The order matters and is defined here alone, in four phases: :data:`ADAPTERS`, :data:`FORWARD`, :data:`STATE` and
+:data:`STEP`. What changes the model's forward comes before the optimizer sees its parameters, from the inside out: MLP
+tiles are inside a checkpointed layer, which is inside the loop over micro-batches, which is inside the visit of
+streamed weights.
 
-A technique joins a run by its entry in :func:`techniques_in_forward`, :func:`techniques_of_state` or
-:func:`techniques_in_step`, and nowhere else; other training loops enable techniques through the same functions.
+A technique joins a run by its entry in one of the four, and nowhere else; other training loops enable techniques
+through the same list. Most entries need nothing of each other. Where they do, one finds the other in the
+:class:`Build`:
+
+- MLP tiles compute all of an MLP again, so that recomputed activations have nothing left to do;
+- streamed weights give the chunked loss its head in tiles, and fused accumulation sums its head's gradient within it;
+- sharding loads the weights: the chunked loss is compared with the stock one only then, and leaves weights gathered,
+  which are sharded again; it needs the head in forward alone;
+- sharded gradients are summed even in a step of one micro-batch, in float32 by FSDP2 itself;
+- streamed weights are updated by the optimizer in backward, while they visit the device;
+- updates overlap with the next forward where backward leaves them waiting, and nothing else moves or shards weights.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import itertools
+import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
-import torch
-from torch import Tensor, nn
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
-from lowmem_ft.foundation.tensors.finiteness import some_of
-from lowmem_ft.foundation.tensors.local_shards import first_element, whole_shape
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.hf_config import compute_dtype
 from lowmem_ft.models.master_weights import MasterWeights
@@ -38,26 +43,98 @@ from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_ac
 from lowmem_ft.techniques.accumulation.vertical_accumulation import enable_vertical_accumulation
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.techniques.adapters.trained_rows import trained_parameters
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_recomputed_activations
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
+from lowmem_ft.techniques.loss.mean_of_means import refuse_mean_of_means
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
-from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
+from lowmem_ft.techniques.optimizer_in_backward import InBackward, enable_optimizer_in_backward
 from lowmem_ft.techniques.precision import enable_lost_update_meter
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming, enable_parameter_streaming
 from lowmem_ft.techniques.technique import Technique, Techniques
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
 from lowmem_ft.techniques.update_overlap import enable_update_overlap
+from lowmem_ft.training.initial_masters import initialize_masters
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T", bound=Technique)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Build:
+    """A model, what a recipe's techniques are enabled with, and those that are enabled already.
+
+    Args:
+        model: a causal LM, or a PEFT model around one.
+        recipe: names the techniques and the optimizer.
+        host_memory: holds offloaded tensors.
+        has_adapters: whether the model has the recipe's adapters already.
+        rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
+        sums: whether a step sums several gradients.
+        finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
+        shard: shards the model's parameters over several processes, if they share them.
+        reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
+            steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
+            a user's callbacks would read the weights of the previous step.
+        optimizer: over the trainable parameters; None before :data:`STATE`.
+        in_forward: the enabled techniques of :data:`ADAPTERS` and :data:`FORWARD`.
+        after_forward: those of :data:`STATE` and :data:`STEP`.
+    """
+
+    model: PreTrainedModel
+    recipe: Recipe
+    host_memory: HostMemory
+    has_adapters: bool = False
+    rows_per_micro_batch: int = 1
+    sums: bool = False
+    finer_weights: Callable[[], MasterWeights | None] = lambda: None
+    shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
+    reads_weights_flushed: bool = False
+    optimizer: Any = None
+    in_forward: Techniques = dataclasses.field(default_factory=Techniques)
+    after_forward: Techniques = dataclasses.field(default_factory=Techniques)
+
+    @functools.cached_property
+    def parts(self) -> ModelParts:
+        """The parts of the model, for techniques of all phases after :data:`ADAPTERS`."""
+        return ModelParts(self.model)
+
+    def find(self, kind: type[T]) -> T | None:
+        """Return the technique of a kind; None if it is not enabled."""
+        return self.in_forward.find(kind) or self.after_forward.find(kind)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """True if gradients are summed: of several micro-batches, or by FSDP2, which sums those of one, too."""
+        return self.sums or self.find(FullySharded) is not None
+
+    def enable(self, specs: Iterable[Spec], techniques: Techniques) -> None:
+        """Enable those of a phase that are on, in their order, and add each to ``techniques`` before the next."""
+        for spec in specs:
+            if spec.on(self) and (technique := spec.enable(self)) is not None:
+                techniques.add(technique)
+
 
 @dataclasses.dataclass(frozen=True)
-class SwitchedOn:
+class Spec:
+    """The entry of a technique.
+
+    Args:
+        on: tells whether the technique is enabled, from the recipe and what is enabled already.
+        enable: enables it; None: there is nothing to do after all, and a line of the log or an error says why.
+    """
+
+    on: Callable[[Build], bool]
+    enable: Callable[[Build], Technique | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class EnabledTechniques:
     """The optimizer and the enabled techniques with which a recipe trains a model.
 
     Args:
@@ -69,240 +146,216 @@ class SwitchedOn:
     techniques: Techniques
 
 
-def switch_on(
-    model: PreTrainedModel,
-    recipe: Recipe,
-    host_memory: HostMemory,
-    *,
-    adapters: Iterable[Technique] = (),
-    rows_per_micro_batch: int,
-    sums: bool,
-    finer_weights: Callable[[], MasterWeights | None],
-    shard: Callable[[], FullySharded | None] = lambda: None,
-    reads_weights_flushed: bool = False,
-) -> SwitchedOn:
+def enable_techniques(build: Build) -> EnabledTechniques:
     """Enable a recipe's techniques, in their order, and make the optimizer between them.
 
     Args:
-        model: a causal LM, or a PEFT model around one.
-        recipe: names the techniques and the optimizer.
-        host_memory: holds offloaded tensors.
-        adapters: from :func:`adapters_of`; empty for a model that already has its adapters.
-        rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
-        sums: whether a step sums several gradients.
-        finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
-        shard: shards the model's parameters over several processes, if they share them.
-        reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
-            steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
-            a user's callbacks would read the weights of the previous step.
+        build: a model, its recipe, and what surrounds them.
 
     Returns:
         The optimizer and the techniques; an error leaves the model unchanged.
     """
-    in_forward, after_forward = Techniques(), Techniques()
+    recipe, training = build.recipe, build.recipe.training
     try:
-        for technique in itertools.chain(
-            adapters, techniques_in_forward(model, recipe, host_memory, rows_per_micro_batch)
-        ):
-            in_forward.add(technique)
-        if sharded := shard():
-            in_forward.add(sharded)
-            if loss := in_forward.find(ChunkedLoss):
-                loss.compare_with_stock()
-                sharded.reshard()
-                sharded.spare_head_in_backward()
-        training = recipe.training
-        if recipe.distributed.has_engine:
-            optimizer = create_torch_adamw(model, recipe.optimizer, learning_rate=training.learning_rate)
-            return SwitchedOn(optimizer, in_forward)
-        optimizer = create_optimizer(
-            model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
+        build.enable((*ADAPTERS, *FORWARD), build.in_forward)
+        if recipe.distributed.has_engine:  # which updates, sums and offloads by itself
+            optimizer = create_torch_adamw(
+                build.model, recipe.optimizer, learning_rate=training.learning_rate
+            )
+            return EnabledTechniques(optimizer, build.in_forward)
+        build.optimizer = optimizer = create_optimizer(
+            build.model, recipe.optimizer, learning_rate=training.learning_rate, seed=training.seed
         )
-        with in_forward.at_rest():  # the state begins with the weights' values
-            for technique in techniques_of_state(optimizer, recipe, host_memory):
-                after_forward.add(technique)
-            _initialize_masters(optimizer, model, finer_weights)
-        for technique in techniques_in_step(
-            model,
-            optimizer,
-            recipe,
-            host_memory,
-            in_forward,
-            sums=sums,
-            reads_weights_flushed=reads_weights_flushed,
-        ):
-            after_forward.add(technique)
+        with build.in_forward.at_rest():  # the state begins with the weights' values
+            build.enable(STATE, build.after_forward)
+            if isinstance(optimizer, ChunkedOptimizer):  # bitsandbytes' allocate theirs in the first step
+                optimizer.allocate_state()
+                initialize_masters(optimizer, build.model, build.finer_weights)
+        build.enable(STEP, build.after_forward)
     except BaseException:
-        Handle(in_forward.remove, after_forward.remove).remove()
+        Handle(build.in_forward.remove, build.after_forward.remove).remove()
         raise
     # Streamed weights are outermost: they apply deferred updates, and come to rest before the state returns.
-    return SwitchedOn(optimizer, Techniques(*after_forward, *in_forward))
+    return EnabledTechniques(optimizer, Techniques(*build.after_forward, *build.in_forward))
 
 
-def adapters_of(model: PreTrainedModel, recipe: Recipe) -> Iterator[Technique]:
-    """Yield the recipe's adapters, added to a model before anything that changes its forward."""
-    if recipe.adapter.name == "lora":
-        base_name = hub_id_of(recipe.model.name_or_path or "")
-        yield enable_lora(
-            model,
-            recipe.adapter,
-            base_name=base_name,
-            base_revision=recipe.model.revision,
-            whole=other_parts(model),
-            new_rows=new_rows(model),
-        )
-        refuse_untrained_rows(model, recipe.model, trained_alone=recipe.adapter.train_new_tokens)
-
-
-def techniques_in_forward(
-    model: PreTrainedModel, recipe: Recipe, host_memory: HostMemory, rows_per_micro_batch: int
-) -> Iterator[Technique]:
-    """Enable the techniques that change the model's forward, from the inside out."""
-    if recipe.model.kernels != "none":
-        compute = compute_dtype(model.dtype, recipe.training.mixed_precision)
-        yield enable_fused_operators(
-            model, recipe.model.kernels, device=host_memory.device, compute_dtype=compute
-        )
-    if recipe.adapter.name == "lora":
-        yield enable_fused_adapters(model, recipe.adapter)
-    if recipe.tiling.mlp > 1:
-        yield enable_tiled_mlp(model, recipe.tiling)
-    if recipe.checkpointing.mlp_activation != "keep" and recipe.tiling.mlp > 1:
-        logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
-    elif recipe.checkpointing.mlp_activation != "keep":
-        yield enable_recomputed_activations(model, recipe.checkpointing, device=host_memory.device)
-    if recipe.checkpointing.mode != "none":
-        yield enable_checkpointing(model, recipe.checkpointing)
-    if recipe.offload.activations != "none":
-        yield enable_activation_offload(model, recipe.offload, host_memory)
-    if recipe.accumulation.order == "vertical":
-        keeps_inputs_alone = recipe.checkpointing.mode == "full"
-        yield enable_vertical_accumulation(model, rows_per_micro_batch, keeps_inputs_alone=keeps_inputs_alone)
-    loss = None
-    if recipe.loss.chunk_tokens is None:
-        _refuse_mean_of_means(model)
-    else:
-        loss = enable_chunked_loss(
-            model,
-            recipe.loss,
-            recipe.tiling,
-            device=host_memory.device,
-            compare=recipe.distributed.strategy != "fsdp2",  # sharding loads the weights later
-        )
-        assert isinstance(loss, ChunkedLoss), "there is a chunk size"
-        yield loss
-    if recipe.offload.parameters == "stream":
-        yield enable_parameter_streaming(
-            model,
-            recipe.offload,
-            device=host_memory.device,
-            host=host_memory,
-            trained=recipe.adapter.name == "none",
-            loss=loss,
-        )
-
-
-def techniques_of_state(optimizer: Optimizer, recipe: Recipe, host_memory: HostMemory) -> Iterator[Technique]:
-    """Allocate the optimizer's state, on the host if offloaded; bitsandbytes' optimizers do so in their first step."""
-    if not isinstance(optimizer, ChunkedOptimizer):
-        return
-    if recipe.offload.optimizer == "host":
-        yield enable_optimizer_offload(optimizer, host_memory)
-    optimizer.allocate_state()
-
-
-def techniques_of_sums(
-    model: nn.Module,
-    optimizer: Optimizer,
-    recipe: Recipe,
-    *,
-    device: torch.device,
-    loss: ChunkedLoss | None,
-) -> Iterator[Technique]:
-    """Enable the techniques that sum the gradients of several micro-batches."""
-    if recipe.accumulation.dtype == "float32":
-        takes_float32 = isinstance(optimizer, ChunkedOptimizer)
-        yield enable_float32_accumulation(optimizer, takes_float32=takes_float32)
-    if recipe.accumulation.fusion:
-        yield enable_fused_accumulation(model, device=device, loss=loss)
-
-
-def techniques_in_step(
-    model: PreTrainedModel,
-    optimizer: Optimizer,
-    recipe: Recipe,
-    host_memory: HostMemory,
-    in_forward: Techniques,
-    *,
-    sums: bool,
-    reads_weights_flushed: bool,
-) -> Iterator[Technique]:
-    """Enable the techniques that sum, apply and watch gradients, those of streamed weights included."""
-    streaming, sharded = in_forward.find(ParameterStreaming), in_forward.find(FullySharded)
-    if sharded is not None and recipe.accumulation.dtype == "float32":
-        sharded.sum_in_float32(several_in_backward=recipe.accumulation.order == "vertical")
-    if sums or sharded is not None:
-        loss = in_forward.find(ChunkedLoss)
-        yield from techniques_of_sums(model, optimizer, recipe, device=host_memory.device, loss=loss)
-    elif recipe.accumulation.fusion:
-        logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
-    if may_lose_updates(optimizer):
-        yield enable_lost_update_meter(optimizer)
-    if recipe.optimizer.in_backward:
-        assert isinstance(optimizer, ChunkedOptimizer), "the recipe's rules reject others"
-        memory = host_memory if recipe.offload.optimizer == "host" else None
-        max_grad_norm = recipe.training.max_grad_norm
-        in_backward = enable_optimizer_in_backward(
-            optimizer, device=host_memory.device, max_grad_norm=max_grad_norm, memory=memory
-        )
-        if streaming is not None:
-            streaming.update_with(in_backward)
-        yield in_backward
-        if reads_weights_flushed and in_backward.overlaps and streaming is None and sharded is None:
-            yield enable_update_overlap(model, in_backward)
-
-
-def _initialize_masters(
-    optimizer: Optimizer, model: nn.Module, finer_weights: Callable[[], MasterWeights | None]
-) -> None:
-    """Initialize the masters of bfloat16 weights with the bits of a float32 checkpoint that the weights have lost."""
-    if not isinstance(optimizer, ChunkedOptimizer):
-        return
-    drawn = trained_parameters(model)  # by the run: no checkpoint has finer ones
-    parameters = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter in optimizer.state and optimizer.master_of(parameter).tensors and parameter not in drawn
-    }
-    finer = finer_weights() if parameters else None
-    if finer is None:
-        return
-    for name, parameter in parameters.items():
-        if finer.has(name, whole_shape(parameter)):
-            optimizer.set_weights(parameter, _of_this_process(parameter, finer.values(name)))
-        else:
-            finer.changed.add(name)
-    but = f", except for {some_of(sorted(finer.changed))}, which have changed since" if finer.changed else ""
-    logger.info("Masters begin with the checkpoint's weights, which are finer than bfloat16%s.", but)
-
-
-def _of_this_process(
-    parameter: nn.Parameter, values: Callable[[int, int], Tensor]
-) -> Callable[[int, int], Tensor]:
-    """Turn a reader of a whole parameter into one of the elements that this process holds."""
-    first = first_element(parameter)
-    return lambda start, stop: values(first + start, first + stop)
-
-
-def _refuse_mean_of_means(model: PreTrainedModel) -> None:
-    """Refuse a model whose own loss ignores the window's token count: it would average over each micro-batch."""
-    takes_any = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in inspect.signature(model.forward).parameters.values()
+def _lora(build: Build) -> Technique:
+    config = build.recipe.model
+    return enable_lora(
+        build.model,
+        build.recipe.adapter,
+        base_name=hub_id_of(config.name_or_path or ""),
+        base_revision=config.revision,
+        whole=other_parts(build.model),
+        new_rows=new_rows(build.model),
     )
-    if not takes_any or getattr(model, "accepts_loss_kwargs", None) is False:
-        raise ModelError(
-            "loss.chunk_tokens=null needs a model whose own loss takes num_items_in_batch, but that of "
-            f"{type(model).__name__} does not: it would weight tokens by the size of their micro-batch. Set "
-            "loss.chunk_tokens=1024."
-        )
+
+
+def _refuse_untrained_rows(build: Build) -> None:
+    trained_alone = build.recipe.adapter.train_new_tokens
+    refuse_untrained_rows(build.model, build.recipe.model, trained_alone=trained_alone)
+
+
+def _fused_operators(build: Build) -> Technique:
+    kernels, device = build.recipe.model.kernels, build.host_memory.device
+    compute = compute_dtype(build.model.dtype, build.recipe.training.mixed_precision)
+    return enable_fused_operators(build.parts, kernels, device=device, compute_dtype=compute)
+
+
+def _recomputed_activations(build: Build) -> Technique | None:
+    if build.recipe.tiling.mlp > 1:
+        logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
+        return None
+    return enable_recomputed_activations(
+        build.parts, build.recipe.checkpointing, device=build.host_memory.device
+    )
+
+
+def _vertical_accumulation(build: Build) -> Technique:
+    keeps_inputs_alone = build.recipe.checkpointing.mode == "full"
+    return enable_vertical_accumulation(
+        build.parts, build.rows_per_micro_batch, keeps_inputs_alone=keeps_inputs_alone
+    )
+
+
+def _chunked_loss(build: Build) -> Technique:
+    recipe, device = build.recipe, build.host_memory.device
+    is_loaded = recipe.distributed.strategy != "fsdp2"
+    return enable_chunked_loss(build.parts, recipe.loss, recipe.tiling, device=device, compare=is_loaded)
+
+
+def _parameter_streaming(build: Build) -> Technique:
+    return enable_parameter_streaming(
+        build.parts,
+        build.recipe.offload,
+        device=build.host_memory.device,
+        host=build.host_memory,
+        trained=build.recipe.adapter.name == "none",
+        loss=build.find(ChunkedLoss),
+    )
+
+
+def _compare_sharded_loss(build: Build) -> None:
+    sharded, loss = build.find(FullySharded), build.find(ChunkedLoss)
+    assert sharded is not None
+    assert loss is not None
+    loss.compare_with_stock()
+    sharded.reshard()
+    sharded.spare_head_in_backward()
+
+
+def _float32_accumulation(build: Build) -> Technique:
+    if sharded := build.find(FullySharded):
+        sharded.sum_in_float32(several_in_backward=build.recipe.accumulation.order == "vertical")
+    takes_float32 = isinstance(build.optimizer, ChunkedOptimizer)
+    return enable_float32_accumulation(build.optimizer, takes_float32=takes_float32)
+
+
+def _fused_accumulation(build: Build) -> Technique | None:
+    if not build.sums_gradients:
+        logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
+        return None
+    return enable_fused_accumulation(
+        build.parts, device=build.host_memory.device, loss=build.find(ChunkedLoss)
+    )
+
+
+def _optimizer_in_backward(build: Build) -> Technique:
+    assert isinstance(build.optimizer, ChunkedOptimizer), "the recipe's rules reject others"
+    updates = enable_optimizer_in_backward(
+        build.optimizer,
+        device=build.host_memory.device,
+        max_grad_norm=build.recipe.training.max_grad_norm,
+        memory=build.host_memory if build.recipe.offload.optimizer == "host" else None,
+    )
+    if streaming := build.find(ParameterStreaming):
+        streaming.update_with(updates)
+    return updates
+
+
+def _update_overlap(build: Build) -> Technique:
+    updates = build.find(InBackward)
+    assert updates is not None
+    return enable_update_overlap(build.parts, updates)
+
+
+def _can_overlap(build: Build) -> bool:
+    """Check whether weights' updates can wait for the next forward, and nothing else moves or shards the weights."""
+    updates = build.find(InBackward)
+    waits = updates is not None and updates.overlaps and build.reads_weights_flushed
+    return waits and build.find(ParameterStreaming) is None and build.find(FullySharded) is None
+
+
+def _adds_adapters(build: Build) -> bool:
+    return build.recipe.adapter.name == "lora" and not build.has_adapters
+
+
+ADAPTERS = (
+    Spec(_adds_adapters, _lora),
+    Spec(_adds_adapters, _refuse_untrained_rows),
+)
+"""Adapters are added to a model before anything changes its forward."""
+
+FORWARD = (
+    Spec(lambda build: build.recipe.model.kernels != "none", _fused_operators),
+    Spec(
+        lambda build: build.recipe.adapter.name == "lora",
+        lambda build: enable_fused_adapters(build.parts, build.recipe.adapter),
+    ),
+    Spec(
+        lambda build: build.recipe.tiling.mlp > 1,
+        lambda build: enable_tiled_mlp(build.parts, build.recipe.tiling),
+    ),
+    Spec(lambda build: build.recipe.checkpointing.mlp_activation != "keep", _recomputed_activations),
+    Spec(
+        lambda build: build.recipe.checkpointing.mode != "none",
+        lambda build: enable_checkpointing(build.parts, build.recipe.checkpointing),
+    ),
+    Spec(
+        lambda build: build.recipe.offload.activations != "none",
+        lambda build: enable_activation_offload(build.parts, build.recipe.offload, build.host_memory),
+    ),
+    Spec(lambda build: build.recipe.accumulation.order == "vertical", _vertical_accumulation),
+    Spec(
+        lambda build: build.recipe.loss.chunk_tokens is None,
+        lambda build: refuse_mean_of_means(build.model),
+    ),
+    Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
+    Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),
+    Spec(lambda build: build.recipe.distributed.strategy == "fsdp2", lambda build: build.shard(build.parts)),
+    Spec(
+        lambda build: build.find(FullySharded) is not None and build.find(ChunkedLoss) is not None,
+        _compare_sharded_loss,
+    ),
+)
+"""Techniques that change the model's forward, from the inside out; for an engine's run they are the last."""
+
+STATE = (
+    Spec(
+        lambda build: (
+            build.recipe.offload.optimizer == "host" and isinstance(build.optimizer, ChunkedOptimizer)
+        ),
+        lambda build: enable_optimizer_offload(build.optimizer, build.host_memory),
+    ),
+)
+"""Techniques that decide where the optimizer allocates its state, while the weights are at rest."""
+
+SUMS = (
+    Spec(
+        lambda build: build.recipe.accumulation.dtype == "float32" and build.sums_gradients,
+        _float32_accumulation,
+    ),
+    Spec(lambda build: build.recipe.accumulation.fusion, _fused_accumulation),
+)
+"""Techniques that sum the gradients of several micro-batches; a run of one gets them once memory has run out."""
+
+STEP = (
+    *SUMS,
+    Spec(
+        lambda build: may_lose_updates(build.optimizer),
+        lambda build: enable_lost_update_meter(build.optimizer),
+    ),
+    Spec(lambda build: build.recipe.optimizer.in_backward, _optimizer_in_backward),
+    Spec(_can_overlap, _update_overlap),
+)
+"""Techniques that sum, watch and apply gradients."""

@@ -27,6 +27,7 @@ from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.distributed.gradient_averaging import (
     average_gradients,
     copy_from_main_process,
@@ -86,7 +87,7 @@ class Runtime(MixedPrecision, Processes, ABC):
     ) -> torch.optim.lr_scheduler.LRScheduler:
         """Return the learning rate schedule for ``num_training_steps`` optimizer steps; constant in a trace."""
 
-    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
+    def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Shard the model's parameters over the processes if ``distributed.strategy`` is fsdp2; else return None."""
         return None
 

@@ -54,7 +54,7 @@ def seen_of(tmp_path_factory):
 def test_a_value_that_is_set_is_seen(path, value, seen_of):
     beside = BESIDE.get(path, ())
     assert seen_of(*beside, f"{path}={value}") != seen_of(*beside), (
-        f"{path}={value} changes neither a loss nor a line of the log: does enabled_techniques.py switch it on, and "
+        f"{path}={value} changes neither a loss nor a line of the log: does enabled_techniques.py enable it, and "
         "does its technique log a line with what it does? A key that only works beside others has these in BESIDE."
     )
 

@@ -39,7 +39,7 @@ from lowmem_ft.recipe.trainers.trainer_kinds import Kind, problems_of_kind, refu
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind_of, refused_defaults
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 
 _CHUNKS = "loss.chunk_tokens"
 

@@ -30,12 +30,12 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.trainers.trainer_kinds import ROWS, Kind, Refused, Works, kind_of
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.enabled_techniques import SwitchedOn, switch_on
+from lowmem_ft.training.enabled_techniques import Build, EnabledTechniques, enable_techniques
 from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 
 logger = logging.getLogger(__name__)
@@ -200,22 +200,25 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             for undo in leave_loss_to_model(trainer):
                 attached.undo_first(undo)
         stock_forward = base_model(model).forward
-        on = switch_on(
-            model,
-            recipe,
-            runtime.host_memory(recipe.budget, recipe.offload.folder),
-            rows_per_micro_batch=recipe.training.per_device_train_batch_size,
-            sums=recipe.training.gradient_accumulation_steps > 1,
-            finer_weights=functools.partial(finer_weights, model),
+        enabled = enable_techniques(
+            Build(
+                model=model,
+                recipe=recipe,
+                host_memory=runtime.host_memory(recipe.budget, recipe.offload.folder),
+                has_adapters=True,
+                rows_per_micro_batch=recipe.training.per_device_train_batch_size,
+                sums=recipe.training.gradient_accumulation_steps > 1,
+                finer_weights=functools.partial(finer_weights, model),
+            )
         )
-        attached.techniques = on.techniques
+        attached.techniques = enabled.techniques
         # State that waits on the host would otherwise return to a device too small for it.
-        attached.undo_first(on.techniques.remove, on.optimizer.state.clear)
-        for undo in _changes(trainer, recipe, kind, on, runtime, stock_forward):
+        attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
+        for undo in _changes(trainer, recipe, kind, enabled, runtime, stock_forward):
             attached.undo_first(undo)
         for owner in (trainer, base_model(model)):
             attached.undo_first(set_attribute(owner, _MARK, attached))
-        attached.undo_first(on.techniques.flush)
+        attached.undo_first(enabled.techniques.flush)
     except BaseException:
         attached.remove()
         raise
@@ -227,27 +230,27 @@ def _changes(
     trainer: Any,
     recipe: Recipe,
     kind: Kind,
-    on: SwitchedOn,
+    enabled: EnabledTechniques,
     runtime: AccelerateRuntime,
     stock_forward: Callable[..., Any],
 ) -> Iterator[Callable[[], object]]:
     """Make all changes to the trainer and its accelerator, and yield the calls that undo them."""
     step = AttachedStep(
-        on.optimizer,
-        on.techniques,
+        enabled.optimizer,
+        enabled.techniques,
         runtime,
         max_grad_norm=recipe.training.max_grad_norm,
         max_skipped_steps=recipe.training.max_skipped_steps,
     )
-    yield set_attribute(trainer, "optimizer", AttachedOptimizer(on.optimizer, step))
+    yield set_attribute(trainer, "optimizer", AttachedOptimizer(enabled.optimizer, step))
     yield from liger_flag_off(trainer.args)
     yield from _changes_of_accelerator(trainer, recipe, step, runtime)
-    yield from _changes_of_files(trainer, on)
+    yield from _changes_of_files(trainer, enabled)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
     if recipe.loss.chunk_tokens is not None:
         yield from _changes_of_loss(trainer, kind, stock_forward)
-    yield call_around(trainer, "log", functools.partial(_log_with_metrics, on.techniques))
+    yield call_around(trainer, "log", functools.partial(_log_with_metrics, enabled.techniques))
     yield call_around(trainer.callback_handler, "add_callback", functools.partial(_add_callback, recipe))
 
 
@@ -294,22 +297,22 @@ def _changes_of_accelerator(
     yield forget
 
 
-def _changes_of_files(trainer: Any, on: SwitchedOn) -> Iterator[Callable[[], object]]:
+def _changes_of_files(trainer: Any, enabled: EnabledTechniques) -> Iterator[Callable[[], object]]:
     """Let the trainer read and write weights and state at their place, with waiting updates made first."""
 
     def at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with on.techniques.at_rest():
+        with enabled.techniques.at_rest():
             return method(*args, **kwargs)
 
     def load_at_rest(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with on.techniques.at_rest():
+        with enabled.techniques.at_rest():
             result = method(*args, **kwargs)
-            if isinstance(on.optimizer, ChunkedOptimizer):
-                on.optimizer.adopt_weights()
+            if isinstance(enabled.optimizer, ChunkedOptimizer):
+                enabled.optimizer.adopt_weights()
             return result
 
     def flushed(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        on.techniques.flush()
+        enabled.techniques.flush()
         return method(*args, **kwargs)
 
     yield from save_whole(trainer)

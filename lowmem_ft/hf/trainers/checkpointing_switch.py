@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.recipe.trainers.shared_settings import CHECKPOINTING_OPTIONS
-from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import Trainer
 
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 

@@ -46,7 +46,7 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     values_of,
 )
 from lowmem_ft.techniques.kernels.fused_operators import has_fused_operators
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 
 _NO_HELD_OUT_DATA = {"data.eval_split": "null", "training.eval_steps": "null"}
 _CHECKPOINTING = "checkpointing."

@@ -28,6 +28,7 @@ from lowmem_ft.models.quantizing.stored_quantizers import pack_as_stored, packed
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
@@ -185,14 +186,16 @@ class VirtualRuntime(Runtime):
         """Return a schedule that changes nothing: a learning rate is a value, and a trace has none."""
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
 
-    def shard(self, model: nn.Module, config: DistributedConfig) -> FullySharded | None:
+    def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Call :func:`enable_fsdp2`, for several processes of which one exists."""
         if self._is_sharded:
-            self.machine.attribution.name_modules(model)  # with its adapters, while its parameters are whole
+            self.machine.attribution.name_modules(
+                parts.model
+            )  # with its adapters, while its parameters are whole
             mesh = init_device_mesh(self.device.type, (self.num_processes,))
             around = self.machine.attribution.within
-            self._sharded = enable_fsdp2(model, config, mesh, self._rows, around)
-            self.machine.attribution.name_modules(model)
+            self._sharded = enable_fsdp2(parts, config, mesh, self._rows, around)
+            self.machine.attribution.name_modules(parts.model)
         return self._sharded
 
     def prepare(

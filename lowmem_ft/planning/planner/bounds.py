@@ -39,7 +39,7 @@ from lowmem_ft.models.saving import MAX_SHARD_BYTES
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.techniques.checkpointing.recomputed_activation import recomputed_width
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, tensor_of_experts
+from lowmem_ft.techniques.modules.model_parts import decoder_layers, tensor_of_experts
 from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
 
 PRODUCT_KEYS = ("model", "adapter.name", "training", "checkpointing", "data.max_length")

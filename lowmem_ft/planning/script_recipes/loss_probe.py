@@ -14,8 +14,7 @@ import torch
 
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig
-from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.target_modules import ALL_LINEAR
 from lowmem_ft.techniques.attention.grouped_attention import documented_name
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 
 _NOT_OF_THE_ARCHITECTURE = (
     "architectures attn_implementation bos_token_id dtype eos_token_id pad_token_id quantization_config "

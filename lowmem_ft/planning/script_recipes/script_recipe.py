@@ -26,7 +26,7 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.config import LossConfig
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.supported_models import problem_with_class
 from lowmem_ft.techniques.offload.config import OffloadConfig
 

@@ -13,6 +13,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, add_product_
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.modules.early_saving import last_of_each_decoder_layer
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 
@@ -26,7 +27,7 @@ class FusedAccumulation(Technique):
 
 
 def enable_fused_accumulation(
-    model: nn.Module, *, device: torch.device, loss: ChunkedLoss | None = None
+    model: nn.Module | ModelParts, *, device: torch.device, loss: ChunkedLoss | None = None
 ) -> FusedAccumulation:
     """Make the product that computes a 16-bit weight's gradient add it to the sum of the micro-batches.
 
@@ -45,7 +46,7 @@ def enable_fused_accumulation(
     Source: ``gradient_accumulation_fusion`` of Megatron-LM; ``torch.addmm(out_dtype=...)`` of torch 2.13.
 
     Args:
-        model: a causal LM whose weights are trained.
+        model: a causal LM whose weights are trained, or its parts.
         device: the device that computes the gradients.
         loss: its chunked loss, if it has one.
 
@@ -56,14 +57,15 @@ def enable_fused_accumulation(
         UserError: if the device lacks such a product, no weight is trained in 16 bits, or a weight has a hook that
             would get no gradient.
     """
-    linears = list(_layers_of(model))
+    parts = ModelParts.of(model)
+    linears = list(_layers_of(parts.model))
     if not linears:
         raise UserError(
             "accumulation.fusion sums the gradients of trained 16-bit weights of nn.Linear layers, and "
-            f"{type(model).__name__} has none, or only one whose forward something else computes, such as a streamed "
-            "head. Set accumulation.fusion=false."
+            f"{type(parts.model).__name__} has none, or only one whose forward something else computes, such as a "
+            "streamed head. Set accumulation.fusion=false."
         )
-    for name, parameter in model.named_parameters():
+    for name, parameter in parts.model.named_parameters():
         if parameter._backward_hooks:
             raise UserError(
                 f"accumulation.fusion passes no gradient to the hook on {name} (register_hook). Use "
@@ -71,7 +73,7 @@ def enable_fused_accumulation(
             )
     _try_product(device, linears[0].weight)
     fused = FusedAccumulation()
-    last = last_of_each_decoder_layer(model, linears)
+    last = last_of_each_decoder_layer(parts.model, linears)
     for linear in linears:
         fused.undo_first(set_attribute(linear, "forward", SummingLinear(linear, is_last=linear in last)))
     if loss is not None:

@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 
@@ -61,7 +61,7 @@ class VerticalAccumulation(Technique):
 
 
 def enable_vertical_accumulation(
-    model: nn.Module, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
+    model: nn.Module | ModelParts, rows_per_micro_batch: int, *, keeps_inputs_alone: bool = False
 ) -> VerticalAccumulation:
     """Make each decoder layer process a few rows of its batch at a time; call the model with all rows at once.
 
@@ -77,7 +77,7 @@ def enable_vertical_accumulation(
     Source: GreedySnake, 2025 (arXiv:2512.17570).
 
     Args:
-        model: a causal LM from transformers, wrapped or not.
+        model: a causal LM from transformers, wrapped or not, or its parts.
         rows_per_micro_batch: rows that pass through a layer together; the rest form a smaller micro-batch.
         keeps_inputs_alone: whether a layer keeps only its input for backward, so that a trace of memory need not go
             through every micro-batch.
@@ -89,12 +89,12 @@ def enable_vertical_accumulation(
         ModelError: if the model has no single stack of decoder layers.
         RowsCannotBeCutError: see :func:`check_vertical_accumulation`.
     """
-    check_vertical_accumulation(model)
-    layers = decoder_layers(model)
-    norms = _norms_beside(layers, model)
+    parts = ModelParts.of(model)
+    check_vertical_accumulation(parts)
+    layers = parts.layers()
+    norms = _norms_beside(layers, parts.model)
     accumulation = VerticalAccumulation(rows_per_micro_batch)
-    embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    accumulation.undo_first(embedding.register_forward_pre_hook(accumulation.take_shape).remove)
+    accumulation.undo_first(parts.embedding.register_forward_pre_hook(accumulation.take_shape).remove)
     for layer in layers:
         by_rows = functools.partial(_by_rows, accumulation=accumulation, are_alike=keeps_inputs_alone)
         if _checkpoints_all_of(layer):
@@ -110,7 +110,7 @@ def enable_vertical_accumulation(
         len(layers),
         rows_per_micro_batch,
     )
-    if dropout := _largest_dropout(model):
+    if dropout := _largest_dropout(parts.model):
         log.info(
             "Dropout (%g) draws other random numbers in vertical order than in horizontal: their losses differ as "
             "with two seeds.",
@@ -146,7 +146,7 @@ class RowsCannotBeCutError(ModelError):
         self.why = why
 
 
-def check_vertical_accumulation(model: Any) -> None:
+def check_vertical_accumulation(model: nn.Module | ModelParts) -> None:
     """Reject a model whose layers cannot take its rows a few at a time.
 
     Raises:
@@ -154,18 +154,19 @@ def check_vertical_accumulation(model: Any) -> None:
         RowsCannotBeCutError: if it encodes positions as a bias of each head, adds a loss of its routers, or has an
             attention kernel whose mask cannot be cut.
     """
-    taken = inspect.signature(decoder_layers(model)[0].forward).parameters
+    parts = ModelParts.of(model)
+    taken, config = inspect.signature(parts.layers()[0].forward).parameters, parts.model.config
     biases = [name for name in _POSITION_BIASES if name in taken]
     # Falcon's layers take it, and get it if its config says so.
-    if biases and getattr(model.config, "alibi", True):
+    if biases and getattr(config, "alibi", True):
         raise _cannot_be_cut(f"the argument {biases[0]}")
-    if getattr(model.config.get_text_config(), "output_router_logits", False):
+    if getattr(config.get_text_config(), "output_router_logits", False):
         raise RowsCannotBeCutError(
             "the routers' load-balancing loss is computed over all its rows (output_router_logits is true in its "
             "config)",
             "Set accumulation.order=horizontal, or output_router_logits to false in its config.json.",
         )
-    if model.config._attn_implementation == "flex_attention":
+    if config._attn_implementation == "flex_attention":
         raise RowsCannotBeCutError(
             "the block mask of model.attn_implementation=flex_attention cannot be cut by rows",
             "Set model.attn_implementation=sdpa.",

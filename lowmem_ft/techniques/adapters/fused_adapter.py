@@ -31,6 +31,7 @@ from lowmem_ft.techniques.modules.early_saving import (
     not_as_view,
     save_early,
 )
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.techniques.modules.surroundings import Surroundings
 from lowmem_ft.techniques.technique import Technique
@@ -43,7 +44,7 @@ _ROWS_AT_ONCE = 1024
 """Tokens that are cast together where an adapter computes in another type than its layer."""
 
 
-def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
+def enable_fused_adapters(model: nn.Module | ModelParts, config: AdapterConfig) -> Technique:
     """Compute each linear layer and its LoRA adapter as one operation.
 
     Frees: what PEFT's forward makes in the layer's output size (the adapter's product, its scaled copy, the sum, for
@@ -63,7 +64,7 @@ def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
     Source: Unsloth, 2024 (github.com/unslothai/unsloth), which fuses whole MLPs, without dropout.
 
     Args:
-        model: a model with PEFT's adapters, wrapped or not.
+        model: a model with PEFT's adapters, wrapped or not, or its parts.
         config: whether to.
 
     Returns:
@@ -72,7 +73,8 @@ def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
     Raises:
         UserError: if PEFT's forward is asked for, and adapted experts are packed.
     """
-    layers = list(adapted_layers(model).values())
+    parts = ModelParts.of(model)
+    layers = list(adapted_layers(parts.model).values())
     of_experts = [layer for layer in layers if adapts_experts(layer)]
     if config.kernel == "peft":
         _refuse_packed(of_experts)
@@ -86,7 +88,7 @@ def enable_fused_adapters(model: nn.Module, config: AdapterConfig) -> Technique:
         f"; {others} of another kind compute as PEFT does" if others else "",
     )
     said: set[str] = set()
-    last = last_of_each_decoder_layer(model, fused)
+    last = last_of_each_decoder_layer(parts.model, fused)
     return Technique(
         *(call_around(layer, "forward", partial(_forward, layer, layer in last, said)) for layer in fused),
         *add_in_products(of_experts, said),

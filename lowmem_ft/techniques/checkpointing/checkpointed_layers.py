@@ -16,14 +16,14 @@ from lowmem_ft.techniques.checkpointing.selective_checkpointing import (
     KeepAttentionOutputs,
     refuse_unfused_attention,
 )
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
 
 
-def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Technique:
+def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingConfig) -> Technique:
     """Make the chosen decoder layers recompute their activations in backward, without reentrant autograd.
 
     Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
@@ -41,7 +41,7 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
     in Large Transformer Models, 2022 (arXiv:2205.05198), for what to keep.
 
     Args:
-        model: a causal LM from transformers, wrapped or not.
+        model: a causal LM from transformers, wrapped or not, or its parts.
         config: which layers to checkpoint.
 
     Returns:
@@ -50,11 +50,12 @@ def enable_checkpointing(model: nn.Module, config: CheckpointingConfig) -> Techn
     if config.mode == "none":
         return Technique()
     config.refuse_unchosen()
-    layers = decoder_layers(model)
+    parts = ModelParts.of(model)
+    layers = parts.layers()
     chosen = _chosen_layers(config, len(layers))
     recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
     if config.mode == "selective":
-        refuse_unfused_attention(getattr(getattr(model, "config", None), "_attn_implementation", None))
+        refuse_unfused_attention(getattr(getattr(parts.model, "config", None), "_attn_implementation", None))
         recompute = KeepAttentionOutputs()
     undo: list[Callable[[], None]] = []
     for index, layer in enumerate(layers):

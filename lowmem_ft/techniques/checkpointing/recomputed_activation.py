@@ -18,7 +18,7 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.tensors.live_tensors import storage_key
 from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, mlps_in
+from lowmem_ft.techniques.modules.model_parts import ModelParts, mlps_in
 from lowmem_ft.techniques.modules.surroundings import autocast_of_now
 from lowmem_ft.techniques.technique import Technique
 
@@ -31,7 +31,7 @@ _CHECKED_TOKENS = 8
 
 
 def enable_recomputed_activations(
-    model: nn.Module, config: CheckpointingConfig, *, device: torch.device
+    model: nn.Module | ModelParts, config: CheckpointingConfig, *, device: torch.device
 ) -> Technique:
     """Make MLPs keep the outputs of their first linear layers alone, and compute what follows again in backward.
 
@@ -50,7 +50,7 @@ def enable_recomputed_activations(
     is cheap; Megatron-LM's output-discarding recomputation, which frees such a tensor and writes it again.
 
     Args:
-        model: a causal LM from transformers, wrapped or not, with its adapters and kernels.
+        model: a causal LM from transformers, wrapped or not, with its adapters and kernels; or its parts.
         config: whether to, and which layers are checkpointed.
         device: the device to train on; weights may still be elsewhere.
 
@@ -64,13 +64,14 @@ def enable_recomputed_activations(
     if config.mlp_activation == "keep":
         return Technique()
     config.refuse_unchosen()
-    layers = decoder_layers(model, way_out=f"{_KEY}=keep")
+    parts = ModelParts.of(model)
+    layers = parts.layers(way_out=f"{_KEY}=keep")
     checkpointed = config.layers_of(len(layers))
     found = [_recomputable(layer) for layer in layers]
     if not any(found):
         raise ModelError(
-            f"{_KEY}=recompute needs decoder layers with an MLP of several linear layers; {type(model).__name__} has "
-            f"none. Set {_KEY}=keep."
+            f"{_KEY}=recompute needs decoder layers with an MLP of several linear layers; "
+            f"{type(parts.model).__name__} has none. Set {_KEY}=keep."
         )
     chosen = [
         one
@@ -80,7 +81,7 @@ def enable_recomputed_activations(
         if one.is_trained
     ]
     for one in {type(one.mlp): one for one in chosen}.values():
-        one.check(getattr(model, "dtype", None), device)
+        one.check(getattr(parts.model, "dtype", None), device)
     if not chosen:
         log.warning("%s=recompute changes nothing: every layer is checkpointed, or has no trained MLP.", _KEY)
         return Technique()

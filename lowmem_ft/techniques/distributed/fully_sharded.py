@@ -24,8 +24,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors.local_shards import is_sharded, local_part
 from lowmem_ft.foundation.tensors.logical_size import PART_OF_ANOTHER
 from lowmem_ft.techniques.distributed.config import DistributedConfig
-from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 from lowmem_ft.techniques.technique import Technique
 
 __all__ = ["enable_fsdp2"]
@@ -104,7 +103,7 @@ class FullySharded(Technique):
 
 
 def enable_fsdp2(
-    model: nn.Module,
+    model: nn.Module | ModelParts,
     config: DistributedConfig,
     mesh: DeviceMesh,
     rows: MutableMapping[nn.Parameter, Tensor] | None = None,
@@ -125,7 +124,7 @@ def enable_fsdp2(
     Source: PyTorch FSDP, 2023 (arXiv:2304.11277); ``torch.distributed.fsdp.fully_shard``.
 
     Args:
-        model: a causal LM from transformers, or a PEFT model around one.
+        model: a causal LM from transformers, or a PEFT model around one; or its parts.
         config: when gathered weights are freed, and whether shards are kept on the host.
         mesh: the processes, in one dimension.
         rows: for each parameter, the rows of it that
@@ -139,38 +138,40 @@ def enable_fsdp2(
     Raises:
         UserError: if new rows of an embedding are trained alone.
     """
-    _refuse_parts(model)
+    parts = ModelParts.of(model)
+    outermost: Any = parts.model
+    _refuse_parts(outermost)
     rows = rows or {}
     policies: dict[str, Any] = {
         "mesh": mesh,
         "mp_policy": MixedPrecisionPolicy(reduce_dtype=torch.float32),
         "offload_policy": CPUOffloadPolicy() if config.cpu_offload else OffloadPolicy(),
     }
-    units = list(_units(model))
+    units = list(_units(parts))
     for unit in units:
         with around(unit):
             _shard(unit, rows, {**policies, "reshard_after_forward": config.reshards})
-    with around(model):
-        _shard(model, rows, policies)
-    assert isinstance(model, FSDPModule), "fully_shard makes it one"
+    with around(outermost):
+        _shard(outermost, rows, policies)
+    assert isinstance(outermost, FSDPModule), "fully_shard makes it one"
     log.info(
         "FSDP2: %d parameters are sharded by rows among %d processes, and gathered in %d groups.",
-        sum(1 for _ in model.parameters()),
+        sum(1 for _ in parts.model.parameters()),
         mesh.size(),
         len(units) + 1,
     )
-    for module in _fsdp_modules(model):
+    for module in _fsdp_modules(outermost):
         # Sums: a mean over three processes would take a factor of 3, which rounds every product in 16 bits again.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
         if hasattr(module, "set_reduce_scatter_unused_params"):  # since torch 2.13
             # An expert that got no token in this process may have got some in another, which would wait for its shard.
             module.set_reduce_scatter_unused_params(True)
-    embedding = cast(Any, base_model(model)).get_input_embeddings()
-    if isinstance(embedding, FSDPModule):
-        embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
-    model._get_fsdp_state()._lazy_init()  # or whatever runs first, such as a part of the model, would become its root
-    return FullySharded(model, sync_each_batch=config.sync_each_batch)
+    if isinstance(parts.embedding, FSDPModule):
+        parts.embedding.set_unshard_in_backward(False)  # its gradient needs tokens, and no weight
+    # Or whatever runs first, such as a part of the model, would become its root.
+    outermost._get_fsdp_state()._lazy_init()
+    return FullySharded(outermost, sync_each_batch=config.sync_each_batch)
 
 
 def _refuse_parts(model: nn.Module) -> None:
@@ -191,11 +192,10 @@ def _fsdp_modules(model: Any) -> list[FSDPModule]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _units(model: nn.Module) -> Iterator[nn.Module]:
+def _units(parts: ModelParts) -> Iterator[nn.Module]:
     """Yield the modules whose parameters are gathered together, from the inside out."""
-    yield from decoder_layers(model, way_out="distributed.strategy=ddp")
-    causal_lm: Any = base_model(model)
-    embedding, head = causal_lm.get_input_embeddings(), causal_lm.get_output_embeddings()
+    yield from parts.layers(way_out="distributed.strategy=ddp")
+    embedding, head = parts.embedding, parts.head
     if head is not None and head.weight is not embedding.weight:
         yield embedding
         yield head

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from lowmem_ft.foundation.devices import compute_capability, is_virtual, kernels_of
 from lowmem_ft.foundation.errors import ModelError, UserError
@@ -24,7 +25,7 @@ from lowmem_ft.techniques.kernels.liger_patches import (
     has_operators,
     ligers_patches,
 )
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.technique import Technique
 
@@ -62,7 +63,7 @@ class FusedOperators(Technique):
 
 
 def enable_fused_operators(
-    model: Any, kernels: Kernels, *, device: torch.device, compute_dtype: torch.dtype
+    model: nn.Module | ModelParts, kernels: Kernels, *, device: torch.device, compute_dtype: torch.dtype
 ) -> FusedOperators:
     """Compute RMSNorm, rotary embeddings, SwiGLU and GEGLU by Liger's kernels, one for each.
 
@@ -79,7 +80,7 @@ def enable_fused_operators(
     Source: Liger Kernel, 2024 (arXiv:2410.10989).
 
     Args:
-        model: a causal LM from transformers, wrapped or not; adapters may be there already.
+        model: a causal LM from transformers, wrapped or not, or its parts; adapters may be there already.
         kernels: ``liger`` requires them; ``auto`` takes those that work here, of an architecture that has any.
         device: the device to train on; weights may still be elsewhere.
         compute_dtype: the type that products compute in: autocast's, or the weights'.
@@ -94,7 +95,7 @@ def enable_fused_operators(
     """
     if kernels == "none":
         return FusedOperators()
-    causal_lm = base_model(model)
+    causal_lm = ModelParts.of(model).base
     if kernels == "liger":
         require_package(f"{_KEY}={kernels}", _PACKAGE, "liger")
     if (obstacle := _obstacle(causal_lm, device)) is not None:

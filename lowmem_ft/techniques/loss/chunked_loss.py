@@ -26,8 +26,7 @@ from lowmem_ft.techniques.loss.config import LossConfig
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.loss.router_loss import has_router_loss, weighted_router_loss
-from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.config import TilingConfig
@@ -106,7 +105,7 @@ class ChunkedLoss(Technique):
 
 
 def enable_chunked_loss(
-    model: nn.Module,
+    model: nn.Module | ModelParts,
     config: LossConfig,
     tiling: TilingConfig | None = None,
     *,
@@ -131,7 +130,7 @@ def enable_chunked_loss(
     on the device, and the host would take minutes for them.
 
     Args:
-        model: a causal LM from transformers, or a PEFT model around one.
+        model: a causal LM from transformers, or a PEFT model around one; or its parts.
         config: the chunk size and the share of label smoothing.
         tiling: the number of vocabulary tiles; None: one.
         device: the device that the model will compute on; None: that of its weights.
@@ -147,7 +146,8 @@ def enable_chunked_loss(
     raise_problems((*config.problems(), *tiling.problems()))
     if config.chunk_tokens is None:
         return Technique()
-    causal_lm = base_model(model)
+    parts = ModelParts.of(model)
+    causal_lm = parts.base
     head = _Head.of(causal_lm)
     tiling.refuse_vocabulary(len(head.linear.weight))
     loss = _Loss(head, config, tiling, config.chunk_tokens)
@@ -155,7 +155,7 @@ def enable_chunked_loss(
     technique = ChunkedLoss(causal_lm, loss)
     if compare:
         try:
-            with contextlib.nullcontext() if is_here else _without_layers(causal_lm):
+            with contextlib.nullcontext() if is_here else _without_layers(parts):
                 technique.compare_with_stock()
         except BaseException:
             technique.remove()
@@ -377,14 +377,14 @@ def _close(ours: Tensor, stock: Tensor, dtype: torch.dtype) -> bool:
 
 
 @contextlib.contextmanager
-def _without_layers(causal_lm: Any) -> Iterator[None]:
+def _without_layers(parts: ModelParts) -> Iterator[None]:
     """Make the model pass its embeddings to its last norm and head; with routers' losses, through its last layer."""
-    layers, config = decoder_layers(causal_lm, way_out="offload.parameters=device"), causal_lm.config
+    layers, config = parts.layers(way_out="offload.parameters=device"), parts.base.config
     stack = list(layers)
-    parts = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
-    attention = {key: part._attn_implementation for key, part in parts.items()}
+    configs = {"": config} | {key: part for key in config.sub_configs if (part := getattr(config, key, None))}
+    attention = {key: one._attn_implementation for key, one in configs.items()}
     # A load-balancing loss needs a router, and if only some layers have one, the last one does.
-    num_kept = 1 if has_router_loss(causal_lm) else 0
+    num_kept = 1 if has_router_loss(parts.base) else 0
     del layers[: len(stack) - num_kept]
     config._attn_implementation = "eager"  # the device's kernel may not run on the host
     try:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 logger = logging.getLogger(__name__)

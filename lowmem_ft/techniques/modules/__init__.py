@@ -1,1 +1,1 @@
-"""Finding a model's decoder layers, and patching live modules reversibly."""
+"""The parts of a model, and patches of live modules that can be undone."""

@@ -9,7 +9,7 @@ from accelerate.utils import is_compiled_module
 from torch import nn
 from transformers import PreTrainedModel
 
-from lowmem_ft.techniques.modules.base_model import base_model
+from lowmem_ft.techniques.modules.model_parts import base_model
 
 
 def problem_with_class(model: Any) -> str | None:

@@ -16,8 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
-from lowmem_ft.techniques.modules.base_model import base_model
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import wrap_method
 from lowmem_ft.techniques.offload.config import SMALLEST_OFFLOADED_BYTES, OffloadConfig
 from lowmem_ft.techniques.technique import Technique
@@ -30,7 +29,9 @@ _ON_THEIR_WAY = {"inputs": 1, "all": 4}
 """Tensors still on the device when the next one is saved: one layer's compute time is enough to copy its input."""
 
 
-def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: HostMemory) -> Technique:
+def enable_activation_offload(
+    model: nn.Module | ModelParts, config: OffloadConfig, host: HostMemory
+) -> Technique:
     """Keep activations in host memory: the inputs of checkpointed layers, or all that backward needs.
 
     Each leaves the device on its own stream while the layer computes, and is prefetched one ahead of its use.
@@ -45,7 +46,7 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
     Source: ZeRO, 2019 (arXiv:1910.02054), whose P_a+cpu moves activation checkpoints to the host.
 
     Args:
-        model: a causal LM from transformers, wrapped or not; for ``inputs`` with its checkpointing switched on.
+        model: a causal LM from transformers, wrapped or not, or its parts; for ``inputs`` with its checkpointing on.
         config: which activations to offload.
         host: the host memory that holds them.
 
@@ -57,10 +58,11 @@ def enable_activation_offload(model: nn.Module, config: OffloadConfig, host: Hos
     """
     if config.activations == "none":
         return Technique()
+    parts = ModelParts.of(model)
     waiting_room = OffloadPool(host, _ON_THEIR_WAY[config.activations])
     if config.activations == "inputs":
-        return _ActivationOffload(waiting_room, *_offload_inputs(model, waiting_room))
-    return _ActivationOffload(waiting_room, _offload_all(model, waiting_room))
+        return _ActivationOffload(waiting_room, *_offload_inputs(parts, waiting_room))
+    return _ActivationOffload(waiting_room, _offload_all(parts.base, waiting_room))
 
 
 class _ActivationOffload(Technique):
@@ -75,8 +77,8 @@ class _ActivationOffload(Technique):
         self._waiting_room.abandon()
 
 
-def _offload_inputs(model: nn.Module, waiting_room: OffloadPool) -> Iterator[Callable[[], object]]:
-    layers = [layer for layer in decoder_layers(model) if layer.gradient_checkpointing]
+def _offload_inputs(parts: ModelParts, waiting_room: OffloadPool) -> Iterator[Callable[[], object]]:
+    layers = [layer for layer in parts.layers() if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
             "offload.activations=inputs needs checkpointed layers, whose inputs it offloads, but no layer is "
@@ -112,9 +114,7 @@ class _WithInputAway:
             return self._checkpoint(function, *args)
 
 
-def _offload_all(model: Any, waiting_room: OffloadPool) -> Callable[[], object]:
-    causal_lm = base_model(model)
-
+def _offload_all(causal_lm: Any, waiting_room: OffloadPool) -> Callable[[], object]:
     def with_activations_away(stock_forward: Callable[..., Any]) -> Callable[..., Any]:
         # Trainer reads the signature to learn which columns forward takes.
         @functools.wraps(stock_forward)

@@ -19,7 +19,7 @@ from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers, tensor_of_experts
+from lowmem_ft.techniques.modules.model_parts import ModelParts, tensor_of_experts
 from lowmem_ft.techniques.offload.config import OffloadConfig
 from lowmem_ft.techniques.streaming.embedding import StreamedEmbedding
 from lowmem_ft.techniques.streaming.head import StreamedHead
@@ -53,7 +53,7 @@ class SupportsHeadTiles(Protocol):
 
 
 def enable_parameter_streaming(
-    model: nn.Module,
+    model: nn.Module | ModelParts,
     config: OffloadConfig,
     *,
     device: torch.device,
@@ -76,7 +76,7 @@ def enable_parameter_streaming(
     Source: L2L: Training Large Neural Networks with Constant Memory, 2020 (arXiv:2002.05645).
 
     Args:
-        model: a causal LM from transformers, in host memory; a PEFT model around one, too.
+        model: a causal LM from transformers, in host memory, or its parts; a PEFT model around one, too.
         config: how many layers stay on the device.
         device: the device that it computes on.
         host: the host memory for the weights.
@@ -92,8 +92,9 @@ def enable_parameter_streaming(
         UserError: if ``offload.resident_layers`` exceeds the number of layers.
         DoesNotFitError: if the host has too little memory left.
     """
-    layers = decoder_layers(model, way_out="offload.parameters=device")
-    raise_problems([*config.problems(), *_problems(model, config, len(layers))])
+    parts = ModelParts.of(model)
+    layers = parts.layers(way_out="offload.parameters=device")
+    raise_problems([*config.problems(), *_problems(parts.model, config, len(layers))])
     num_streamed = len(layers) - config.resident_layers
     if device.type != "cpu":  # where the experts' products keep no slices: tests/invariants
         _refuse_slices_kept_for_backward(list(layers)[:num_streamed])
@@ -106,7 +107,7 @@ def enable_parameter_streaming(
         "parameter",
     )
     streaming = ParameterStreaming(
-        model,
+        parts,
         list(layers)[:num_streamed],
         device=device,
         host=host,
@@ -150,7 +151,7 @@ class ParameterStreaming(Technique):
 
     def __init__(
         self,
-        model: nn.Module,
+        parts: ModelParts,
         layers: Sequence[nn.Module],
         *,
         device: torch.device,
@@ -158,7 +159,7 @@ class ParameterStreaming(Technique):
         trained: bool,
         loss: SupportsHeadTiles | None,
     ) -> None:
-        self._model = model
+        self._model = parts.model
         self.updates: SupportsStreamedUpdates | None = None
         staying = _shared_parameters(layers) | _biases_of_quantised(layers)
 
@@ -168,12 +169,12 @@ class ParameterStreaming(Technique):
         stub_of = _stubs_on(device)
         with torch.no_grad():
             slabs = [LayerSlab(layer, is_streamed, host, stub_of) for layer in layers]
-            self._embedding, self._head = _outer_parts(model, device, host, is_streamed)
+            self._embedding, self._head = _outer_parts(parts, device, host, is_streamed)
             self._on_host = _weights_of(self._embedding, self._head)
             for weight in self._on_host:
                 weight.data = host.allocate(weight.shape, weight.dtype, "parameter").copy_(weight.data)
             away = {parameter for slab in slabs for parameter in slab.parameters}
-            move_the_rest(model, device, away | self._on_host)
+            move_the_rest(parts.model, device, away | self._on_host)
         self.layers = LayerStream(slabs, CopyEngine(device), device)
         outer_parts = [part for part in (self._embedding, self._head) if part is not None]
         super().__init__(
@@ -254,10 +255,10 @@ class ParameterStreaming(Technique):
 
 
 def _outer_parts(
-    model: Any, device: torch.device, host: HostMemory, is_streamed: Callable[[Any], bool]
+    parts: ModelParts, device: torch.device, host: HostMemory, is_streamed: Callable[[Any], bool]
 ) -> tuple[StreamedEmbedding | None, StreamedHead | None]:
     """Return the embedding and the head if they are plain ones that are streamed; others stay on the device."""
-    table, linear = model.get_input_embeddings(), model.get_output_embeddings()
+    table, linear = parts.embedding, parts.head
     is_tied = linear is not None and table is not None and linear.weight is table.weight
     head = embedding = None
     if isinstance(linear, nn.Linear) and is_streamed(linear.weight):

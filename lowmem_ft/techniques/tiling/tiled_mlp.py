@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
-from lowmem_ft.techniques.modules.decoder_layers import MLP_NAMES, decoder_layers, mlps_of
+from lowmem_ft.techniques.modules.model_parts import MLP_NAMES, ModelParts, mlps_of
 from lowmem_ft.techniques.modules.patching import set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.config import TilingConfig
@@ -28,7 +28,7 @@ _CHECKED_ROWS, _CHECKED_TOKENS, _CHECKED_TILES = 2, 8, 3
 """Sizes of a comparison with the stock MLP in tiles of 6, 6 and 4 tokens, none of which is a row."""
 
 
-def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
+def enable_tiled_mlp(model: nn.Module | ModelParts, config: TilingConfig) -> Technique:
     """Make the MLP of each decoder layer process the tokens in ``config.mlp`` tiles, one after the other.
 
     In backward each tile is computed again and differentiated, and every parameter gets its whole gradient at once, so
@@ -49,7 +49,7 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     Source: Arctic Long Sequence Training, 2025 (arXiv:2506.13996), whose backward fires hooks once per tile.
 
     Args:
-        model: a causal LM from transformers, wrapped or not, with its adapters.
+        model: a causal LM from transformers, wrapped or not, with its adapters; or its parts.
         config: the number of tiles.
 
     Returns:
@@ -62,10 +62,11 @@ def enable_tiled_mlp(model: nn.Module, config: TilingConfig) -> Technique:
     raise_problems(config.problems())
     if config.mlp == 1:
         return Technique()
-    mlps = [mlp for layer in decoder_layers(model) for mlp in _mlps_of_layer(layer)]
-    _refuse_routers_whose_logits_are_collected(model)
+    parts = ModelParts.of(model)
+    mlps = [mlp for layer in parts.layers() for mlp in _mlps_of_layer(layer)]
+    _refuse_routers_whose_logits_are_collected(parts.model)
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
-        _check_token_wise(mlp, _random_hidden(model, mlp))
+        _check_token_wise(mlp, _random_hidden(parts.model, mlp))
     log.info("Tiled MLP: %d modules work on 1/%d of the tokens at a time.", len(mlps), config.mlp)
     return Technique(*(set_attribute(mlp, "forward", ForwardInTiles(mlp, config.mlp)) for mlp in mlps))
 

@@ -13,9 +13,8 @@ from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter
-from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.build import Plan, load_planned_model
-from lowmem_ft.training.enabled_techniques import techniques_in_forward
+from lowmem_ft.training.enabled_techniques import FORWARD, Build
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter
 from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.runtime import Runtime
@@ -60,10 +59,13 @@ def build_forward_session(
         add_adapter(model)
     adapter = recipe.adapter if add_adapter is not None else AdapterConfig()
     of_model = dataclasses.replace(recipe, adapter=adapter)
-    techniques = Techniques()
-    for technique in techniques_in_forward(model, of_model, host_memory, rows_per_micro_batch=1):
-        techniques.add(technique)
+    build = Build(model=model, recipe=of_model, host_memory=host_memory)
+    build.enable(FORWARD, build.in_forward)
     model.eval()
     return ForwardSession(
-        model=model, unwrapped_model=model, runtime=runtime, techniques=techniques, host_memory=host_memory
+        model=model,
+        unwrapped_model=model,
+        runtime=runtime,
+        techniques=build.in_forward,
+        host_memory=host_memory,
     )

@@ -46,9 +46,9 @@ from lowmem_ft.techniques.accumulation.vertical_accumulation import (
 )
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
-from lowmem_ft.training.enabled_techniques import techniques_of_sums
+from lowmem_ft.training.enabled_techniques import SUMS, Build
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
 from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
@@ -258,9 +258,15 @@ class Retries:
         session, techniques = self.session, self.session.techniques
         if techniques.find(Float32Accumulation) or techniques.find(FusedAccumulation):
             return
-        model, device, loss = session.unwrapped_model, session.runtime.device, techniques.find(ChunkedLoss)
-        for sums in techniques_of_sums(model, session.optimizer, self._recipe, device=device, loss=loss):
-            techniques.add(sums)
+        build = Build(
+            model=session.unwrapped_model,
+            recipe=self._recipe,
+            host_memory=session.host_memory,
+            sums=True,
+            optimizer=session.optimizer,
+            in_forward=techniques,
+        )
+        build.enable(SUMS, techniques)
 
     def _refuse_without_room_for_sums(self, cut: MicroBatchLimit) -> None:
         """Refuse to split a single micro-batch in two if there is no room to sum their gradients in float32."""

@@ -17,7 +17,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEstimate
 from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.training.session import Session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.recording.trace import Trace

@@ -71,14 +71,11 @@ def join(monkeypatch):
         monkeypatch.setitem(Recipe.__annotations__, "optimizer", config_with(leaves))
         forget()
 
-    shipped = enabled_techniques.techniques_in_forward
-
-    def with_one_more(model, recipe, *others):
-        yield from shipped(model, recipe, *others)
-        if recipe.optimizer.sheds_gradients:
-            yield enable_shed_gradients(model)
-
-    monkeypatch.setattr(enabled_techniques, "techniques_in_forward", with_one_more)
+    one_more = enabled_techniques.Spec(
+        lambda build: build.recipe.optimizer.sheds_gradients,
+        lambda build: enable_shed_gradients(build.model),
+    )
+    monkeypatch.setattr(enabled_techniques, "FORWARD", (*enabled_techniques.FORWARD, one_more))
     yield joined
     monkeypatch.undo()
     forget()

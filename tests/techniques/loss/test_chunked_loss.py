@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.techniques.tiling.config import TilingConfig
 
 GPU = torch.device("cuda", 0)

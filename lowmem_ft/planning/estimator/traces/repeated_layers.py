@@ -17,7 +17,7 @@ from lowmem_ft.foundation.knob import CountedLayers
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.space.search_space import with_settings
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
 LONGEST_PERIOD = 8

@@ -28,7 +28,7 @@ from lowmem_ft.planning.estimator.traces.trace_key import TraceKey
 from lowmem_ft.planning.estimator.traces.traced_recipe import ShortTrace
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import decoder_layers
 
 NUM_LAYERS = 14
 

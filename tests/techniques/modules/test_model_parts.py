@@ -1,4 +1,4 @@
-"""The stack of decoder layers is found wherever an architecture keeps it."""
+"""The parts of a model are found wherever an architecture keeps them."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.techniques.modules.decoder_layers import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts, decoder_layers
 
 
 def build(config):
@@ -62,3 +62,34 @@ def test_two_stacks_are_refused_by_name():
 def test_no_stack_is_refused():
     with pytest.raises(ModelError, match="Linear does not have them"):
         decoder_layers(nn.Linear(2, 2))
+
+
+def test_stacks_of_a_model_that_reads_images_are_named_and_refused():
+    text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
+    text |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
+    images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = hf.Gemma3Config(text_config=text, vision_config={**images, "image_size": 28, "patch_size": 14})
+    with torch.device("meta"):
+        model = hf.Gemma3ForConditionalGeneration(config)
+    parts = ModelParts(model)
+    assert parts.stacks_by_kind["language"] is model.model.language_model.layers
+    assert parts.stacks_by_kind["vision"] is model.model.vision_tower.encoder.layers
+    with pytest.raises(ModelError, match=r"Gemma3ForConditionalGeneration has 2: model.vision_tower"):
+        parts.layers()
+
+
+def test_of_two_stacks_of_text_neither_is_the_language_models():
+    with torch.device("meta"):
+        model = hf.T5ForConditionalGeneration(
+            hf.T5Config(vocab_size=64, d_model=16, d_kv=8, d_ff=16, num_layers=2, num_heads=2)
+        )
+    assert list(ModelParts(model).stacks) == ["encoder.block", "decoder.block"]
+    assert ModelParts(model).stacks_by_kind == {}
+
+
+def test_parts_of_parts_are_the_same():
+    parts = ModelParts.of(llama())
+    assert ModelParts.of(parts) is parts
+    assert parts.layers() is parts.model.model.layers
+    assert parts.head is parts.model.lm_head
+    assert parts.embedding is parts.model.model.embed_tokens
