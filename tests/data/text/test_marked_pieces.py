@@ -6,7 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
-from lowmem_ft.system.visible import visible
+from lowmem_ft.foundation.system.visible import visible
 
 
 @pytest.mark.parametrize(
