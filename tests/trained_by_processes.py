@@ -164,8 +164,8 @@ def kernels_of(flags):
 def steps_of(run, flags):
     run.metrics = types.SimpleNamespace(write=lambda *args, **kwargs: None)  # there is no folder
     if "skip-third" in flags:
-        fetched, fetch = iter(range(steps)), run.runtime.fetch
-        run.runtime.fetch = lambda *of: (*fetch(*of)[:-1], float("nan")) if next(fetched) == 2 else fetch(*of)
+        fetched, fetch = iter(range(steps)), run.runtime.machine.fetch
+        run.runtime.machine.fetch = lambda *of: (*fetch(*of)[:-1], float("nan")) if next(fetched) == 2 else fetch(*of)
     taken = [run.step() for _ in range(steps)]
     held_out = run.evaluations.evaluate().result.loss
     return {"loss": [step["loss"] for step in taken] + [held_out], "norm": [step["grad_norm"] for step in taken]}

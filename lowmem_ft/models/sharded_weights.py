@@ -1,6 +1,6 @@
 """Loading a model of which each process keeps its own rows, so that no process holds the whole.
 
-What looks at values comes after the rows have been put together (``Runtime.shard``): until then weights are hollow.
+What looks at values comes after the rows have been put together (``Ranks.shard``): until then weights are hollow.
 """
 
 from __future__ import annotations

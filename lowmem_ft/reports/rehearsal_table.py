@@ -11,6 +11,7 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import counted, format_bytes
 from lowmem_ft.planning.estimator.changes import Change
 from lowmem_ft.planning.rehearsal.fix_search import Fix
+from lowmem_ft.planning.rehearsal.records import Saved
 from lowmem_ft.planning.rehearsal.result import (
     DISK_BYTES_PER_SECOND,
     NETWORK_BYTES_PER_SECOND,
@@ -18,7 +19,6 @@ from lowmem_ft.planning.rehearsal.result import (
     Rehearsal,
     TracedShape,
 )
-from lowmem_ft.planning.rehearsal.runtime import Saved
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
 from lowmem_ft.reports.text.document import Document, Table
 from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict

@@ -1,4 +1,4 @@
-"""The runtime of a run on a real device, implemented with Accelerate."""
+"""The ranks and files of a run on a real device, in one process or several, implemented with Accelerate."""
 
 from __future__ import annotations
 
@@ -17,14 +17,13 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import ProjectConfiguration, gather_object, patch_environment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.models.gathering import refuse_unsaveable
-from lowmem_ft.models.master_weights import MasterWeights
 from lowmem_ft.models.sharded_weights import weights_in_shards
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -32,82 +31,48 @@ from lowmem_ft.recipe.training_config import require_tracker
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.techniques.modules.model_parts import ModelParts
+from lowmem_ft.training.checkpoints.run_files import RunFiles
 from lowmem_ft.training.checkpoints.sharded_files import save_gathered, save_shards
 from lowmem_ft.training.distributed.gradient_averaging import sum_bucket
 from lowmem_ft.training.distributed.launch import processes_here
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.distributed.ranks import Ranks
+from lowmem_ft.training.machine import Machine
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
+from lowmem_ft.training.values import Values
+
+_PARTS_IN_PROCESSES = ("fsdp2", "zero3")
+"""The strategies by which each process holds a part of the weights."""
 
 
-class AccelerateRuntime(RunRuntime):
-    """The surroundings of a run on a real device, in one process or several.
+class AccelerateRanks(Ranks):
+    """The processes that Accelerate knows, one or several.
 
     Args:
         accelerator: knows the other processes.
-        mixed_precision: the type of the step's autocast: ``no``, ``bf16`` or ``fp16``.
-        device: the device of the step; None: the accelerator's.
+        device: the device of this one.
         distributed: how the processes share the model.
     """
 
     def __init__(
-        self,
-        accelerator: Accelerator,
-        mixed_precision: str,
-        device: torch.device | None = None,
-        distributed: DistributedConfig = ONE_PROCESS,
+        self, accelerator: Accelerator, device: torch.device, distributed: DistributedConfig = ONE_PROCESS
     ) -> None:
-        super().__init__(mixed_precision, device or accelerator.device, distributed)
-        self._is_gathered_to_save = self._is_sharded
-        self.accelerator = accelerator
-        self.num_processes = accelerator.num_processes
-        self.num_processes_here = processes_here(self.num_processes)
-        self.process_index = accelerator.process_index
-        # The log uses the same console.
-        self.progress_console = rich.get_console() if self.is_main else None
-
-    @staticmethod
-    def create(
-        config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
-    ) -> AccelerateRuntime:
-        """Join the other processes of the launcher, if any, and take a device.
-
-        Accelerate gets no FSDP settings, which it would silently ignore on a CPU: :meth:`shard` shards the model in the
-        same way everywhere.
-
-        Args:
-            config: for trackers, device and precision.
-            output_dir: the folder in which trackers write.
-            distributed: as launched, see :func:`lowmem_ft.training.distributed.launch.as_launched`.
-
-        Raises:
-            MissingPackageError: if a tracker of ``training.report_to`` is not installed.
-            UserError: if Accelerate interprets the launch differently than the recipe says.
-        """
-        with patch_environment(ACCELERATE_USE_FSDP="false"):
-            accelerator = make_accelerator(config, output_dir, cpu=config.use_cpu)
-        refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
-        if accelerator.num_processes > 1:
-            leave_processes_at_exit()
-        return AccelerateRuntime(accelerator, config.mixed_precision, distributed=distributed)
+        super().__init__(device, distributed, accelerator.num_processes, accelerator.process_index)
+        self._accelerator = accelerator
+        self._holds_part = distributed.strategy in _PARTS_IN_PROCESSES
 
     @contextlib.contextmanager
-    def _reading_weights(self, config: ModelConfig, host: HostMemory | None) -> Iterator[torch.device]:
+    def reading_weights(self, config: ModelConfig, host: HostMemory | None) -> Iterator[torch.device]:
         """Yield the device; of a sharded model, weights are read on the host, of which each process keeps its rows."""
-        with _weights_for_every_process():
-            if host is not None or not self._is_gathered_to_save:
-                with super()._reading_weights(config, host) as device:
-                    yield device
-            elif self._is_sharded and config.weights != "random":  # random values are drawn in place
-                place = self.num_processes, self.process_index, self._device_of_rows
-                with weights_in_shards(*place) as self._rows:
-                    yield torch.device("cpu")
-            else:
+        if host is not None or not self._holds_part:
+            with super().reading_weights(config, host) as device:
+                yield device
+        elif self._is_sharded and config.weights != "random":  # random values are drawn in place
+            place = self.num_processes, self.process_index, self._device_of_rows
+            with weights_in_shards(*place) as self._rows:
                 yield torch.device("cpu")
-
-    def master_weights(self, config: ModelConfig, hf_config: PretrainedConfig) -> MasterWeights | None:
-        """Call :func:`lowmem_ft.models.master_weights.load_master_weights` in all processes; they fail together."""
-        with _weights_for_every_process():
-            return super().master_weights(config, hf_config)
+        else:
+            yield torch.device("cpu")
 
     def shard(self, parts: ModelParts, config: DistributedConfig) -> FullySharded | None:
         """Shard with :func:`enable_fsdp2`, over all processes."""
@@ -116,7 +81,7 @@ class AccelerateRuntime(RunRuntime):
             is_saved = all(parameter.requires_grad for parameter in parts.model.parameters())
             if is_saved:
                 refuse_unsaveable(parts.model)
-            mesh = init_device_mesh(self.device.type, (self.num_processes,))
+            mesh = init_device_mesh(self._device.type, (self.num_processes,))
             self._sharded = enable_fsdp2(parts, config, mesh, self._rows)
         return self._sharded
 
@@ -131,7 +96,7 @@ class AccelerateRuntime(RunRuntime):
         if self.num_processes == 1 or self._is_sharded or self.goes_without_ddp(model, takes_mean=False):
             return model, optimizer
         # No device placement: weights are where they belong already, some of them on the host.
-        prepared = self.accelerator.prepare(model, device_placement=[False])
+        prepared = self._accelerator.prepare(model, device_placement=[False])
         prepared.register_comm_hook(None, sum_bucket)
         # Else another Accelerator would regard this model as prepared after the run has ended.
         vars(model).pop("_is_accelerate_prepared", None)
@@ -142,18 +107,52 @@ class AccelerateRuntime(RunRuntime):
         if self._sharded is not None:
             self._sharded.begin_micro_batch(is_last=is_last)
             return contextlib.nullcontext()
-        return contextlib.nullcontext() if is_last else self.accelerator.no_sync(model)
+        return contextlib.nullcontext() if is_last else self._accelerator.no_sync(model)
 
-    def sum_over_processes(self, value: torch.Tensor) -> torch.Tensor:
+    def sum(self, value: torch.Tensor) -> torch.Tensor:
         """Return the all-reduced sum, or the value itself in a single process."""
         if self.num_processes == 1:
             return value
-        return self.accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
+        return self._accelerator.reduce(value, reduction="sum")  # type: ignore[return-value]
+
+    def max(self, value: int) -> int:
+        """Return the largest of the processes' values."""
+        if self.num_processes == 1:
+            return value
+        values: Any = self._accelerator.gather(torch.tensor([value], device=self._device))
+        return int(values.max())
+
+    def gather(self, value: list[Any]) -> list[Any]:
+        """Return the concatenated lists of all processes."""
+        return value if self.num_processes == 1 else gather_object(value)
+
+    def wait_for_everyone(self) -> None:
+        """Wait until all processes have called this: a barrier."""
+        self._accelerator.wait_for_everyone()
+
+
+class AccelerateFiles(RunFiles):
+    """The files of processes that may each hold a part of the model, and Accelerate's trackers.
+
+    Args:
+        ranks: the processes.
+        accelerator: has the trackers.
+        distributed: how the processes share the model.
+    """
+
+    def __init__(
+        self, ranks: Ranks, accelerator: Accelerator, distributed: DistributedConfig = ONE_PROCESS
+    ) -> None:
+        # The log uses the same console.
+        super().__init__(ranks, rich.get_console() if ranks.is_main else None)
+        self._accelerator = accelerator
+        self._is_gathered_to_save = distributed.strategy in _PARTS_IN_PROCESSES
+        self._is_saved_in_shards = distributed.strategy == "fsdp2"
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write files for ``from_pretrained`` in the main process; sharded weights are gathered to it."""
         if self._is_gathered_to_save:
-            save_gathered(session, tokenizer, folder, is_main=self.is_main)
+            save_gathered(session, tokenizer, folder, is_main=self._ranks.is_main)
         else:
             super().save_trained(session, tokenizer, folder)
 
@@ -161,27 +160,17 @@ class AccelerateRuntime(RunRuntime):
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
         """Write all in the main process, or a part in each; see ``run_files.py`` and ``sharded_files.py``."""
-        if self._is_sharded:
-            writer = ShardWriter(folder, identity, self.process_index, self.num_processes)
-            return save_shards(session, tokenizer, folder, writer, is_main=self.is_main)
+        if self._is_saved_in_shards:
+            ranks = self._ranks
+            writer = ShardWriter(folder, identity, ranks.process_index, ranks.num_processes)
+            return save_shards(session, tokenizer, folder, writer, is_main=ranks.is_main)
         return super().save_session(session, tokenizer, folder, identity)
-
-    def max_over_processes(self, value: int) -> int:
-        """Return the largest of the processes' values."""
-        if self.num_processes == 1:
-            return value
-        values: Any = self.accelerator.gather(torch.tensor([value], device=self.device))
-        return int(values.max())
-
-    def gather(self, value: list[Any]) -> list[Any]:
-        """Return the concatenated lists of all processes."""
-        return value if self.num_processes == 1 else gather_object(value)
 
     def start_trackers(self, recipe: Recipe) -> None:
         """Open the trackers of ``training.report_to`` and pass them the recipe."""
         config = recipe.training
-        run_name = config.run_name or Path(self.accelerator.project_dir).name
-        self.accelerator.init_trackers(
+        run_name = config.run_name or Path(self._accelerator.project_dir).name
+        self._accelerator.init_trackers(
             config.project,
             config=_flat({path: key.value_in(recipe) for path, key in recipe_keys().items()}),
             init_kwargs={"wandb": {"name": run_name}, "trackio": {"name": run_name}},
@@ -189,17 +178,44 @@ class AccelerateRuntime(RunRuntime):
 
     def log(self, record: dict[str, Any]) -> None:
         """Pass one record of metrics to the trackers."""
-        self.accelerator.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
+        self._accelerator.log({k: v for k, v in record.items() if k != "step"}, step=record["step"])
 
     def end_trackers(self) -> None:
         """Flush and close the trackers."""
         # Not Accelerator.end_training(): it also destroys the process group, see _leave_processes.
-        for tracker in self.accelerator.trackers:
+        for tracker in self._accelerator.trackers:
             tracker.finish()
 
-    def wait_for_everyone(self) -> None:
-        """Wait until all processes have called this: a barrier."""
-        self.accelerator.wait_for_everyone()
+
+def launched_runtime(
+    config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
+) -> Runtime:
+    """Join the other processes of the launcher, if any, and take a device.
+
+    Accelerate gets no FSDP settings, which it would silently ignore on a CPU: :meth:`AccelerateRanks.shard` shards the
+    model in the same way everywhere.
+
+    Args:
+        config: for trackers, device and precision.
+        output_dir: the folder in which trackers write.
+        distributed: as launched, see :func:`lowmem_ft.training.distributed.launch.as_launched`.
+
+    Raises:
+        MissingPackageError: if a tracker of ``training.report_to`` is not installed.
+        UserError: if Accelerate interprets the launch differently than the recipe says.
+    """
+    with patch_environment(ACCELERATE_USE_FSDP="false"):
+        accelerator = make_accelerator(config, output_dir, cpu=config.use_cpu)
+    refuse_another_launch(accelerator, distributed, ("NO", "MULTI_GPU", "MULTI_CPU"))
+    num_processes = accelerator.num_processes
+    if num_processes > 1:
+        leave_processes_at_exit()
+    machine = Machine(
+        accelerator.device, config.mixed_precision, num_processes_here=processes_here(num_processes)
+    )
+    ranks = AccelerateRanks(accelerator, machine.device, distributed)
+    files = AccelerateFiles(ranks, accelerator, distributed)
+    return Runtime(machine=machine, ranks=ranks, files=files, values=Values(machine, ranks))
 
 
 def make_accelerator(config: TrainingConfig, output_dir: Path, **arguments: Any) -> Accelerator:
@@ -221,11 +237,6 @@ def make_accelerator(config: TrainingConfig, output_dir: Path, **arguments: Any)
         ),
         **arguments,
     )
-
-
-def _weights_for_every_process() -> AbstractContextManager[None]:
-    """Make transformers read weights in every process; `accelerate launch` sets it to one process per machine."""
-    return patch_environment(FSDP_CPU_RAM_EFFICIENT_LOADING="false")
 
 
 def refuse_another_launch(

@@ -86,7 +86,7 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
         UserError: if the device cannot run the recipe.
         ModelError: if there is no such model.
     """
-    hf_config = hf_config or runtime.load_config(recipe.model)
+    hf_config = hf_config or runtime.values.load_config(recipe.model)
     dtype = weights_dtype(recipe.model, hf_config)
     recipe.model.require_packages()
     check_adapter(recipe.adapter)
@@ -94,22 +94,22 @@ def plan_session(recipe: Recipe, runtime: Runtime, hf_config: PretrainedConfig |
     check_precision(
         str(dtype).removeprefix("torch."),
         recipe.training.mixed_precision,
-        runtime.device,
+        runtime.machine.device,
         frozen=not recipe.adapter.trains_model_weights,
         scales_loss=key_with(recipe, "no loss scale") is None,
     )
-    check_optimizer(recipe.optimizer, runtime.device)
-    raise_problems(problems_with_processes(recipe, runtime.num_processes))
+    check_optimizer(recipe.optimizer, runtime.machine.device)
+    raise_problems(problems_with_processes(recipe, runtime.ranks.num_processes))
     attention = choose_attention(
         recipe.model.attn_implementation,
         config=hf_config,
-        device=runtime.device,
+        device=runtime.machine.device,
         compute_dtype=compute_dtype(dtype, recipe.training.mixed_precision),
         packing=recipe.data.packing,
     )
     logger.info("Attention: %s (%s).", attention.implementation, attention.reason)
     if compute_dtype(dtype, recipe.training.mixed_precision) == torch.float32:
-        _log_float32(recipe, runtime.device)
+        _log_float32(recipe, runtime.machine.device)
     return Plan(hf_config=hf_config, attention=attention)
 
 
@@ -160,8 +160,8 @@ def _log_float32(recipe: Recipe, device: torch.device) -> None:
 
 def load_planned_model(recipe: Recipe, runtime: Runtime, plan: Plan) -> tuple[PreTrainedModel, HostMemory]:
     """Load a recipe's model where its weights are to be; return it with the host memory that techniques share."""
-    host_memory = runtime.host_memory(recipe.budget, recipe.offload.folder)
-    model = runtime.load_model(
+    host_memory = runtime.machine.host_memory(recipe.budget, recipe.offload.folder)
+    model = runtime.values.load_model(
         recipe.model,
         plan.hf_config,
         attn_implementation=plan.attention.implementation,
@@ -195,13 +195,13 @@ def build_session(
             host_memory=host_memory,
             rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
             sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
-            finer_weights=lambda: runtime.master_weights(recipe.model, plan.hf_config),
-            shard=lambda parts: runtime.shard(parts, recipe.distributed),
+            finer_weights=lambda: runtime.values.master_weights(recipe.model, plan.hf_config),
+            shard=lambda parts: runtime.ranks.shard(parts, recipe.distributed),
             reads_weights_flushed=True,
         )
     )
-    scheduler = runtime.schedule(enabled.optimizer, recipe.training, num_training_steps)
-    prepared_model, prepared_optimizer = runtime.prepare(model, enabled.optimizer)
+    scheduler = runtime.values.schedule(enabled.optimizer, recipe.training, num_training_steps)
+    prepared_model, prepared_optimizer = runtime.ranks.prepare(model, enabled.optimizer)
     _log_size(model)
     log_router_loss(model)
     return Session(

@@ -48,7 +48,7 @@ from lowmem_ft.training.run.run_parts import RunParts
 from lowmem_ft.training.run.start import log_start, write_sources
 from lowmem_ft.training.run.time_left import TimeLeft
 from lowmem_ft.training.run.unplanned import refuse_unplanned
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 def train(
     recipe: Recipe,
     folder: RunFolder | None = None,
-    runtime: RunRuntime | None = None,
+    runtime: Runtime | None = None,
     preflight: Preflight | None = None,
     *,
     callbacks: Sequence[object] = (),
@@ -91,7 +91,7 @@ def train(
 def _train(
     recipe: Recipe,
     folder: RunFolder | None,
-    runtime: RunRuntime | None,
+    runtime: Runtime | None,
     preflight: Preflight | None,
     callbacks: Sequence[object],
 ) -> TrainResult:
@@ -108,7 +108,7 @@ def _train(
             raise
         if run is None:
             raise does_not_fit_here(recipe, "while the model was loaded", runtime) from error
-        process_index = run.runtime.process_index
+        process_index = run.runtime.ranks.process_index
         report = report_of(
             error, run.session, run.folder.path, run.checkpoints.last, process_index=process_index
         )
@@ -125,7 +125,7 @@ class TrainingRun(RunParts):
     def __post_init__(self) -> None:
         """Create the run's own parts; their state is that of its checkpoint, if it resumes from one."""
         self.interruption = Interruption()
-        self.metrics = RunMetrics(self.folder, self.runtime)
+        self.metrics = RunMetrics(self.folder, self.runtime.ranks, self.runtime.files)
         self.checkpoints = RunCheckpoints(
             self.folder.path,
             self.session,
@@ -150,7 +150,7 @@ class TrainingRun(RunParts):
             self._has_signal,
         )
         self.evaluated: EvaluationResult | None = None
-        self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime)
+        self.health = RunHealth(self.recipe, self.folder, self.progress, self.runtime.ranks)
         self.profiled = ProfiledSteps(self)
         config, evaluates = self.recipe.training, bool(self.evaluations)
         self.time_left = TimeLeft(
@@ -163,18 +163,18 @@ class TrainingRun(RunParts):
 
     def train(self) -> TrainResult:
         """Run all steps, evaluations and checkpoints, then save the finished model."""
-        self.runtime.wait_for_everyone()  # until all have read the folder
+        self.runtime.ranks.wait_for_everyone()  # until all have read the folder
         succeeded = False
         try:
-            with self.runtime.failing_together():
-                if self.runtime.is_main:
+            with self.runtime.ranks.failing_together():
+                if self.runtime.ranks.is_main:
                     self.folder.start(self.recipe, self.progress)
                     self.memory.continue_from(self.folder.read_metrics())
                     self.memory.write_estimate(self.metrics, self.progress.step)
                     write_sources(self.data, self.metrics, self.progress.step)
                     if self.best.is_earlier:
                         self.best.checkpoint()  # before hours of training: it may be gone
-            self.runtime.start_trackers(self.recipe)
+            self.runtime.files.start_trackers(self.recipe)
             log_start(self.recipe, self.runtime, self.progress, self.num_steps)
             with self.interruption:
                 result = self._finish(self._take_steps())
@@ -187,7 +187,7 @@ class TrainingRun(RunParts):
             self.health.set_aside_checkpoints()
             raise
         finally:
-            if self.runtime.is_main:
+            if self.runtime.ranks.is_main:
                 self.folder.end(succeeded=succeeded)
 
     def _take_steps(self) -> EvaluationResult | None:
@@ -198,7 +198,7 @@ class TrainingRun(RunParts):
             step=self.progress.step,
             logging_steps=config.logging_steps,
             time_left=self.time_left,
-            console=self.runtime.progress_console,
+            console=self.runtime.files.console,
         )
         with display, self.profiled:
             self._evaluate_if_due()
@@ -222,7 +222,7 @@ class TrainingRun(RunParts):
         window, self.evaluated = self.stream.next_window(), None
         learning_rate = float(self.session.scheduler.get_last_lr()[0])
         with self.memory.during("step"):
-            result = self.runtime.take_step(window.batches, self.retries.train_step)
+            result = self.runtime.values.take_step(window.batches, self.retries.train_step)
         self.progress.step += 1
         self.progress.position = window.position
         self.progress.tokens += result.num_tokens
@@ -238,7 +238,7 @@ class TrainingRun(RunParts):
         self.memory.after_step(
             session.unwrapped_model, session.optimizer, session.techniques, step_seconds, num_tokens
         )
-        memory = read_device_memory(self.runtime.device)
+        memory = read_device_memory(self.runtime.machine.device)
         self.budget_watch.after_step(file_bytes=self.session.host_memory.peak_file_bytes)
         record = {
             "step": self.progress.step,
@@ -318,7 +318,7 @@ class TrainingRun(RunParts):
         if wish == FAIL:
             if not self.checkpoints.has_step:
                 self._save_checkpoint()
-            self.runtime.end_trackers()
+            self.runtime.files.end_trackers()
             self.callbacks.raise_error()
         if wish == STOP and self.progress.step < self.num_steps:
             self.num_steps = self.time_left.num_steps = self.progress.step
@@ -331,16 +331,17 @@ class TrainingRun(RunParts):
             self._save_checkpoint()
         if self.progress.step == self.num_steps:
             self.memory.write_measured(self.metrics, self.progress.step)
-        self.runtime.end_trackers()
+        self.runtime.files.end_trackers()
         raise Interrupted(number, checkpoint=self.checkpoints.last)
 
     def _asked(self) -> tuple[int, int]:
         """Return the number of the signal that any process has received, 0 if none has, and the callbacks' wish."""
         here = self.interruption.signal_number * (FAIL + 1) + self.callbacks.wish
-        return divmod(self.runtime.max_over_processes(here), FAIL + 1)
+        return divmod(self.runtime.ranks.max(here), FAIL + 1)
 
     def _finish(self, evaluation: EvaluationResult | None) -> TrainResult:
-        problems = self.health.problems_at_the_end(weights_not_finite(self.session, self.runtime), evaluation)
+        ranks = self.runtime.ranks
+        problems = self.health.problems_at_the_end(weights_not_finite(self.session, ranks), evaluation)
         evaluation = self.best.evaluation(evaluation)
         if self.best.is_earlier and problems:
             logger.warning(
@@ -359,11 +360,12 @@ class TrainingRun(RunParts):
                 evaluation=evaluation,
                 best_step=self.best.step,
                 memory=self.memory.rows(),
-                generations=self.generations.before_and_after(self.best.step) if self.runtime.is_main else (),
+                generations=self.generations.before_and_after(self.best.step) if ranks.is_main else (),
             )
             save_finished_model(
                 self.session,
-                self.runtime,
+                ranks,
+                self.runtime.files,
                 self.tokenizer,
                 self.folder,
                 self.recipe,
@@ -380,7 +382,7 @@ class TrainingRun(RunParts):
         stopped = stop and stop.reason
         self.metrics.write({"step": progress.step, "best_step": best_step, "stopped": stopped})
         number, _ = self._asked()
-        self.runtime.end_trackers()
+        self.runtime.files.end_trackers()
         self.health.refuse_unhealthy_end(problems, evaluation)
         if number:
             raise Interrupted(number, model_folder=self.folder.model_folder)

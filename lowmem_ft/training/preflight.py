@@ -18,7 +18,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +63,14 @@ class PreflightChecks:
         runtime: the run's device and processes.
     """
 
-    def __init__(self, preflight: Preflight | None, recipe: Recipe, runtime: RunRuntime) -> None:
+    def __init__(self, preflight: Preflight | None, recipe: Recipe, runtime: Runtime) -> None:
         self._is_wanted = preflight is not None and recipe.budget.preflight
-        self._preflight = preflight if self._is_wanted and runtime.is_main else None
+        self._preflight = preflight if self._is_wanted and runtime.ranks.is_main else None
         self._recipe, self._runtime = recipe, runtime
         self._rows_are_full = recipe.data.packing or recipe.data.streaming
         self._estimate: MemoryEstimate | None = None
         if self._preflight is not None:
-            self._preflight.begin(recipe, runtime.device)
+            self._preflight.begin(recipe, runtime.machine.device)
 
     def before_data(self) -> None:
         """Check the estimate if it does not depend on the data.
@@ -96,12 +96,12 @@ class PreflightChecks:
     def _check(self, longest_row: int | None) -> None:
         if not self._is_wanted:
             return
-        with self._runtime.failing_together():
+        with self._runtime.ranks.failing_together():
             if self._preflight is not None:
                 found = self._preflight.finish(longest_row)
                 self._estimate = found and with_seconds_here(found, torch.get_num_threads())
             if self._estimate is not None:
-                check_estimate(self._recipe, self._estimate, num_processes=self._runtime.num_processes)
+                check_estimate(self._recipe, self._estimate, num_processes=self._runtime.ranks.num_processes)
 
 
 def longest_row(data: PreparedData) -> int | None:

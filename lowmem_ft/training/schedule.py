@@ -1,14 +1,9 @@
-"""The learning rate schedule, from transformers.
-
-This is a separate module because transformers' schedules import PEFT, which imports bitsandbytes and torch's compiler:
-a quarter of what an estimate would import. A trace does not need it.
-"""
+"""The learning rate schedule, from transformers."""
 
 from __future__ import annotations
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import get_scheduler
 
 from lowmem_ft.recipe import TrainingConfig
 
@@ -24,6 +19,10 @@ def create_scheduler(optimizer: Optimizer, config: TrainingConfig, num_training_
     Returns:
         The schedule, at its first step.
     """
+    # These import PEFT, which imports bitsandbytes and torch's compiler: a quarter of what an estimate would import,
+    # which needs none of them.
+    from transformers import get_scheduler
+
     return get_scheduler(
         config.lr_scheduler_type,
         optimizer,

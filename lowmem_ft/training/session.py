@@ -57,18 +57,18 @@ class Session(ForwardSession):
 
     def clip_grad_norm(self) -> torch.Tensor:
         """Return the global gradient norm; scale gradients down to ``max_grad_norm``, now or when they are applied."""
-        norm = self.techniques.clip_grad_norm(self.runtime.unscale)
+        norm = self.techniques.clip_grad_norm(self.runtime.machine.loss_scale.unscale)
         if norm is not None:
             return norm
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return self.runtime.clip_grad_norm(self.optimizer, max_norm)
+        return self.runtime.machine.clip_grad_norm(self.optimizer, max_norm)
 
     def update_weights(self, *, finite: bool) -> None:
         """Apply the gradients if they are finite, and update the fp16 loss scale."""
         if self.techniques.update_weights(finite=finite):
-            self.runtime.update_loss_scale()
+            self.runtime.machine.loss_scale.update()
         else:
-            self.runtime.update_weights(self.optimizer, finite=finite)
+            self.runtime.machine.update_weights(self.optimizer, finite=finite)
 
     def close(self) -> None:
         """Remove every technique; the plain trained model is left, with its adapter if there is one."""

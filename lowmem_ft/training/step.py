@@ -22,7 +22,7 @@ from lowmem_ft.data.batches.splitting import pieces
 from lowmem_ft.techniques.attention.document_masks import masks_keep_documents_apart
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
-from lowmem_ft.training.mixed_precision import one_type_needed
+from lowmem_ft.training.machine import one_type_needed
 from lowmem_ft.training.session import ForwardSession, Session
 
 
@@ -87,28 +87,29 @@ class WindowPass:
 
     def gradients(self) -> StepResult:
         """Compute the gradients, and leave them where the weight update expects them."""
-        session, runtime = self.session, self.session.runtime
+        session, ranks = self.session, self.session.runtime.ranks
+        machine = session.runtime.machine
         num_label_tokens, num_tokens = _count_tokens(session, self.window)
-        loss = torch.zeros((), dtype=torch.float32, device=runtime.device)
+        loss = torch.zeros((), dtype=torch.float32, device=machine.device)
         aux_loss: torch.Tensor | None = None
         micro_batches = self.micro_batches()
-        share = 1 / (len(micro_batches) * runtime.num_processes)
+        share = 1 / (len(micro_batches) * ranks.num_processes)
         for index, self.working_on in enumerate(micro_batches):
-            with runtime.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
+            with ranks.micro_batch(session.model, is_last=index == len(micro_batches) - 1):
                 micro_loss, micro_aux_loss = _forward(session, self.working_on, num_label_tokens, share)
-                runtime.backward(micro_loss)
+                machine.backward(micro_loss)
             loss += micro_loss.detach()
             if micro_aux_loss is not None:
                 aux_loss = micro_aux_loss * share + (0 if aux_loss is None else aux_loss)
         self.working_on = None
-        loss = runtime.sum_over_processes(loss)
-        runtime.reduce_gradients(session.trainable_parameters())
+        loss = ranks.sum(loss)
+        ranks.reduce_gradients(session.trainable_parameters())
         grad_norm = session.clip_grad_norm()
         # One fetch for both, before the update: the device runs the update while the host prepares the next work.
-        further = () if aux_loss is None else (runtime.sum_over_processes(aux_loss),)
-        loss_value, norm_value, *aux_values = runtime.fetch(loss, grad_norm, *further)
+        further = () if aux_loss is None else (ranks.sum(aux_loss),)
+        loss_value, norm_value, *aux_values = machine.fetch(loss, grad_norm, *further)
         applied = math.isfinite(loss_value) and math.isfinite(norm_value)
-        overflow = not applied and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
+        overflow = not applied and math.isfinite(loss_value) and machine.loss_scale.may_overflow()
         return StepResult(loss_value, norm_value, num_tokens, applied, overflow, *aux_values)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
@@ -134,8 +135,9 @@ def evaluation_loss(
 
     Both are 0-d tensors on the device. A loss of routers is no part of it.
     """
-    loss_sum = torch.zeros((), dtype=torch.float32, device=session.runtime.device)
-    num_label_tokens = torch.zeros((), dtype=torch.int64, device=session.runtime.device)
+    device = session.runtime.machine.device
+    loss_sum = torch.zeros((), dtype=torch.float32, device=device)
+    num_label_tokens = torch.zeros((), dtype=torch.int64, device=device)
     with torch.no_grad(), router_loss_off(session.unwrapped_model):
         for batch in batches:
             loss_sum += _forward(session, batch, num_items=1)[0]
@@ -146,8 +148,8 @@ def evaluation_loss(
 def _count_tokens(session: Session, window: Sequence[Batch]) -> tuple[int, int]:
     """Return the label tokens and the tokens of the window, each summed over all processes."""
     counts = [sum(batch.num_label_tokens for batch in window), sum(batch.num_tokens for batch in window)]
-    if session.runtime.num_processes > 1:
-        totals = session.runtime.sum_over_processes(torch.tensor(counts, device=session.runtime.device))
+    if session.runtime.ranks.num_processes > 1:
+        totals = session.runtime.ranks.sum(torch.tensor(counts, device=session.runtime.machine.device))
         counts = totals.tolist()
     return max(counts[0], 1), counts[1]
 
@@ -159,15 +161,16 @@ def _forward(
 
     The first includes the second times its coefficient and ``share``; None: the model adds none.
     """
+    machine = session.runtime.machine
     further_inputs = session.techniques.before_forward(batch.input_ids_BT, batch.num_label_tokens)
     attention = session.unwrapped_model.config._attn_implementation
-    further_inputs |= border_inputs(attention or "", batch.position_ids_BT, session.runtime.device)
-    batch = batch.to(session.runtime.device)
+    further_inputs |= border_inputs(attention or "", batch.position_ids_BT, machine.device)
+    batch = batch.to(machine.device)
     inputs = dict(batch.model_inputs(), labels=batch.labels_BT, use_cache=False, num_items_in_batch=num_items)
     lengths = batch.lengths if isinstance(batch, Batch) else None
     with (
-        one_type_needed(type(session.unwrapped_model).__name__, session.runtime.mixed_precision),
-        session.runtime.autocast(),
+        one_type_needed(type(session.unwrapped_model).__name__, machine.mixed_precision),
+        machine.autocast(),
         borders_arrive(further_inputs),
         masks_keep_documents_apart(session.unwrapped_model, batch.position_ids_BT),
         padding_left_out(session.unwrapped_model, lengths, batch.input_ids_BT.shape),

@@ -175,7 +175,7 @@ def _one_on_cuda(arguments: argparse.Namespace, rung: Rung, budget: str) -> dict
             torch.cuda.synchronize()
         except (UserError, torch.OutOfMemoryError) as error:
             return {"fits": False, "why": str(error).splitlines()[0]}
-        memory = read_device_memory(run.runtime.device)
+        memory = read_device_memory(run.runtime.machine.device)
         return {
             "fits": True,
             "tokens_per_second": (run.progress.tokens - before) / (time.perf_counter() - start),

@@ -114,7 +114,7 @@ class _Alternate(TrainerCallback):
 
     def _seconds_when_done(self) -> float:
         """Read the clock once the device is done, or one's last kernels would count as the other's."""
-        if self.ours.runtime.device.type == "cuda":
+        if self.ours.runtime.machine.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 

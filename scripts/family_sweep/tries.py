@@ -27,7 +27,7 @@ from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
@@ -217,7 +217,7 @@ def _takes_own_loss(folder: Path) -> str:
 
 def _session(recipe: Recipe, folder: Path) -> Any:
     recipe = as_launched(recipe, read_launch(use_cpu=True))
-    runtime = AccelerateRuntime.create(recipe.training, folder, recipe.distributed)
+    runtime = launched_runtime(recipe.training, folder, recipe.distributed)
     plan = plan_session(recipe, runtime, load_model_config(recipe.model))
     torch.manual_seed(0)
     session = build_session(recipe, runtime, plan, num_training_steps=NUM_STEPS)

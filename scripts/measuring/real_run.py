@@ -10,18 +10,15 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
 from measuring.measured_rows import Documents, MeasuredRows, name_of
 from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.system.memory_meter import read_host_memory
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
@@ -29,8 +26,10 @@ from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.techniques.modules.patching import call_around
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import Plan, build_session, plan_session
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 
@@ -123,28 +122,22 @@ class CudaMeter:
         self._phase = None
 
 
-class MeasuredRuntime(AccelerateRuntime):
-    """Accelerate's runtime, which tells a meter where the phases of a step begin."""
-
-    def __init__(self, accelerator: Accelerator, mixed_precision: str, meter: PhaseMeter) -> None:
-        super().__init__(accelerator, mixed_precision)
-        self._meter = meter
+def _tell_phases(runtime: Runtime, meter: PhaseMeter) -> None:
+    """Let a meter know where the phases of each step begin."""
 
     @contextlib.contextmanager
-    def _forward(self, block: AbstractContextManager[None]) -> Iterator[None]:
-        self._meter.begin("forward")
-        with block:
+    def micro_batch(own: Callable[..., Any], model: nn.Module, *, is_last: bool) -> Iterator[None]:
+        meter.begin("forward")  # backward reports its own beginning
+        with own(model, is_last=is_last):
             yield
 
-    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Begin a forward pass; ``backward`` reports its own beginning."""
-        return self._forward(super().micro_batch(model, is_last=is_last))
+    def backward(own: Callable[..., Any], loss: torch.Tensor) -> None:
+        meter.begin("backward")
+        own(loss)
+        meter.begin("optimizer_step")  # until there is another micro-batch
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Run backward; what follows counts as the optimizer step until there is another micro-batch."""
-        self._meter.begin("backward")
-        super().backward(loss)
-        self._meter.begin("optimizer_step")
+    call_around(runtime.ranks, "micro_batch", micro_batch)
+    call_around(runtime.machine, "backward", backward)
 
 
 def run_for_real(
@@ -173,20 +166,20 @@ def run_for_real(
     """
     with contextlib.ExitStack() as stack:
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
-        accelerator = AccelerateRuntime.create(recipe.training, Path(scratch)).accelerator
-        device = with_index(accelerator.device)
+        runtime = launched_runtime(recipe.training, Path(scratch))
+        device = runtime.machine.device
         if device.type == "cuda":
             meter: PhaseMeter = CudaMeter(device)
         else:
             meter = CpuMeter(stack.enter_context(tracker or StorageTracker()))
-        runtime = MeasuredRuntime(accelerator, recipe.training.mixed_precision, meter)
+        _tell_phases(runtime, meter)
         _run(recipe, runtime, meter, num_steps, documents, after_step)
         return meter.peaks
 
 
 def _run(
     recipe: Recipe,
-    runtime: MeasuredRuntime,
+    runtime: Runtime,
     meter: PhaseMeter,
     num_steps: int,
     documents: Documents | None,
@@ -203,9 +196,9 @@ def _run(
             batches.take(training.per_device_train_batch_size)
             for _ in range(training.gradient_accumulation_steps)
         ]
-        begin = _when_idle(runtime.device)
+        begin = _when_idle(runtime.machine.device)
         train_step(session, window)
-        meter.peaks.seconds.append(_when_idle(runtime.device) - begin)
+        meter.peaks.seconds.append(_when_idle(runtime.machine.device) - begin)
         after_step()
         del window
     if has_held_out_data(recipe):

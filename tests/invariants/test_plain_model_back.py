@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.step import train_step
 
@@ -52,7 +52,7 @@ def built(settings, folder):
             "data=any",
         ],
     )
-    runtime = AccelerateRuntime.create(recipe.training, folder)
+    runtime = launched_runtime(recipe.training, folder)
     return build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=3)
 
 

@@ -19,7 +19,8 @@ def test_the_clock_is_read_once_the_device_is_done():
         return {"loss": 1.0}
 
     with VirtualGPU("l4") as gpu:
-        ours: Any = SimpleNamespace(runtime=SimpleNamespace(device=torch.device("cuda")), step=step)
+        machine = SimpleNamespace(device=torch.device("cuda"))
+        ours: Any = SimpleNamespace(runtime=SimpleNamespace(machine=machine), step=step)
         _Alternate(ours).on_step_end()
         order = [work.kind for work in gpu.work.entries]
     assert order[0] == order[-1] == "synchronize"

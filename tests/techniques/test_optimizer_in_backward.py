@@ -25,7 +25,7 @@ from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float3
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
-from lowmem_ft.training.loss_scaling import unscale
+from lowmem_ft.training.loss_scaling import LossScale
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-2
@@ -358,7 +358,7 @@ def test_the_fp16_loss_scale_changes_no_number(scale):
         model = tiny_model()
         in_backward = enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=0.1)
         backward(model, scale=scaler.scale(torch.ones(())))
-        norm = in_backward.clip_grad_norm(lambda values: unscale(scaler, values))  # noqa: B023
+        norm = in_backward.clip_grad_norm(LossScale(scaler).unscale)
         in_backward.update_weights(finite=True)
         scaler.update()
         results.append((norm, weights(model)))
@@ -371,7 +371,7 @@ def test_an_overflow_lowers_the_scale():
     model = tiny_model()
     in_backward = enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=1.0)
     backward(model, scale=scaler.scale(torch.ones(())))
-    assert not torch.isfinite(in_backward.clip_grad_norm(lambda values: unscale(scaler, values)))
+    assert not torch.isfinite(in_backward.clip_grad_norm(LossScale(scaler).unscale))
     in_backward.update_weights(finite=False)
     scaler.update()
     assert scaler.get_scale() == 2.0**126

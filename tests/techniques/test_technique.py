@@ -18,7 +18,7 @@ from lowmem_ft.data.batches.batch import merged
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.step import evaluation_loss, train_step
 
@@ -130,7 +130,7 @@ def make_session(settings, folder):
             "training.gradient_accumulation_steps=2",
         ],
     )
-    runtime = AccelerateRuntime.create(recipe.training, folder)
+    runtime = launched_runtime(recipe.training, folder)
     torch.manual_seed(0)  # adapters are drawn at random
     session = build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=3)
     return session, recipe.training.mixed_precision == "bf16"

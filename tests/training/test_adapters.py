@@ -19,7 +19,7 @@ import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import plan_session, refuse_unknown_names
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
@@ -223,7 +223,7 @@ def test_misspelt_names_are_told_before_data_and_weights_are_read(tiny, monkeypa
 
 def test_a_look_at_names_draws_no_random_numbers(tiny, tmp_path):
     recipe = tiny("adapter.name=lora", "adapter.modules_to_save=[embed_tokens]")
-    plan = plan_session(recipe, AccelerateRuntime.create(recipe.training, tmp_path))
+    plan = plan_session(recipe, launched_runtime(recipe.training, tmp_path))
     state, config = torch.get_rng_state(), plan.hf_config.to_dict()
     refuse_unknown_names(recipe, plan)
     assert torch.equal(torch.get_rng_state(), state)

@@ -6,7 +6,7 @@ import pytest
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.modules import model_parts
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 
 MANY = [
@@ -53,7 +53,7 @@ STREAMED = "offload.parameters=stream"
 )
 def test_a_build_enables_techniques_in_order_and_looks_for_layers_once(settings, enabled, searches, tmp_path):
     recipe = load_recipe("tiny", settings)
-    runtime = AccelerateRuntime.create(recipe.training, tmp_path)
+    runtime = launched_runtime(recipe.training, tmp_path)
     session = build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=1)
     assert [type(technique).__name__ for technique in session.techniques] == enabled
     assert searches == [session.unwrapped_model]

@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training import step as step_module
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import plan_session
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.run.run_folder import RunFolder
@@ -165,8 +165,8 @@ def test_what_cannot_be_exact_is_refused_with_the_way_out(tiny, overrides, messa
 
 def test_several_processes_that_hold_all_weights_are_refused_with_the_way_out(tiny, tmp_path):
     recipe = tiny(*BOTH, "offload.optimizer=host", "model.dtype=bfloat16")
-    runtime = AccelerateRuntime.create(recipe.training, tmp_path)
-    runtime.num_processes = 2
+    runtime = launched_runtime(recipe.training, tmp_path)
+    runtime.ranks.num_processes = 2
     with pytest.raises(UserError) as error:
         plan_session(recipe, runtime)
     [problem] = error.value.problems  # state may wait on the host

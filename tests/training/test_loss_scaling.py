@@ -16,7 +16,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision_check
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.checkpoints import checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.checkpoints.run_files import RunFiles
@@ -30,15 +30,15 @@ VOCAB = 61
 
 def use_scaler(runtime, **options):
     """A recipe may have fp16 on a GPU alone; a step has it on a CPU, too."""
-    runtime.mixed_precision = "fp16"
-    runtime.scaler = torch.amp.GradScaler("cpu", **options)
-    return runtime.scaler
+    runtime.machine.mixed_precision = "fp16"
+    runtime.machine.loss_scale.scaler = torch.amp.GradScaler("cpu", **options)
+    return runtime.machine.loss_scale.scaler
 
 
 @pytest.fixture
 def make_session(tmp_path):
     def make(**options):
-        runtime = AccelerateRuntime.create(load_recipe("tiny", ["training.use_cpu=true"]).training, tmp_path)
+        runtime = launched_runtime(load_recipe("tiny", ["training.use_cpu=true"]).training, tmp_path)
         scaler = use_scaler(runtime, **options)
         torch.manual_seed(0)
         config = LlamaConfig(
@@ -48,7 +48,7 @@ def make_session(tmp_path):
         loss = enable_chunked_loss(model, LossConfig(chunk_tokens=16))
         model.train()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
+        prepared_model, prepared_optimizer = runtime.ranks.prepare(model, optimizer)
         session = Session(
             model=prepared_model,
             unwrapped_model=model,
@@ -57,7 +57,7 @@ def make_session(tmp_path):
             runtime=runtime,
             max_grad_norm=1.0,
             techniques=Techniques(loss),
-            host_memory=HostMemory(runtime.device),
+            host_memory=HostMemory(runtime.machine.device),
         )
         return session, scaler
 
@@ -122,7 +122,7 @@ def test_below_a_scale_of_one_it_is_not_the_scales_fault(make_session, batch):
 def test_a_loss_that_is_not_finite_is_skipped_though_every_gradient_is(make_session, batch, monkeypatch):
     """The scaler looks at gradients alone and would take the step."""
     session, scaler = make_session(init_scale=8.0)
-    monkeypatch.setattr(session.runtime, "sum_over_processes", lambda value: value * math.inf)
+    monkeypatch.setattr(session.runtime.ranks, "sum", lambda value: value * math.inf)
     before = weights(session)
     result = train_step(session, [batch])
     assert not result.applied
@@ -154,14 +154,14 @@ def fp16_on_cpu(monkeypatch):
         "precision_problems",
         lambda *types, **device: rules(*types, **device | {"is_cpu": False}),
     )
-    create, scalers = AccelerateRuntime.create, []
+    create, scalers = process_group.launched_runtime, []
 
     def with_scaler(*args):
         runtime = create(*args)
-        scalers.append(runtime.scaler)
+        scalers.append(runtime.machine.loss_scale.scaler)
         return runtime
 
-    monkeypatch.setattr(process_group.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(process_group, "launched_runtime", with_scaler)
     return scalers
 
 
@@ -203,14 +203,14 @@ def test_recipes_for_cards_without_bfloat16_train_in_float16(
 
 
 def test_a_run_skips_overflows_without_giving_up(tiny, metrics, tmp_path, monkeypatch, caplog):
-    create = AccelerateRuntime.create
+    create = process_group.launched_runtime
 
     def with_scaler(*args):
         runtime = create(*args)
         use_scaler(runtime, init_scale=2.0**24)
         return runtime
 
-    monkeypatch.setattr(process_group.AccelerateRuntime, "create", staticmethod(with_scaler))
+    monkeypatch.setattr(process_group, "launched_runtime", with_scaler)
     with caplog.at_level("INFO"):
         train(
             tiny(

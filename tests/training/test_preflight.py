@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_with_the_shortfall_and_what_makes_the_peak
 
 def test_a_run_is_refused_before_its_weights_are_read(tiny, monkeypatch):
     monkeypatch.setattr(
-        "lowmem_ft.training.accelerate_runtime.AccelerateRuntime.load_model",
+        "lowmem_ft.training.values.Values.load_model",
         lambda *_, **__: pytest.fail("weights were read"),
     )
     preflight = Estimates(an_estimate(process=20, fits=False))

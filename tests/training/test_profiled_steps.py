@@ -67,7 +67,7 @@ def put_on(run):
     """The hooks of modules and the methods of parts of the run that are there for a profile."""
     modules = run.session.unwrapped_model.modules()
     hooks = [hook for module in modules for hook in module._forward_pre_hooks.values()]
-    owners = (run.session.techniques, run.runtime, run.stream, run.session.optimizer)
+    owners = (run.session.techniques, run.runtime.machine, run.stream, run.session.optimizer)
     methods = [{"next_window", "update", *OF_RUNTIME} & vars(owner).keys() for owner in owners]
     return any("ModuleRanges" in repr(hook) for hook in hooks), *methods
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.techniques.loss.router_loss import log_router_loss, padding_left_out
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.loop import train
 from lowmem_ft.training.step import evaluation_loss, train_step
@@ -95,7 +95,7 @@ def session_of(tiny, tmp_path):
             *settings,
             output_dir=tmp_path / "run",
         )
-        runtime = AccelerateRuntime.create(recipe.training, tmp_path)
+        runtime = launched_runtime(recipe.training, tmp_path)
         plan = plan_session(recipe, runtime, load_model_config(recipe.model))
         return build_session(recipe, runtime, plan, num_training_steps=4)
 

@@ -17,7 +17,7 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import evaluation_loss, train_step
 
@@ -50,7 +50,7 @@ def rows(batch, start, end):
 
 @pytest.fixture
 def runtime(tmp_path):
-    return AccelerateRuntime.create(load_recipe("tiny", ["training.use_cpu=true"]).training, tmp_path)
+    return launched_runtime(load_recipe("tiny", ["training.use_cpu=true"]).training, tmp_path)
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ def make_session(runtime):
         techniques = [enable_chunked_loss(model, LossConfig(chunk_tokens=chunk_tokens))]
         model.train()
         optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate)
-        prepared_model, prepared_optimizer = runtime.prepare(model, optimizer)
+        prepared_model, prepared_optimizer = runtime.ranks.prepare(model, optimizer)
         return Session(
             model=prepared_model,
             unwrapped_model=model,
@@ -80,7 +80,7 @@ def make_session(runtime):
             runtime=runtime,
             max_grad_norm=max_grad_norm,
             techniques=Techniques(*techniques),
-            host_memory=HostMemory(runtime.device),
+            host_memory=HostMemory(runtime.machine.device),
         )
 
     return make
@@ -181,23 +181,23 @@ def test_autocast_reaches_the_forward_but_not_the_outputs(tmp_path, monkeypatch)
     # as `accelerate launch --mixed_precision bf16` does
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     training = load_recipe("tiny", ["training.use_cpu=true", "training.mixed_precision=bf16"]).training
-    runtime = AccelerateRuntime.create(training, tmp_path)
+    runtime = launched_runtime(training, tmp_path)
     model = AutoModelForCausalLM.from_config(
         LlamaConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=VOCAB
         )
     )
-    prepared, _ = runtime.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    prepared, _ = runtime.ranks.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert "forward" not in vars(model)
     assert prepared(input_ids=RAGGED.input_ids_BT).logits.dtype == torch.float32
-    with runtime.autocast():
+    with runtime.machine.autocast():
         assert prepared(input_ids=RAGGED.input_ids_BT).logits.dtype == torch.bfloat16
 
 
 def test_autocast_keeps_no_copy_of_the_weights_and_changes_no_number(tmp_path):
     """torch's cache would hold a bf16 copy of every layer until the forward ends; checkpointing needs one at a time."""
     training = load_recipe("tiny", ["training.use_cpu=true", "training.mixed_precision=bf16"]).training
-    runtime = AccelerateRuntime.create(training, tmp_path)
+    runtime = launched_runtime(training, tmp_path)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=256, num_hidden_layers=6, num_attention_heads=2, vocab_size=VOCAB
     )
@@ -212,7 +212,7 @@ def test_autocast_keeps_no_copy_of_the_weights_and_changes_no_number(tmp_path):
         loss.backward()
         return tracker.peak_bytes, loss, [parameter.grad for parameter in model.parameters()]
 
-    ours, loss, gradients = forward_and_backward(runtime.autocast())
+    ours, loss, gradients = forward_and_backward(runtime.machine.autocast())
     cached, cached_loss, cached_gradients = forward_and_backward(torch.autocast("cpu", torch.bfloat16))
     layer_bytes = 2 * (4 * 64 * 64 + 3 * 64 * 256)
     assert cached - ours > 5 * layer_bytes

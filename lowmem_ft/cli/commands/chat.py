@@ -85,8 +85,8 @@ def _conversation(options: argparse.Namespace, source: ModelSource, recipe: Reci
     size = size_of_answers(recipe.model, context)
     cache = "a cache that shapes do not tell" if size.cache_bytes is None else format_bytes(size.cache_bytes)
     _say(
-        f"{source} takes {format_bytes(size.weight_bytes)} of weights on {runtime.device}, and {cache} of keys and "
-        f"values for {context:,} tokens."
+        f"{source} takes {format_bytes(size.weight_bytes)} of weights on {runtime.machine.device}, and {cache} of keys "
+        f"and values for {context:,} tokens."
     )
     tokenizer = load_tokenizer(recipe.model)
     prepare_tokenizer(tokenizer, chat_template=recipe.data.chat_template)

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.distributed.ranks import Ranks
+from lowmem_ft.training.machine import Machine
 
 logger = logging.getLogger(__name__)
 
@@ -27,7 +28,8 @@ class AttachedStep:
     Args:
         optimizer: steps on the gradients, if no technique does.
         techniques: the techniques that are on.
-        runtime: the trainer's accelerator, and its fp16 loss scale.
+        machine: the trainer's device, and its fp16 loss scale.
+        ranks: the trainer's processes.
         max_grad_norm: the global norm to clip to; None: the norm is only measured.
         max_skipped_steps: steps in a row that may be skipped.
 
@@ -39,7 +41,8 @@ class AttachedStep:
         self,
         optimizer: torch.optim.Optimizer,
         techniques: Techniques,
-        runtime: AccelerateRuntime,
+        machine: Machine,
+        ranks: Ranks,
         *,
         max_grad_norm: float | None,
         max_skipped_steps: int,
@@ -47,10 +50,10 @@ class AttachedStep:
         self.applied = True
         self._optimizer = optimizer
         self._techniques = techniques
-        self._runtime = runtime
+        self._machine, self._ranks = machine, ranks
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._max_skipped_steps = max_skipped_steps
-        self._loss = torch.zeros((), device=runtime.device)
+        self._loss = torch.zeros((), device=machine.device)
         self._norm: Tensor | None = None
         self._skipped_in_a_row = 0
 
@@ -64,13 +67,13 @@ class AttachedStep:
         Returns:
             The global norm before clipping; 0-d, float32.
         """
-        runtime = self._runtime
-        runtime.reduce_gradients(
+        machine = self._machine
+        self._ranks.reduce_gradients(
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         )
-        norm = self._techniques.clip_grad_norm(runtime.unscale)
+        norm = self._techniques.clip_grad_norm(machine.loss_scale.unscale)
         if norm is None:
-            norm = runtime.clip_grad_norm(self._optimizer, self._max_norm)
+            norm = machine.clip_grad_norm(self._optimizer, self._max_norm)
         self._norm = norm
         return norm
 
@@ -80,16 +83,16 @@ class AttachedStep:
         Raises:
             UserError: if too many steps in a row were not finite, or one was that had already changed weights.
         """
-        runtime, norm = self._runtime, self.clip_grad_norm() if self._norm is None else self._norm
-        loss = runtime.sum_over_processes(self._loss)
+        machine, norm = self._machine, self.clip_grad_norm() if self._norm is None else self._norm
+        loss = self._ranks.sum(self._loss)
         self._loss, self._norm = torch.zeros_like(loss), None
-        loss_value, norm_value = runtime.fetch(loss, norm)
+        loss_value, norm_value = machine.fetch(loss, norm)
         self.applied = math.isfinite(loss_value) and math.isfinite(norm_value)
-        overflow = not self.applied and math.isfinite(loss_value) and runtime.loss_scale_may_overflow()
+        overflow = not self.applied and math.isfinite(loss_value) and machine.loss_scale.may_overflow()
         if self._techniques.update_weights(finite=self.applied):
-            runtime.update_loss_scale()
+            machine.loss_scale.update()
         else:
-            runtime.update_weights(self._optimizer, finite=self.applied)
+            machine.update_weights(self._optimizer, finite=self.applied)
         self._count(loss_value, norm_value, overflow=overflow)
 
     def _count(self, loss: float, norm: float, *, overflow: bool) -> None:

@@ -34,8 +34,12 @@ from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import AccelerateRanks
+from lowmem_ft.training.distributed.launch import processes_here
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.enabled_techniques import Build, EnabledTechniques, enable_techniques
+from lowmem_ft.training.loss_scaling import LossScale
+from lowmem_ft.training.machine import Machine
 from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 
 logger = logging.getLogger(__name__)
@@ -183,17 +187,20 @@ def _log_differences(agreement: Agreement) -> None:
 
 def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> Attached:
     recipe = agreement.recipe
-    model, device = trainer.model, of_tensors(trainer.accelerator.device)
-    runtime = AccelerateRuntime(trainer.accelerator, "no", device)
-    runtime.scaler = trainer.accelerator.scaler  # autocast is left to the accelerator
+    model, accelerator = trainer.model, trainer.accelerator
+    machine = Machine(
+        of_tensors(accelerator.device), num_processes_here=processes_here(accelerator.num_processes)
+    )
+    machine.loss_scale = LossScale(accelerator.scaler)  # autocast is left to the accelerator
+    ranks = AccelerateRanks(accelerator, machine.device)
     attached = Attached(recipe, tuple(_applied(recipe, kind)), tuple(agreement.differences))
     attached.undo_first(flags.remove)  # undone last of all
     try:
         apply_budget(
             recipe.budget,
-            runtime.device,
+            machine.device,
             uses_bitsandbytes=recipe.uses_bitsandbytes,
-            num_processes=runtime.num_processes,
+            num_processes=ranks.num_processes,
         )
         attached.undo_first(functools.partial(lift_cap, recipe.budget))
         if kind == "SFTTrainer" and recipe.loss.chunk_tokens is not None:
@@ -204,7 +211,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
             Build(
                 model=model,
                 recipe=recipe,
-                host_memory=runtime.host_memory(recipe.budget, recipe.offload.folder),
+                host_memory=machine.host_memory(recipe.budget, recipe.offload.folder),
                 has_adapters=True,
                 rows_per_micro_batch=recipe.training.per_device_train_batch_size,
                 sums=recipe.training.gradient_accumulation_steps > 1,
@@ -214,7 +221,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
         attached.techniques = enabled.techniques
         # State that waits on the host would otherwise return to a device too small for it.
         attached.undo_first(enabled.techniques.remove, enabled.optimizer.state.clear)
-        for undo in _changes(trainer, recipe, kind, enabled, runtime, stock_forward):
+        for undo in _changes(trainer, recipe, kind, enabled, machine, ranks, stock_forward):
             attached.undo_first(undo)
         for owner in (trainer, base_model(model)):
             attached.undo_first(set_attribute(owner, _MARK, attached))
@@ -231,20 +238,22 @@ def _changes(
     recipe: Recipe,
     kind: Kind,
     enabled: EnabledTechniques,
-    runtime: AccelerateRuntime,
+    machine: Machine,
+    ranks: Ranks,
     stock_forward: Callable[..., Any],
 ) -> Iterator[Callable[[], object]]:
     """Make all changes to the trainer and its accelerator, and yield the calls that undo them."""
     step = AttachedStep(
         enabled.optimizer,
         enabled.techniques,
-        runtime,
+        machine,
+        ranks,
         max_grad_norm=recipe.training.max_grad_norm,
         max_skipped_steps=recipe.training.max_skipped_steps,
     )
     yield set_attribute(trainer, "optimizer", AttachedOptimizer(enabled.optimizer, step))
     yield from liger_flag_off(trainer.args)
-    yield from _changes_of_accelerator(trainer, recipe, step, runtime)
+    yield from _changes_of_accelerator(trainer, recipe, step, ranks)
     yield from _changes_of_files(trainer, enabled)
     if recipe.checkpointing.mode != "none":
         yield take_switch(trainer.model, trainer.args).remove
@@ -255,7 +264,7 @@ def _changes(
 
 
 def _changes_of_accelerator(
-    trainer: Any, recipe: Recipe, step: AttachedStep, runtime: AccelerateRuntime
+    trainer: Any, recipe: Recipe, step: AttachedStep, ranks: Ranks
 ) -> Iterator[Callable[[], object]]:
     accelerator = trainer.accelerator
     yield set_attribute(accelerator, "clip_grad_norm_", step.clip_grad_norm)
@@ -280,7 +289,7 @@ def _changes_of_accelerator(
     ) -> Any:
         if one is not model:
             return prepare(one, device_placement=device_placement, evaluation_mode=evaluation_mode)
-        without_ddp = not evaluation_mode and runtime.goes_without_ddp(model, takes_mean=True)
+        without_ddp = not evaluation_mode and ranks.goes_without_ddp(model, takes_mean=True)
         return prepare(one, device_placement=False, evaluation_mode=evaluation_mode or without_ddp)
 
     def forget() -> None:

@@ -38,7 +38,7 @@ def trace_answer(session: ForwardSession, length: int, machine: TracingMachine) 
         length: tokens of prompt and answer together.
         machine: where it is.
     """
-    prompt_BT = torch.ones((1, max(1, length - 2)), dtype=torch.int64, device=session.runtime.device)
+    prompt_BT = torch.ones((1, max(1, length - 2)), dtype=torch.int64, device=session.runtime.machine.device)
     machine.mark(prompt_BT, "input")
     begin, ends = len(machine.work.entries), list[int]()
     num_said = len(machine.choices)

@@ -15,7 +15,7 @@ from lowmem_ft.models.hf_config import load_model_config, vocab_size
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.estimator.estimate import estimate_of_trace
-from lowmem_ft.planning.estimator.runtime import VirtualRuntime
+from lowmem_ft.planning.estimator.runtime import virtual_runtime
 from lowmem_ft.planning.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.planning.estimator.traces.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.planning.estimator.worst_batch import row_length, worst_batch
@@ -55,7 +55,7 @@ def estimate_evaluation(
     training = recipe.training
     rows = training.per_device_eval_batch_size or training.per_device_train_batch_size
     with machine:
-        runtime = VirtualRuntime(machine, training)
+        runtime = virtual_runtime(machine, training)
         plan = plan_session(recipe, runtime, hf_config)
         add_adapter = None if adapter is None else lambda model: _add_fresh(model, adapter)
         with machine.during("load"):

@@ -17,7 +17,7 @@ from lowmem_ft.foundation.system.host_limits import tightest_host_limit
 from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planning.estimator.device_target import CPU, choose_gpu, limits
 from lowmem_ft.planning.estimator.estimate import estimate_memory
-from lowmem_ft.planning.estimator.runtime import VirtualRuntime, model_on_meta
+from lowmem_ft.planning.estimator.runtime import model_on_meta, virtual_runtime
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.estimator.worst_batch import row_length
 from lowmem_ft.planning.planner.bounds import ModelShape, micro_batch_tokens, shape_of
@@ -215,7 +215,7 @@ def _device_rule(gpu: Gpu | None, hf_config: Any) -> Rule:
         machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
         try:
             with machine:
-                plan_session(recipe, VirtualRuntime(machine, recipe.training), hf_config)
+                plan_session(recipe, virtual_runtime(machine, recipe.training), hf_config)
         except UserError as error:
             yield from error.problems
 

@@ -13,13 +13,13 @@ from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.export.train_result import TrainResult
 from lowmem_ft.training.loop import train as train_without_preflight
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 
 
 def train(
     recipe: RecipeLike,
     folder: RunFolder | None = None,
-    runtime: RunRuntime | None = None,
+    runtime: Runtime | None = None,
     *,
     callbacks: Sequence[object] = (),
 ) -> TrainResult:

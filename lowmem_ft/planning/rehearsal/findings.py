@@ -17,6 +17,7 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, ModelSiz
 from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planning.estimator.device_target import capped_bytes, limits
 from lowmem_ft.planning.rehearsal.interpolation import SecondsByTokens
+from lowmem_ft.planning.rehearsal.records import Records, Traced
 from lowmem_ft.planning.rehearsal.result import (
     DISK_BYTES_PER_SECOND,
     Failure,
@@ -24,7 +25,6 @@ from lowmem_ft.planning.rehearsal.result import (
     RunTime,
     TracedShape,
 )
-from lowmem_ft.planning.rehearsal.runtime import RehearsalRuntime, Traced
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.virtual_gpu.recording.trace import Trace
@@ -82,25 +82,25 @@ class Findings:
 
     def __init__(self, recipe: Recipe, gpu: Gpu, run: RehearsedRun, trace: Trace) -> None:
         self._recipe, self._gpu, self._run = recipe, gpu, run
-        self._runtime: RehearsalRuntime = run.runtime
+        self._records: Records = run.records
         self._trace = trace
         self.replays = Replays(trace, allocator_config_of_runs(gpu))
         self._times: Times = self.replays.clock.times_on(gpu)
-        self._seconds = {step.shape: self._step_seconds(step) for step in self._runtime.steps}
+        self._seconds = {step.shape: self._step_seconds(step) for step in self._records.steps}
         self._by_tokens = SecondsByTokens((shape.tokens, one.other) for shape, one in self._seconds.items())
 
     @property
     def longest(self) -> WindowShape:
         """The largest shape of a step."""
-        return max((step.shape for step in self._runtime.steps), key=lambda shape: shape.tokens)
+        return max((step.shape for step in self._records.steps), key=lambda shape: shape.tokens)
 
     def mean_step(self, estimate: MemoryEstimate) -> StepTime | None:
         """Return the mean step; None if no step was rehearsed or the GPU has no timing model."""
-        if estimate.step is None or not self._runtime.num_steps:
+        if estimate.step is None or not self._records.num_steps:
             return None
         return StepTime(
-            seconds=self._seconds_of_steps / self._runtime.num_steps,
-            tokens=round(self._runtime.num_tokens / self._runtime.num_steps),
+            seconds=self._seconds_of_steps / self._records.num_steps,
+            tokens=round(self._records.num_tokens / self._records.num_steps),
             bound_by=estimate.step.bound_by,
             sent_bytes=0,
             seconds_share=estimate.step.seconds_share,
@@ -120,14 +120,14 @@ class Findings:
             warnings: logged warnings.
             seconds: seconds that the rehearsal took.
         """
-        runtime, num_steps = self._runtime, self._run.num_steps
-        share = num_steps / runtime.num_steps if runtime.num_steps else 0.0
-        is_whole = runtime.num_steps == num_steps
+        records, num_steps = self._records, self._run.num_steps
+        share = num_steps / records.num_steps if records.num_steps else 0.0
+        is_whole = records.num_steps == num_steps
         training = self._recipe.training
-        num_evaluations, num_checkpoints = self._num_evaluations, len(runtime.checkpoints)
+        num_evaluations, num_checkpoints = self._num_evaluations, len(records.checkpoints)
         micro_batches, update_seconds = self._seconds_by_part()
         if not is_whole:
-            num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(runtime.evaluated)
+            num_evaluations = _times_due(num_steps - 1, training.eval_steps) + bool(records.evaluated)
             num_checkpoints = _times_due(num_steps, training.save_steps)
         if training.load_best_model_at_end:
             num_checkpoints = _most_checkpoints(num_steps, training)
@@ -137,20 +137,20 @@ class Findings:
             estimate=estimate,
             worst=worst,
             num_steps=num_steps,
-            rehearsed_steps=runtime.num_steps,
-            tokens=round(runtime.num_tokens * share),
-            label_tokens=round(runtime.num_label_tokens * share),
-            padded_tokens=runtime.padded_tokens,
-            rounded_tokens=runtime.rounded_tokens,
+            rehearsed_steps=records.num_steps,
+            tokens=round(records.num_tokens * share),
+            label_tokens=round(records.num_label_tokens * share),
+            padded_tokens=records.padded_tokens,
+            rounded_tokens=records.rounded_tokens,
             interpolation_error=self._by_tokens.error,
-            steps=self._shapes(runtime.steps, micro_batches),
+            steps=self._shapes(records.steps, micro_batches),
             update_seconds=update_seconds,
-            evaluations=self._shapes(runtime.evaluations, self._evaluated()),
+            evaluations=self._shapes(records.evaluations, self._evaluated()),
             num_evaluations=num_evaluations,
-            checkpoints=tuple(runtime.checkpoints),
+            checkpoints=tuple(records.checkpoints),
             num_checkpoints=num_checkpoints,
             kept_checkpoints=min(num_checkpoints, _most_kept(training) or num_checkpoints),
-            model=runtime.model,
+            model=records.model,
             time=self._time(share, num_evaluations, num_checkpoints, self._read_bytes(estimate.model)),
             download_bytes=self._download_bytes(estimate.model),
             failure=self._failure(estimate),
@@ -174,30 +174,30 @@ class Findings:
     def _seconds_by_part(self) -> tuple[_SecondsByShape, float]:
         """Return the seconds of micro-batches in all rehearsed steps, and the mean seconds per step outside of them."""
         micro_batches, outside = _SecondsByShape(), 0.0
-        for units, times in self._runtime.windows.items():
+        for units, times in self._records.windows.items():
             outside += self._seconds[units[0].shape].beside * times
             for index, one in enumerate(units):
                 of_shape = self._seconds[one.shape]
                 seconds = of_shape.other if index else of_shape.first
                 micro_batches.add(one.shape, seconds * _share(one, self._by_tokens), times)
-        return micro_batches, outside / max(self._runtime.num_steps, 1)
+        return micro_batches, outside / max(self._records.num_steps, 1)
 
     @property
     def _seconds_of_steps(self) -> float:
         micro_batches, outside = self._seconds_by_part()
-        return micro_batches.total + outside * self._runtime.num_steps
+        return micro_batches.total + outside * self._records.num_steps
 
     @property
     def _num_evaluations(self) -> int:
         """Rehearsed evaluations, each of all sources."""
-        return self._runtime.num_evaluations // self._run.num_held_out_sources
+        return self._records.num_evaluations // self._run.num_held_out_sources
 
     def _evaluated(self) -> _SecondsByShape:
         """Return the seconds of batches in all rehearsed evaluations."""
-        traced = {one.shape: self._times.between(*one.work).seconds for one in self._runtime.evaluations}
+        traced = {one.shape: self._times.between(*one.work).seconds for one in self._records.evaluations}
         by_tokens = SecondsByTokens((shape.tokens, seconds) for shape, seconds in traced.items())
         found = _SecondsByShape()
-        for one, times in self._runtime.evaluated.items():
+        for one, times in self._records.evaluated.items():
             found.add(one.shape, traced[one.shape] * _share(one, by_tokens), times)
         return found
 
@@ -220,10 +220,10 @@ class Findings:
         )
 
     def _time(self, share: float, num_evaluations: int, num_checkpoints: int, read_bytes: int) -> RunTime:
-        runtime = self._runtime
+        records = self._records
         once = self._evaluated().total / max(self._num_evaluations, 1)
-        saved = runtime.checkpoints[-1].total_bytes * num_checkpoints if runtime.checkpoints else 0
-        saved += runtime.model.total_bytes if runtime.model else 0
+        saved = records.checkpoints[-1].total_bytes * num_checkpoints if records.checkpoints else 0
+        saved += records.model.total_bytes if records.model else 0
         return RunTime(
             loading=read_bytes / DISK_BYTES_PER_SECOND,
             steps=self._seconds_of_steps * share,
@@ -233,11 +233,11 @@ class Findings:
 
     def _seconds_of_answers(self) -> float:
         """Return the seconds of all answers of the run: each has the longest prompt and the most tokens."""
-        answer, training = self._runtime.answer, self._recipe.training
+        answer, training = self._records.answer, self._recipe.training
         if answer is None:
             return 0.0
         prompt, token = (self._times.between(*one).seconds for one in (answer.prompt, answer.token))
-        prompts = max(self._runtime.answers.values())
+        prompts = max(self._records.answers.values())
         times = (
             _times_due(self._run.num_steps - 1, training.eval_steps) + 2
         )  # and at the start, and at the end
@@ -293,7 +293,7 @@ class Findings:
         """Return what was running, or the last step before; None while the model was loaded."""
         if position < self._run.load_end:
             return None
-        parts = sorted((*self._runtime.steps, *self._runtime.evaluations), key=lambda one: one.positions)
+        parts = sorted((*self._records.steps, *self._records.evaluations), key=lambda one: one.positions)
         began = [one for one in parts if one.positions[0] <= position]
         # The very first step is traced twice, and reported by the second trace.
         return (began or parts)[-1 if began else 0]

@@ -27,8 +27,9 @@ from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.estimator.traces.traced_recipe import TracedRecipe
 from lowmem_ft.planning.estimator.traces.tracing import copied_weight_bytes, mark_weight_memory
 from lowmem_ft.planning.rehearsal.findings import Findings
+from lowmem_ft.planning.rehearsal.records import Records
 from lowmem_ft.planning.rehearsal.result import Rehearsal
-from lowmem_ft.planning.rehearsal.runtime import RehearsalRuntime
+from lowmem_ft.planning.rehearsal.runtime import rehearsal_runtime
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
@@ -97,7 +98,7 @@ class RehearsedRun:
     """A run whose loop has ended.
 
     Args:
-        runtime: the runtime of the loop, with its records.
+        records: what the loop left behind.
         num_steps: steps of the whole run, or those left of a resumed one.
         copied_weight_bytes: see :class:`~lowmem_ft.planning.estimator.traces.traced_recipe.TracedRecipe`.
         vocabulary_size: tokens of the model's vocabulary, see there too.
@@ -105,7 +106,7 @@ class RehearsedRun:
         num_held_out_sources: sources that each evaluation goes through.
     """
 
-    runtime: RehearsalRuntime
+    records: Records
     num_steps: int
     copied_weight_bytes: int
     vocabulary_size: int
@@ -169,14 +170,15 @@ def _run(
         machine,
     ):
         try:
-            runtime = RehearsalRuntime(machine, recipe, on_step)
+            records = Records(machine)
+            runtime = rehearsal_runtime(machine, recipe, records, on_step)
             with machine.during("load"):
                 run = TrainingRun.build(recipe, folder, runtime)
                 mark_weight_memory(run.session.techniques, machine)
             load_end = machine.work.position
-            left, runtime.first_step = run.num_steps - run.progress.step, run.progress.step
+            left, records.first_step = run.num_steps - run.progress.step, run.progress.step
             found = RehearsedRun(
-                runtime=runtime,
+                records=records,
                 num_steps=left,
                 copied_weight_bytes=copied_weight_bytes(run.session.techniques),
                 vocabulary_size=vocab_size(run.session.unwrapped_model.config) or 0,

@@ -10,7 +10,7 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.memory.comparison import estimated_peaks
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, Verdict
-from lowmem_ft.planning.rehearsal.runtime import Saved
+from lowmem_ft.planning.rehearsal.records import Saved
 from lowmem_ft.planning.rehearsal.window_shapes import WindowShape
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 

@@ -10,7 +10,7 @@ from lowmem_ft.recipe.training_config import TrainingConfig
 from lowmem_ft.training.callbacks.early_stopping import EarlyStopping
 from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
-from lowmem_ft.training.distributed.processes import Processes
+from lowmem_ft.training.distributed.ranks import Ranks
 
 Event = StepEvent | EvaluationEvent | SaveEvent
 
@@ -28,17 +28,17 @@ class Callbacks:
 
     Args:
         callbacks: the objects.
-        processes: of the run.
+        ranks: of the run.
     """
 
-    def __init__(self, callbacks: Iterable[object], processes: Processes) -> None:
-        self._callbacks, self._processes = tuple(callbacks), processes
+    def __init__(self, callbacks: Iterable[object], ranks: Ranks) -> None:
+        self._callbacks, self._ranks = tuple(callbacks), ranks
         self.stop: Stop | None = None
         self._error: Exception | None = None
 
     def tell(self, event: Event) -> None:
         """Call the method of an event's type, of each object that has it."""
-        if not self._processes.is_main:
+        if not self._ranks.is_main:
             return
         name = _METHODS[type(event)]
         for callback in self._callbacks:
@@ -66,11 +66,11 @@ class Callbacks:
         """
         if self._error is not None:
             raise self._error
-        self._processes.wait_for_everyone()
+        self._ranks.wait_for_everyone()
 
 
 def callbacks_of_run(
-    callbacks: Iterable[object], config: TrainingConfig, progress: Progress, processes: Processes
+    callbacks: Iterable[object], config: TrainingConfig, progress: Progress, ranks: Ranks
 ) -> Callbacks:
     """Return a caller's callbacks, and early stopping after them if a recipe asks for it.
 
@@ -78,12 +78,12 @@ def callbacks_of_run(
         callbacks: the caller's.
         config: says whether a run stops early.
         progress: of the run, which may resume where it was to stop.
-        processes: of the run.
+        ranks: of the run.
     """
     if config.early_stopping_patience is None:
-        return Callbacks(callbacks, processes)
+        return Callbacks(callbacks, ranks)
     early_stopping = EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold)
-    all_of_run = Callbacks((*callbacks, early_stopping), processes)
+    all_of_run = Callbacks((*callbacks, early_stopping), ranks)
     all_of_run.ask(early_stopping.verdict(progress.evaluations_without_gain))
     return all_of_run
 

@@ -51,8 +51,9 @@ from lowmem_ft.training.checkpoints.checkpoint_folders import (
     read_manifest,
 )
 from lowmem_ft.training.checkpoints.saved_files import MANIFEST
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.random_state import export_random_state
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ logger = logging.getLogger(__name__)
 def save_checkpoint(
     output_dir: Path,
     session: Session,
-    runtime: RunRuntime,
+    runtime: Runtime,
     tokenizer: PreTrainedTokenizerBase,
     progress: Progress,
 ) -> Path:
@@ -73,18 +74,19 @@ def save_checkpoint(
     """
     session.techniques.flush()
     folder = output_dir / f"checkpoint-{progress.step}"
-    random_states = runtime.gather([export_random_state(runtime.device)])
-    identity = runtime.gather([secrets.token_hex(8)])[0]
-    with folder_of_all(folder, runtime) as partial:
+    ranks = runtime.ranks
+    random_states = ranks.gather([export_random_state(runtime.machine.device)])
+    identity = ranks.gather([secrets.token_hex(8)])[0]
+    with folder_of_all(folder, ranks) as partial:
         optimizer_scalars: dict[str, Any] = {}
-        with one_step_of_all(folder, runtime):
-            optimizer_scalars = runtime.save_session(session, tokenizer, partial, identity)
+        with one_step_of_all(folder, ranks):
+            optimizer_scalars = runtime.files.save_session(session, tokenizer, partial, identity)
         shards: dict[str, int] = {}
-        with one_step_of_all(folder, runtime):
-            shards = _checksums(partial.glob(f"shard-{runtime.process_index:05d}-of-*"))
-        checksums = dict(ChainMap(*runtime.gather([shards])))
-        with one_step_of_all(folder, runtime):
-            if runtime.is_main:
+        with one_step_of_all(folder, ranks):
+            shards = _checksums(partial.glob(f"shard-{ranks.process_index:05d}-of-*"))
+        checksums = dict(ChainMap(*ranks.gather([shards])))
+        with one_step_of_all(folder, ranks):
+            if ranks.is_main:
                 for process_index, state in enumerate(random_states):
                     _write_json(partial / random_state_file(process_index), state)
                 kernels = session.techniques.kernels()
@@ -93,7 +95,7 @@ def save_checkpoint(
 
 
 @contextlib.contextmanager
-def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
+def folder_of_all(target: Path, ranks: Ranks) -> Iterator[Path]:
     """Yield a :func:`whole_folder` for all processes together: the main one makes it, and renames it when all are done.
 
     An error in one process ends the block in all of them, at the end of the :func:`one_step_of_all` in which it occurs.
@@ -102,15 +104,15 @@ def folder_of_all(target: Path, runtime: RunRuntime) -> Iterator[Path]:
         CheckpointError: if a process cannot write the folder.
     """
     try:
-        with one_step_of_all(target, runtime):
-            if runtime.is_main:
+        with one_step_of_all(target, ranks):
+            if ranks.is_main:
                 begin_folder(target)
         yield incomplete_name(target)
-        with one_step_of_all(target, runtime):
-            if runtime.is_main:
+        with one_step_of_all(target, ranks):
+            if ranks.is_main:
                 complete_folder(target)
     except BaseException:
-        if runtime.is_main:
+        if ranks.is_main:
             abandon_folder(target)
         raise
 
@@ -122,13 +124,13 @@ FREE_SPACE_AND_RESUME = (
 
 
 @contextlib.contextmanager
-def one_step_of_all(folder: Path, runtime: RunRuntime) -> Iterator[None]:
+def one_step_of_all(folder: Path, ranks: Ranks) -> Iterator[None]:
     """Run a block that every process leaves together; if one fails in it, all fail.
 
     Raises:
         CheckpointError: if a process cannot write the folder.
     """
-    with runtime.failing_together(), explaining_write_errors(folder):
+    with ranks.failing_together(), explaining_write_errors(folder):
         yield
 
 
@@ -152,7 +154,7 @@ def explaining_write_errors(folder: Path, way_out: str = FREE_SPACE_AND_RESUME) 
         raise _write_error(folder, error, way_out) from error
 
 
-def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None:
+def load_checkpoint(folder: Path, session: Session, runtime: Runtime) -> None:
     """Restore adapters, optimizer, schedule, loss scale and random state; the model itself was built from ``folder``.
 
     The learning rate resumes at the checkpoint's step of the *present* recipe's schedule, so that a user can extend a
@@ -163,16 +165,16 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
             this run.
     """
     manifest = read_manifest(folder)
-    _refuse_changed(folder, manifest.get("checksums", {}), runtime)
-    runtime.load_session(session, folder, manifest["optimizer"])
+    _refuse_changed(folder, manifest.get("checksums", {}), runtime.ranks)
+    runtime.files.load_session(session, folder, manifest["optimizer"])
     progress = manifest["progress"]
     _go_on_with_schedule(session.scheduler, progress["step"] - progress["skipped_steps"])
     if manifest["loss_scaler"]:
-        runtime.load_loss_scale_state(manifest["loss_scaler"])
-    random_state = folder / random_state_file(runtime.process_index)
+        runtime.machine.loss_scale.load_state(manifest["loss_scaler"])
+    random_state = folder / random_state_file(runtime.ranks.process_index)
     if random_state.exists():
         try:
-            runtime.load_random_state(json.loads(random_state.read_text()))
+            runtime.values.load_random_state(json.loads(random_state.read_text()))
         except (ValueError, KeyError, TypeError, RuntimeError) as error:
             raise CheckpointError(
                 f"{folder} is damaged: {random_state.name} has no state of the random generators. Resume from another "
@@ -183,13 +185,13 @@ def load_checkpoint(folder: Path, session: Session, runtime: RunRuntime) -> None
             "%s was written by %d processes; dropout in process %d starts from its seed instead of continuing.",
             folder,
             manifest["num_processes"],
-            runtime.process_index,
+            runtime.ranks.process_index,
         )
 
 
 def _write_manifest(
     partial: Path,
-    runtime: RunRuntime,
+    runtime: Runtime,
     progress: Progress,
     optimizer_scalars: dict[str, Any],
     identity: str,
@@ -201,9 +203,9 @@ def _write_manifest(
         "format": FORMAT_OF_SHARDS if is_cut else FORMAT,
         "identity": identity,
         "progress": asdict(progress),
-        "num_processes": runtime.num_processes,
+        "num_processes": runtime.ranks.num_processes,
         "kernels": kernels,
-        "loss_scaler": runtime.loss_scale_state(),
+        "loss_scaler": runtime.machine.loss_scale.state(),
         "optimizer": optimizer_scalars,
         "files": {file.name: file.stat().st_size for file in sorted(partial.iterdir())},
         "checksums": checksums | _checksums(file for file in partial.iterdir() if file.name not in checksums),
@@ -224,12 +226,12 @@ def _checksum(file: Path) -> int:
     return checksum
 
 
-def _refuse_changed(folder: Path, checksums: dict[str, int], runtime: RunRuntime) -> None:
+def _refuse_changed(folder: Path, checksums: dict[str, int], ranks: Ranks) -> None:
     """Refuse a checkpoint with a file that a disk or a copy has changed; each process reads its part of the files.
 
     Checkpoints of earlier versions have no checksums.
     """
-    names = sorted(checksums)[runtime.process_index :: runtime.num_processes]
+    names = sorted(checksums)[ranks.process_index :: ranks.num_processes]
     if changed := [name for name in names if _checksum(folder / name) != checksums[name]]:
         raise CheckpointError(
             f"{folder} is damaged: {', '.join(changed)} has other bytes than were written, by the CRC-32 in "

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.training.checkpoints.checkpoint import save_checkpoint
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.out_of_memory.error import not_retried
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 
@@ -31,7 +31,7 @@ class RunCheckpoints:
         self,
         folder: Path,
         session: Session,
-        runtime: RunRuntime,
+        runtime: Runtime,
         tokenizer: PreTrainedTokenizerBase,
         progress: Progress,
         *,
@@ -66,7 +66,7 @@ class RunCheckpoints:
 
     def delete_old(self) -> None:
         """Delete old checkpoints, except while steps are being skipped: they may be the only good ones."""
-        if self._runtime.is_main and not self._progress.skipped_in_a_row:
+        if self._runtime.ranks.is_main and not self._progress.skipped_in_a_row:
             step, best = self._progress.step, self._progress.best
             delete_old_checkpoints(self._folder, self._keep, step=step, best=best and best.step)
 

@@ -1,4 +1,4 @@
-"""The files of a run: the trained model, and a session to continue from: its weights and optimizer state."""
+"""The files of a run: the trained model, a session to continue from, and the records of its trackers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
@@ -16,13 +17,22 @@ from lowmem_ft.models.gathering import write_gathered_weights
 from lowmem_ft.models.other_parts import language_names_in
 from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
+from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.saved_files import copy_model_files
-from lowmem_ft.training.distributed.processes import Processes
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.session import Session
 
 
-class RunFiles(Processes):
-    """Files that the main process writes alone; runtimes whose processes hold parts override the saving."""
+class RunFiles:
+    """Files that the main process writes alone; where processes hold parts, the saving is overridden.
+
+    Args:
+        ranks: the processes of the run.
+        console: the console on which this process shows the run's progress; None: it shows none.
+    """
+
+    def __init__(self, ranks: Ranks, console: Console | None = None) -> None:
+        self._ranks, self.console = ranks, console
 
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write the trained weights or adapters, and the tokenizer, so that vanilla libraries load them.
@@ -32,7 +42,7 @@ class RunFiles(Processes):
         Raises:
             CheckpointError: if the folder, read back, does not hold the weights.
         """
-        if self.is_main:
+        if self._ranks.is_main:
             with session.techniques.at_rest():
                 if session.techniques.save(folder):
                     save_tokenizer(tokenizer, folder)
@@ -80,7 +90,7 @@ class RunFiles(Processes):
         Raises:
             CheckpointError: if the folder, read back, does not hold the trained weights.
         """
-        if not self.is_main:
+        if not self._ranks.is_main:
             return {}
         self.save_trained(session, tokenizer, folder)
         state = export_optimizer_state(session.optimizer, session.unwrapped_model.named_parameters())
@@ -104,6 +114,15 @@ class RunFiles(Processes):
         with session.techniques.at_rest():
             state = saved_state(folder, optimizer_scalars)
             import_optimizer_state(session.optimizer, named_parameters, state, weights_saved_in(folder))
+
+    def start_trackers(self, recipe: Recipe) -> None:
+        """Open the trackers of ``training.report_to`` and pass them the recipe."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Pass one record of metrics, including its ``step``, to the trackers."""
+
+    def end_trackers(self) -> None:
+        """Flush and close the trackers."""
 
 
 def write_state(tensors: Iterable[tuple[str, torch.Tensor]], folder: Path, *, writes: bool = True) -> None:

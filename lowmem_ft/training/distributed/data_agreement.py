@@ -6,23 +6,23 @@ import socket
 
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import DataError, raise_problems
-from lowmem_ft.training.distributed.processes import Processes
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.distributed.rendezvous import RankInfo, differences
 
 
-def refuse_other_data(data: PreparedData, processes: Processes) -> None:
+def refuse_other_data(data: PreparedData, ranks: Ranks) -> None:
     """Compare counts and tokens over all processes; a stream is not compared.
 
     Args:
         data: this process's data.
-        processes: those of the run.
+        ranks: those of the run.
 
     Raises:
         DataError: in all processes, if one has different data from the first.
     """
-    if processes.num_processes == 1:
+    if ranks.num_processes == 1:
         return
-    arrivals = processes.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
+    arrivals = ranks.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
     way_out = "Let data.path and its files be the same on every machine."
     raise_problems(list(differences(arrivals, way_out)), DataError)
 

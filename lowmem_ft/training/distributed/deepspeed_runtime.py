@@ -1,7 +1,7 @@
-"""The runtime of a run under DeepSpeed, which shards gradients and optimizer state: ZeRO-2, and ZeRO-3 with weights.
+"""A run under DeepSpeed, which shards gradients and optimizer state: ZeRO-2, and ZeRO-3 with weights.
 
 The engine wraps torch's AdamW in its own optimizer, sums gradients and clips them; lowmem_ft does the forward pass, the
-rest of the step, and the files. The runtime marks the end of each window for the engine, which would count
+rest of the step, and the files. The ranks mark the end of each window for the engine, which would count
 micro-batches by itself.
 """
 
@@ -25,23 +25,30 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
+from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.gradients.norm import norm_in_float32
 from lowmem_ft.training.accelerate_runtime import (
-    AccelerateRuntime,
+    AccelerateFiles,
+    AccelerateRanks,
     leave_processes_at_exit,
     make_accelerator,
     refuse_another_launch,
 )
 from lowmem_ft.training.checkpoints.run_files import saved_state, weights_saved_in, write_state
 from lowmem_ft.training.distributed.deepspeed_state import EngineState
+from lowmem_ft.training.distributed.launch import processes_here
+from lowmem_ft.training.distributed.ranks import Ranks
+from lowmem_ft.training.machine import Machine
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
+from lowmem_ft.training.values import Values
 
 
-class DeepSpeedRuntime(AccelerateRuntime):
-    """The surroundings of a run in several processes of DeepSpeed.
+class _Engine:
+    """DeepSpeed's engine, once it has the model and the optimizer.
 
     Args:
         accelerator: an accelerator with a DeepSpeed plugin.
@@ -49,85 +56,111 @@ class DeepSpeedRuntime(AccelerateRuntime):
     """
 
     def __init__(self, accelerator: Accelerator, distributed: DistributedConfig) -> None:
-        super().__init__(accelerator, "no", distributed=distributed)
-        self._is_gathered_to_save = distributed.strategy == "zero3"
+        self._accelerator = accelerator
+        self._holds_part = distributed.strategy == "zero3"
         self._offloads = bool(distributed.cpu_offload)
         self._engine: Any = None
-        self._state: Any = None
+        self._state: EngineState | None = None
         self._first_micro_step = 0
 
-    @staticmethod
-    def create(
-        config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
-    ) -> DeepSpeedRuntime:
-        """Join the other processes of the launcher.
-
-        Accelerate silently ignores DeepSpeed with ``cpu=True``: this method does not pass it, and checks the result.
-
-        Raises:
-            MissingPackageError: if DeepSpeed or a tracker of ``training.report_to`` is not installed.
-            UserError: if Accelerate interprets the launch differently than the recipe says.
-        """
-        require_package(f"distributed.strategy={distributed.strategy}", "deepspeed", "deepspeed")
-        logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
-        # DeepSpeed 0.19's own calls raise this warning, each time; torch 2.13 still has the names.
-        warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-        if config.use_cpu:
-            os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
-        if config.use_cpu:
-            PartialState(cpu=True)  # joins the processes; the Accelerator below reuses this state
-        with patch_environment(
-            ACCELERATE_USE_DEEPSPEED="true",
-            ACCELERATE_USE_FSDP="false",
-            # The configuration file was read and checked before; Accelerate would regard it as contradicting ours.
-            ACCELERATE_CONFIG_DS_FIELDS="",
-            # Else Accelerate compares its own value with the engine's, and warns.
-            ACCELERATE_GRADIENT_ACCUMULATION_STEPS=config.gradient_accumulation_steps,
-        ):
-            plugin = DeepSpeedPlugin(hf_ds_config=_configuration(config, distributed), zero3_init_flag=False)
-            accelerator = make_accelerator(config, output_dir, deepspeed_plugin=plugin)
-        # Else transformers would shard weights while reading them, before the techniques have seen them.
-        unset_hf_deepspeed_config()
-        refuse_another_launch(accelerator, distributed, ("DEEPSPEED",))
-        leave_processes_at_exit()
-        return DeepSpeedRuntime(accelerator, distributed)
-
-    def prepare(
+    def take(
         self, model: nn.Module, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Pass model and optimizer to the engine."""
+        """Pass model and optimizer to the engine; return what the step calls in place of them."""
         self._state = EngineState(model, optimizer)
-        self._engine, prepared = self.accelerator.prepare(model, optimizer)
-        if self._is_gathered_to_save:
+        self._engine, prepared = self._accelerator.prepare(model, optimizer)
+        if self._holds_part:
             _gather_head_with_model(cast(PreTrainedModel, model))
         self._state.of(self._engine.optimizer)
         self._first_micro_step = self._engine.optimizer.micro_step_id
         vars(model).pop("_is_accelerate_prepared", None)
         return self._engine, prepared
 
-    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
-        """Tell the engine whether this micro-batch ends a window."""
+    @property
+    def state(self) -> EngineState:
+        """The state of the optimizer and the float32 weights."""
+        assert self._state is not None, "there is an engine"
+        return self._state
+
+    def end_window(self, *, is_last: bool) -> None:
+        """Tell the engine whether the micro-batch that begins ends a window."""
         self._engine.set_gradient_accumulation_boundary(is_boundary=is_last)
-        return contextlib.nullcontext()
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Run the engine's backward, which averages over processes; the loss is already normalised by its window."""
-        self._engine.backward(loss * self.num_processes, scale_wrt_gas=False)
+        """Run the engine's backward, which averages over processes."""
+        self._engine.backward(loss, scale_wrt_gas=False)
 
-    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
-        """Return the global norm of the engine's gradients; the engine itself clips them in its step."""
-        squares = [norm_in_float32(part).square() for part in self._gradients()]
-        here = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
-        return self.sum_over_processes(here).sqrt()
-
-    def _gradients(self) -> Iterator[torch.Tensor]:
+    def gradients(self) -> Iterator[torch.Tensor]:
         """Yield this process's part of each gradient, of which no other process has a copy."""
         if self._offloads:
-            parts = (part.grad for part in self._state.flat_parts())
+            parts = (part.grad for part in self.state.flat_parts())
             yield from (part for part in parts if part is not None)
             return
         for group in self._engine.optimizer.averaged_gradients.values():
             yield from (part for part in group or () if part is not None and part.numel())
+
+    def step(self) -> None:
+        """Clip the gradients and step."""
+        self._engine.step()
+
+    def discard_gradients(self) -> None:
+        """Discard the gradients of this window."""
+        self._engine.optimizer.zero_grad()
+        if self._offloads:
+            for part in self.gradients():
+                part.zero_()
+        self._engine.optimizer.averaged_gradients = {}
+        # Else the next gradients would be added to the old ones.
+        self._engine.optimizer.micro_step_id = self._first_micro_step
+
+
+class _DeepSpeedRanks(AccelerateRanks):
+    """The processes of DeepSpeed; :class:`AccelerateRanks` has the other arguments.
+
+    Args:
+        engine: takes the model, and sums its gradients.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, device: torch.device, distributed: DistributedConfig, engine: _Engine
+    ) -> None:
+        super().__init__(accelerator, device, distributed)
+        self._engine = engine
+
+    def prepare(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Pass model and optimizer to the engine."""
+        return self._engine.take(model, optimizer)
+
+    def micro_batch(self, model: nn.Module, *, is_last: bool) -> AbstractContextManager[None]:
+        """Tell the engine whether this micro-batch ends a window."""
+        self._engine.end_window(is_last=is_last)
+        return contextlib.nullcontext()
+
+
+class _DeepSpeedMachine(Machine):
+    """A device whose backward and update are the engine's.
+
+    Args:
+        device: the device of this process.
+        ranks: the processes that the engine averages over.
+        engine: the engine.
+    """
+
+    def __init__(self, device: torch.device, ranks: Ranks, engine: _Engine) -> None:
+        super().__init__(device, num_processes_here=processes_here(ranks.num_processes))
+        self._ranks, self._engine = ranks, engine
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Run the engine's backward, which averages over processes; the loss is already normalised by its window."""
+        self._engine.backward(loss * self._ranks.num_processes)
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+        """Return the global norm of the engine's gradients; the engine itself clips them in its step."""
+        squares = [norm_in_float32(part).square() for part in self._engine.gradients()]
+        here = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
+        return self._ranks.sum(here).sqrt()
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step the engine, or discard its gradients if they are not finite: the engine would apply them."""
@@ -138,35 +171,82 @@ class DeepSpeedRuntime(AccelerateRuntime):
 
     def abandon_step(self) -> None:
         """Discard the engine's gradients."""
-        self._engine.optimizer.zero_grad()
-        if self._offloads:
-            for part in self._gradients():
-                part.zero_()
-        self._engine.optimizer.averaged_gradients = {}
-        # Else the next gradients would be added to the old ones.
-        self._engine.optimizer.micro_step_id = self._first_micro_step
+        self._engine.discard_gradients()
+
+
+class _DeepSpeedFiles(AccelerateFiles):
+    """The files of the engine's model and state; :class:`AccelerateFiles` has the other arguments.
+
+    Args:
+        engine: has the optimizer's state.
+    """
+
+    def __init__(
+        self, ranks: Ranks, accelerator: Accelerator, distributed: DistributedConfig, engine: _Engine
+    ) -> None:
+        super().__init__(ranks, accelerator, distributed)
+        self._engine = engine
 
     def save_session(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path, identity: str
     ) -> dict[str, Any]:
         """Write a single process's files in the main process, to which state is gathered a parameter at a time."""
-        assert self._state is not None, "there is an engine"
-        problem: Exception | None = None
+        state, problem = self._engine.state, None
         try:
             self.save_trained(session, tokenizer, folder)
         except Exception as error:
             # Of any type: the other processes would wait for what this one does not gather.
             problem = error
-        write_state(self._state.tensors(), folder, writes=self.is_main and problem is None)
+        write_state(state.tensors(), folder, writes=self._ranks.is_main and problem is None)
         if problem is not None:
             raise problem
-        return self._state.scalars()
+        return state.scalars()
 
     def load_session(self, session: Session, folder: Path, optimizer_scalars: dict[str, Any]) -> None:
         """Restore adapters and optimizer state from files that one process wrote, or several."""
-        assert self._state is not None, "there is an engine"
+        state = self._engine.state
         session.techniques.load(folder)
-        self._state.load(saved_state(folder, optimizer_scalars), weights_saved_in(folder))
+        state.load(saved_state(folder, optimizer_scalars), weights_saved_in(folder))
+
+
+def deepspeed_runtime(
+    config: TrainingConfig, output_dir: Path, distributed: DistributedConfig = ONE_PROCESS
+) -> Runtime:
+    """Join the other processes of the launcher.
+
+    Accelerate silently ignores DeepSpeed with ``cpu=True``: this function does not pass it, and checks the result.
+
+    Raises:
+        MissingPackageError: if DeepSpeed or a tracker of ``training.report_to`` is not installed.
+        UserError: if Accelerate interprets the launch differently than the recipe says.
+    """
+    require_package(f"distributed.strategy={distributed.strategy}", "deepspeed", "deepspeed")
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    # DeepSpeed 0.19's own calls raise this warning, each time; torch 2.13 still has the names.
+    warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+    if config.use_cpu:
+        os.environ["DS_ACCELERATOR"] = "cpu"  # read when deepspeed is imported
+    if config.use_cpu:
+        PartialState(cpu=True)  # joins the processes; the Accelerator below reuses this state
+    with patch_environment(
+        ACCELERATE_USE_DEEPSPEED="true",
+        ACCELERATE_USE_FSDP="false",
+        # The configuration file was read and checked before; Accelerate would regard it as contradicting ours.
+        ACCELERATE_CONFIG_DS_FIELDS="",
+        # Else Accelerate compares its own value with the engine's, and warns.
+        ACCELERATE_GRADIENT_ACCUMULATION_STEPS=config.gradient_accumulation_steps,
+    ):
+        plugin = DeepSpeedPlugin(hf_ds_config=_configuration(config, distributed), zero3_init_flag=False)
+        accelerator = make_accelerator(config, output_dir, deepspeed_plugin=plugin)
+    # Else transformers would shard weights while reading them, before the techniques have seen them.
+    unset_hf_deepspeed_config()
+    refuse_another_launch(accelerator, distributed, ("DEEPSPEED",))
+    leave_processes_at_exit()
+    engine, device = _Engine(accelerator, distributed), with_index(accelerator.device)
+    ranks = _DeepSpeedRanks(accelerator, device, distributed, engine)
+    machine = _DeepSpeedMachine(device, ranks, engine)
+    files = _DeepSpeedFiles(ranks, accelerator, distributed, engine)
+    return Runtime(machine=machine, ranks=ranks, files=files, values=Values(machine, ranks))
 
 
 def _gather_head_with_model(model: PreTrainedModel) -> None:

@@ -6,15 +6,16 @@ import contextlib
 
 from lowmem_ft.foundation.system.launch_variables import whole_number
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
-from lowmem_ft.training.distributed.deepspeed_runtime import DeepSpeedRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
+from lowmem_ft.training.distributed.deepspeed_runtime import deepspeed_runtime
 from lowmem_ft.training.distributed.launch import as_launched, read_launch
 from lowmem_ft.training.distributed.launched_gpus import own_gpu, run_near_own_gpu
 from lowmem_ft.training.distributed.rendezvous import explained_joining, rendezvous
 from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.runtime import Runtime
 
 
-def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime, Recipe]:
+def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[Runtime, Recipe]:
     """Join the other processes of the launcher, if there are any, and take a device.
 
     Args:
@@ -41,7 +42,7 @@ def join_processes(recipe: Recipe, folder: RunFolder) -> tuple[AccelerateRuntime
         launch.num_processes > 1 or whole_number("LOCAL_RANK") is not None
     )  # which Accelerate takes for a launch
     with explained_joining() if joins else contextlib.nullcontext():
-        runtime = (
-            DeepSpeedRuntime if launched.distributed.strategy in ("zero2", "zero3") else AccelerateRuntime
+        of_launch = (
+            deepspeed_runtime if launched.distributed.strategy in ("zero2", "zero3") else launched_runtime
         )
-        return runtime.create(launched.training, folder.path, launched.distributed), launched
+        return of_launch(launched.training, folder.path, launched.distributed), launched

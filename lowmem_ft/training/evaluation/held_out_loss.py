@@ -13,9 +13,9 @@ import torch
 from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, pieces
 from lowmem_ft.techniques.loss.router_loss import router_loss_off
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
-from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import ForwardSession
 from lowmem_ft.training.step import evaluation_loss
 
@@ -107,7 +107,7 @@ class EvaluationInPieces:
                 raise
             self._max_tokens = self._half_of(session, rows, error)
         abandon(session)
-        give_memory_back(session.runtime.device)
+        give_memory_back(session.runtime.machine.device)
         logger.warning(
             "Device memory ran out in an evaluation, which continues with at most %s tokens at a time; training is "
             "not affected. training.per_device_eval_batch_size sets the size that it begins with.",
@@ -118,7 +118,7 @@ class EvaluationInPieces:
     def _half_of(self, session: ForwardSession, rows: LabelledRows, error: Exception) -> int:
         with router_loss_off(session.unwrapped_model):
             half, why = half_of(rows), why_rows_couple(session.unwrapped_model)
-        if not self._may_cut or session.runtime.num_processes > 1:
+        if not self._may_cut or session.runtime.ranks.num_processes > 1:
             why = "budget.retry=false" if not self._may_cut else "there are several processes"
         if half is None or why is not None:
             reason = why or "it is a single row or document"
@@ -128,7 +128,7 @@ class EvaluationInPieces:
 
 def evaluate(
     session: ForwardSession,
-    runtime: RunRuntime,
+    ranks: Ranks,
     batches: Iterable[Batch],
     *,
     in_pieces: EvaluationInPieces | None = None,
@@ -138,7 +138,7 @@ def evaluate(
 
     Args:
         session: the model to evaluate; its training mode is restored.
-        runtime: adds up the processes' sums.
+        ranks: add up the processes' sums.
         batches: the same number in all processes.
         in_pieces: holds the batch limit that earlier evaluations of this run have found; None: there is no limit yet.
         interrupted: called before each batch.
@@ -149,7 +149,7 @@ def evaluate(
 
     def until_interrupted() -> Iterable[Batch]:
         for batch in batches:
-            if runtime.max_over_processes(interrupted()):
+            if ranks.max(interrupted()):
                 return
             yield batch
 
@@ -159,7 +159,7 @@ def evaluate(
         loss_sum, num_label_tokens = (in_pieces or EvaluationInPieces()).loss(session, until_interrupted())
     finally:
         session.model.train()
-    if runtime.max_over_processes(interrupted()):
+    if ranks.max(interrupted()):
         return None
-    count = int(runtime.sum_over_processes(num_label_tokens))
-    return EvaluationResult(float(runtime.sum_over_processes(loss_sum)) / max(count, 1), count)
+    count = int(ranks.sum(num_label_tokens))
+    return EvaluationResult(float(ranks.sum(loss_sum)) / max(count, 1), count)

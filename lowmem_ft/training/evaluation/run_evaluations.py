@@ -21,7 +21,7 @@ from lowmem_ft.training.evaluation.held_out_loss import (
 from lowmem_ft.training.generation.generations_file import Generation
 from lowmem_ft.training.generation.run_generations import RunGenerations
 from lowmem_ft.training.run.run_metrics import RunMetrics
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class RunEvaluations:
         recipe: Recipe,
         data: PreparedData,
         session: Session,
-        runtime: RunRuntime,
+        runtime: Runtime,
         generations: RunGenerations,
         progress: Progress,
         best: BestModel,
@@ -122,14 +122,14 @@ class RunEvaluations:
         batches = eval_batches(
             examples,
             batch_size=config.per_device_eval_batch_size or config.per_device_train_batch_size,
-            num_processes=runtime.num_processes,
-            process_index=runtime.process_index,
+            num_processes=runtime.ranks.num_processes,
+            process_index=runtime.ranks.process_index,
             collate=self._data.collate,
         )
         return evaluate(
             self._session,
-            runtime,
-            runtime.to_evaluate(batches),
+            runtime.ranks,
+            runtime.values.to_evaluate(batches),
             in_pieces=self._in_pieces,
             interrupted=self._interrupted,
         )

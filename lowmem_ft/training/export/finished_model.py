@@ -6,16 +6,18 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
+from lowmem_ft.training.checkpoints.run_files import RunFiles
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.evaluation.best_model import BestModel
 from lowmem_ft.training.export.hub_upload import upload_model
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 
 
 def save_finished_model(
     session: Session,
-    runtime: RunRuntime,
+    ranks: Ranks,
+    files: RunFiles,
     tokenizer: PreTrainedTokenizerBase,
     folder: RunFolder,
     recipe: Recipe,
@@ -30,7 +32,8 @@ def save_finished_model(
 
     Args:
         session: the session whose weights are trained.
-        runtime: knows the other processes.
+        ranks: the processes of the run.
+        files: write the model.
         tokenizer: saved with the model.
         folder: the run's folder.
         recipe: for the upload.
@@ -44,13 +47,13 @@ def save_finished_model(
         UserError: if the upload fails; the folder stays.
     """
     target = folder.model_folder
-    with folder_of_all(target, runtime) as partial, one_step_of_all(target, runtime):
+    with folder_of_all(target, ranks) as partial, one_step_of_all(target, ranks):
         if not best.is_earlier:
-            runtime.save_trained(session, tokenizer, partial)
-        elif runtime.is_main:
-            runtime.save_from_checkpoint(session, tokenizer, best.checkpoint(), partial)
-        if runtime.is_main:
+            files.save_trained(session, tokenizer, partial)
+        elif ranks.is_main:
+            files.save_from_checkpoint(session, tokenizer, best.checkpoint(), partial)
+        if ranks.is_main:
             (partial / "README.md").write_text(readme, "utf-8")
-    with runtime.failing_together():
-        if upload and runtime.is_main:
+    with ranks.failing_together():
+        if upload and ranks.is_main:
             upload_model(target, recipe.training, default_name=folder.path.name)

@@ -16,15 +16,14 @@ from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter
 from lowmem_ft.training.build import Plan, load_planned_model
 from lowmem_ft.training.enabled_techniques import FORWARD, Build
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter
-from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import ForwardSession
 
 
-def runtime_of(recipe: Recipe) -> RunRuntime:
+def runtime_of(recipe: Recipe) -> Runtime:
     """Return one process on this machine's GPU, or on its processor if it has none or ``training.use_cpu`` is set."""
     on_gpu = torch.cuda.is_available() and not recipe.training.use_cpu
-    return RunRuntime(recipe.training.mixed_precision, torch.device("cuda" if on_gpu else "cpu"))
+    return Runtime.in_one_process(torch.device("cuda" if on_gpu else "cpu"), recipe.training.mixed_precision)
 
 
 def saved_adapter(folder: Path | None) -> Callable[[PreTrainedModel], object] | None:

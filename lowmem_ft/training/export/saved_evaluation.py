@@ -39,11 +39,16 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
         DoesNotFitError: if memory runs out.
     """
     runtime = runtime_of(recipe)
-    apply_budget(recipe.budget, runtime.device, host=runtime.host, uses_bitsandbytes=recipe.uses_bitsandbytes)
+    apply_budget(
+        recipe.budget,
+        runtime.machine.device,
+        host=runtime.machine.host,
+        uses_bitsandbytes=recipe.uses_bitsandbytes,
+    )
     try:
         plan = plan_session(recipe, runtime)
         tokenizer = load_tokenizer(recipe.model)
-        data = read_data(recipe, runtime, tokenizer, plan)
+        data = read_data(recipe, runtime.ranks, tokenizer, plan)
         session = build_forward_session(recipe, runtime, plan, add_adapter=saved_adapter(adapter))
         in_pieces = EvaluationInPieces(may_cut=recipe.budget.retry)
 
@@ -56,7 +61,7 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
                 process_index=0,
                 collate=data.collate,
             )
-            result = evaluate(session, runtime, batches, in_pieces=in_pieces)
+            result = evaluate(session, runtime.ranks, batches, in_pieces=in_pieces)
             assert result is not None, "nothing interrupts it"
             return result
 
@@ -64,7 +69,7 @@ def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> Evaluation
         if data.evaluation is None and len(listed := listed_sources(recipe.data)) > 1:
             # An epoch mixes its sources; each is evaluated whole, from the same cache of tokens.
             by_source = {
-                one.name: read_data(replace(recipe, data=one.config), runtime, tokenizer, plan).train
+                one.name: read_data(replace(recipe, data=one.config), runtime.ranks, tokenizer, plan).train
                 for one in listed
             }
         if by_source:

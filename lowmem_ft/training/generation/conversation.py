@@ -108,7 +108,7 @@ class Conversation:
                 f"The conversation has {encoded['input_ids'].shape[1]:,} tokens, and the model takes {limit:,}. Start "
                 "over with /clear."
             )
-        return encoded["input_ids"].to(self._session.runtime.device)
+        return encoded["input_ids"].to(self._session.runtime.machine.device)
 
     def _generate(
         self, input_ids_BT: torch.Tensor, streamer: Any, errors: list[BaseException], ended: threading.Event

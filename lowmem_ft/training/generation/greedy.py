@@ -29,7 +29,7 @@ def greedy_answer(
     session: ForwardSession, input_ids: Sequence[int], max_new_tokens: int, end_ids: Sequence[int]
 ) -> list[int]:
     """Return the tokens of an answer; see :func:`generate_greedily`."""
-    prompt_BT = torch.tensor([list(input_ids)], device=session.runtime.device)
+    prompt_BT = torch.tensor([list(input_ids)], device=session.runtime.machine.device)
     return generate_greedily(session, prompt_BT, max_new_tokens, end_ids)[0, len(input_ids) :].tolist()
 
 
@@ -120,10 +120,10 @@ def generating(session: ForwardSession) -> Iterator[None]:
     model = session.unwrapped_model
     with (
         torch.no_grad(),
-        session.runtime.autocast(),
+        session.runtime.machine.autocast(),
         router_loss_off(model),
         _attention_that_takes_a_cache(model),
-        _inputs_on_device(model, session.runtime.device),
+        _inputs_on_device(model, session.runtime.machine.device),
         _without_warning_of_weights_elsewhere(),
     ):
         yield

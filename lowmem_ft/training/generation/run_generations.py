@@ -27,7 +27,7 @@ from lowmem_ft.training.generation.generations_file import (
 from lowmem_ft.training.generation.greedy import end_tokens
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RunGenerations:
     def __init__(
         self,
         recipe: Recipe,
-        runtime: RunRuntime,
+        runtime: Runtime,
         folder: Path,
         prompts: Sequence[Prompt],
         tokenizer: PreTrainedTokenizerBase,
@@ -63,7 +63,7 @@ class RunGenerations:
     def of(
         cls,
         recipe: Recipe,
-        runtime: RunRuntime,
+        runtime: Runtime,
         folder: Path,
         data: PreparedData,
         tokenizer: PreTrainedTokenizerBase,
@@ -73,7 +73,7 @@ class RunGenerations:
         Raises:
             DataError: if there are fewer held-out rows than prompts, or the file of prompts cannot be used.
         """
-        with runtime.failing_together():
+        with runtime.ranks.failing_together():
             prompts = _prompts(recipe, data, tokenizer)
         return cls(recipe, runtime, folder, prompts, tokenizer)
 
@@ -107,7 +107,7 @@ class RunGenerations:
         session.techniques.flush()
         session.model.eval()
         try:
-            for index, prompt in enumerate(self._prompts if in_all or self._runtime.is_main else ()):
+            for index, prompt in enumerate(self._prompts if in_all or self._runtime.ranks.is_main else ()):
                 if not in_all and interrupted():
                     break
                 ids = self._answer(session, prompt, end_ids, in_all=in_all)
@@ -115,9 +115,9 @@ class RunGenerations:
                     found.append(self._generation(step, index, prompt, ids, end_ids))
         finally:
             session.model.train()
-        if self._runtime.max_over_processes(interrupted()):
+        if self._runtime.ranks.max(interrupted()):
             return None
-        return found if self._runtime.is_main else []
+        return found if self._runtime.ranks.is_main else []
 
     def write(self, answers: Sequence[Generation]) -> None:
         """Append a step's answers to the run's file, show them to the trackers, and a few in the log."""
@@ -125,7 +125,7 @@ class RunGenerations:
             return
         append_generations(self._folder, answers)
         texts = {f"generation/{one.index}": f"{one.prompt}\n\n---\n\n{one.answer}" for one in answers}
-        self._runtime.log({"step": answers[0].step, **texts})
+        self._runtime.files.log({"step": answers[0].step, **texts})
         for one in answers[:MOST_IN_LOG]:
             logger.info("Step %d: %r is answered by %s.", one.step, _end_of(one.prompt), _shown(one.answer))
 
@@ -141,7 +141,7 @@ class RunGenerations:
         if (limit := max_positions(session.unwrapped_model.config)) is not None:
             max_new_tokens = min(max_new_tokens, limit - len(prompt.input_ids))
         try:
-            return self._runtime.generate(session, prompt.input_ids, max_new_tokens, end_ids)
+            return self._runtime.values.generate(session, prompt.input_ids, max_new_tokens, end_ids)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -152,7 +152,7 @@ class RunGenerations:
                 ) from error
         # Outside the except block: until here the error has kept the tensors of all its frames alive.
         abandon(session)
-        give_memory_back(session.runtime.device)
+        give_memory_back(session.runtime.machine.device)
         logger.warning(
             "Device memory ran out while the model answered a prompt of %d tokens, which stays without an answer at "
             "this step; training is not affected. A lower training.max_new_tokens or a shorter prompt needs less.",

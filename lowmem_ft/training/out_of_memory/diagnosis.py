@@ -20,7 +20,7 @@ from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
 from lowmem_ft.training.distributed.launch import read_launch
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, does_not_fit
 from lowmem_ft.training.run.replaced_run import allocator_file
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 _NUM_TENSORS = 4
@@ -43,7 +43,7 @@ def report_of(
         sentences.append(INSIDE_AN_UPDATE)
     elif isinstance(error, NotRetried):
         sentences.append(error.reason)
-    device = session.runtime.device
+    device = session.runtime.machine.device
     largest = "; ".join(map(_described, _largest_tensors(session)))
     sentences.append(f"Largest tensors: {largest}.")
     if device.type == "cuda":
@@ -57,7 +57,7 @@ def report_of(
 
 
 def does_not_fit_here(
-    recipe: Recipe, when: str, runtime: RunRuntime | None, report: Sequence[str] = ()
+    recipe: Recipe, when: str, runtime: Runtime | None, report: Sequence[str] = ()
 ) -> DoesNotFitError:
     """Return the error for a run whose device memory has run out, with readings of that device.
 
@@ -68,7 +68,7 @@ def does_not_fit_here(
         report: the result of :func:`report_of`.
     """
     if runtime is not None:
-        device, num_processes = runtime.device, runtime.num_processes
+        device, num_processes = runtime.machine.device, runtime.ranks.num_processes
     else:
         is_on_cuda = torch.cuda.is_available() and not recipe.training.use_cpu
         device = torch.device("cuda" if is_on_cuda else "cpu")
@@ -87,7 +87,7 @@ def does_not_fit_here(
 
 def _largest_tensors(session: Session) -> Iterator[tuple[str, Tensor]]:
     """Yield the largest tensors with their names, one per storage; tensors that only backward keeps are not seen."""
-    device, names = session.runtime.device, _names(session)
+    device, names = session.runtime.machine.device, _names(session)
     by_storage: dict[int, Tensor] = {}
     for tensor in live_tensors():
         storage = storage_key(tensor)

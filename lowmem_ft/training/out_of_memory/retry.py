@@ -77,7 +77,7 @@ class Retries:
         self.num_retries = 0
         self.session = session
         self._recipe = recipe
-        self._engine_queue = EngineQueue(session.runtime.device)
+        self._engine_queue = EngineQueue(session.runtime.machine.device)
 
     def train_step(self, window: Sequence[Batch]) -> StepResult:
         """Run :func:`lowmem_ft.training.step.train_step`, and repeat it in smaller pieces while memory runs out.
@@ -112,7 +112,7 @@ class Retries:
         """Return the window's gradients; None if memory ran out and the state was rolled back, with a smaller limit."""
         attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
         try:
-            before = StepRollback.of(self.session.unwrapped_model, self.session.runtime.device)
+            before = StepRollback.of(self.session.unwrapped_model, self.session.runtime.machine.device)
             return attempt.gradients()
         except Exception as error:
             if isinstance(error, RowsCannotBeCutError) and self._recipe.accumulation.order == "horizontal":
@@ -147,8 +147,8 @@ class Retries:
         self._engine_queue.empty()
         abandon(session)
         session.optimizer.zero_grad()
-        session.runtime.abandon_step()
-        give_memory_back(session.runtime.device)
+        session.runtime.machine.abandon_step()
+        give_memory_back(session.runtime.machine.device)
 
     # --- what to make smaller -----------------------------------------------------------------------------------------
 
@@ -174,7 +174,7 @@ class Retries:
         session = self.session
         if not self._recipe.budget.retry:
             raise NotRetried("budget.retry=false: it did not start over with smaller micro-batches.")
-        if session.runtime.num_processes > 1:
+        if session.runtime.ranks.num_processes > 1:
             raise NotRetried("With several processes a step does not start over.")
         if session.techniques.is_updating:
             raise NotRetried(INSIDE_AN_UPDATE)
@@ -273,7 +273,7 @@ class Retries:
         if self._sums_as_wanted or cut.max_tokens is None:
             return
         sum_bytes = self._float32_sum_bytes()
-        free_bytes = free_device_bytes(self.session.runtime.device)
+        free_bytes = free_device_bytes(self.session.runtime.machine.device)
         if sum_bytes > free_bytes:
             raise NotRetried(
                 "It could not start over with its micro-batch cut in two: the gradients of both would be summed in "
@@ -312,8 +312,8 @@ def why_rows_couple(model: nn.Module) -> str | None:
 
 def abandon(session: ForwardSession) -> None:
     """Make all techniques discard the failed pass, once the device is idle."""
-    if session.runtime.device.type == "cuda":
-        torch.cuda.synchronize(session.runtime.device)
+    if session.runtime.machine.device.type == "cuda":
+        torch.cuda.synchronize(session.runtime.machine.device)
     session.techniques.abandon()
 
 

@@ -50,7 +50,7 @@ class ProfiledSteps:
             logger.info(
                 "training.profile_steps: the run resumes after step %d, so nothing is profiled.", last
             )
-        is_profiled = run.runtime.is_main and run.runtime.computes_values
+        is_profiled = run.runtime.ranks.is_main and run.runtime.values.are_real
         self._steps = range(max(first, step + 1), last + 1) if is_profiled and last else range(0)
         self._profiler: StepProfiler | None = None
         self._ranges = Handle()
@@ -83,17 +83,17 @@ class ProfiledSteps:
             self._end(writes=True)
 
     def _begin(self, step: int) -> None:
-        session, runtime = self._run.session, self._run.runtime
-        self._profiler = StepProfiler(session.unwrapped_model, runtime.device, first_step=step)
+        session, machine = self._run.session, self._run.runtime.machine
+        self._profiler = StepProfiler(session.unwrapped_model, machine.device, first_step=step)
         self._profiler.__enter__()
         parts: list[tuple[Any, str, str]] = [
             (self._run.stream, "next_window", DATA),
-            (runtime, "backward", BACKWARD),
+            (machine, "backward", BACKWARD),
             (session.techniques, "clip_grad_norm", CLIPPING),
-            (runtime, "clip_grad_norm", CLIPPING),
-            (runtime, "fetch", FETCH),
+            (machine, "clip_grad_norm", CLIPPING),
+            (machine, "fetch", FETCH),
             (session.techniques, "update_weights", UPDATE),
-            (runtime, "update_weights", UPDATE),
+            (machine, "update_weights", UPDATE),
         ]
         if isinstance(session.optimizer, ChunkedOptimizer):
             parts.append((session.optimizer, "update", UPDATE))  # in backward, or when a layer is visited

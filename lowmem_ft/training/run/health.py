@@ -16,9 +16,9 @@ from lowmem_ft.foundation.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.run_runtime import RunRuntime
 from lowmem_ft.training.session import Session
 from lowmem_ft.training.step import StepResult
 
@@ -36,13 +36,13 @@ class RunHealth:
         recipe: the run's recipe.
         folder: the run's folder, for its checkpoints and the one that it resumes from, which may be elsewhere.
         progress: the run's progress; this class counts skipped steps in it, and changes nothing else.
-        runtime: gathers the examples of the other processes.
+        ranks: gather the examples of the other processes.
     """
 
-    def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, runtime: RunRuntime) -> None:
+    def __init__(self, recipe: Recipe, folder: RunFolder, progress: Progress, ranks: Ranks) -> None:
         self._output_dir, self._resume_from = folder.path, folder.resume_from
         self._model_folder = folder.model_folder
-        self._progress, self._runtime = progress, runtime
+        self._progress, self._ranks = progress, ranks
         self._dtype = recipe.model.dtype
         self._max_skipped_steps = recipe.training.max_skipped_steps
         self._updated_step = progress.step - progress.skipped_in_a_row
@@ -84,7 +84,7 @@ class RunHealth:
             progress.step,
             result.loss,
             result.grad_norm,
-            sorted(self._runtime.gather(list(sample_ids))),
+            sorted(self._ranks.gather(list(sample_ids))),
         )
         self.refuse_ruined_weights(session)
         if progress.skipped_in_a_row >= self._max_skipped_steps:
@@ -96,7 +96,7 @@ class RunHealth:
         Raises:
             SuspectWeightsError: if a weight is not finite; the message names it, and the step that made it so.
         """
-        names = weights_not_finite(session, self._runtime)
+        names = weights_not_finite(session, self._ranks)
         if names:
             raise SuspectWeightsError(f"{self._ruined(names)} {self.way_back()}")
 
@@ -154,7 +154,7 @@ class RunHealth:
         that saved it may have been killed before it could notice. A checkpoint that the user has named stays, as other
         settings may be the cause.
         """
-        if self._runtime.is_main and (self._learning_rate is not None or self._took_the_newest):
+        if self._ranks.is_main and (self._learning_rate is not None or self._took_the_newest):
             set_aside_checkpoints(self._output_dir, since=self._updated_step)
 
     def way_back(self) -> str:
@@ -211,7 +211,7 @@ class RunHealth:
         return "" if self._learning_rate is None else f" (learning rate {self._learning_rate:.3g})"
 
 
-def weights_not_finite(session: Session, runtime: RunRuntime) -> list[str]:
+def weights_not_finite(session: Session, ranks: Ranks) -> list[str]:
     """Return the names of weights with NaN or infinity, frozen ones included; every process calls this.
 
     Each process checks the part that it holds, and all get the same result.
@@ -219,5 +219,5 @@ def weights_not_finite(session: Session, runtime: RunRuntime) -> list[str]:
     with session.techniques.at_rest():
         parameters = list(session.unwrapped_model.named_parameters())
         here = names_of_not_finite((name, local_part(parameter)) for name, parameter in parameters)
-    anywhere = set(runtime.gather(here))
+    anywhere = set(ranks.gather(here))
     return [name for name, _ in parameters if name in anywhere]

@@ -133,7 +133,7 @@ class RunMemory:
                     "measured": self.measured().to_json(),
                     "seconds": self._earlier_seconds + time.monotonic() - self._began,
                     "device": name_of(self._device),
-                    "num_processes": metrics.runtime.num_processes,
+                    "num_processes": metrics.ranks.num_processes,
                 }
             )
 

@@ -5,21 +5,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from lowmem_ft.training.checkpoints.run_files import RunFiles
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.run_runtime import RunRuntime
 
 
 @dataclass(frozen=True)
 class RunMetrics:
-    """Writer of a run's metrics: the main process writes the file; the runtime logs to the trackers.
+    """Writer of a run's metrics: the main process writes the file; the trackers get what they show.
 
     Args:
         folder: the run's folder.
-        runtime: this process's runtime.
+        ranks: the processes of the run.
+        files: has the trackers.
     """
 
     folder: RunFolder
-    runtime: RunRuntime
+    ranks: Ranks
+    files: RunFiles
 
     def write(self, record: dict[str, Any], *, to_trackers: bool = False) -> None:
         """Write one line.
@@ -31,7 +34,7 @@ class RunMetrics:
         Raises:
             CheckpointError: if the file cannot be written.
         """
-        if self.runtime.is_main:
+        if self.ranks.is_main:
             self.folder.write_metrics(record)
         if to_trackers:
-            self.runtime.log(record)
+            self.files.log(record)

@@ -33,7 +33,7 @@ from lowmem_ft.training.run.random_seed import seed_generators
 from lowmem_ft.training.run.run_folder import RunFolder
 from lowmem_ft.training.run.run_memory import RunMemory
 from lowmem_ft.training.run.start import num_training_steps, progress_at, read_data, stream_from
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.training.session import Session
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class RunParts:
 
     recipe: Recipe
     folder: RunFolder
-    runtime: RunRuntime
+    runtime: Runtime
     budget_watch: BudgetWatch
     tokenizer: PreTrainedTokenizerBase
     data: PreparedData
@@ -81,7 +81,7 @@ class RunParts:
         cls,
         recipe: Recipe,
         folder: RunFolder | None = None,
-        runtime: RunRuntime | None = None,
+        runtime: Runtime | None = None,
         preflight: Preflight | None = None,
         callbacks: Sequence[object] = (),
     ) -> Self:
@@ -104,10 +104,10 @@ class RunParts:
         if runtime is None:
             runtime, launched = join_processes(recipe, folder)
         else:
-            launched = as_launched(recipe, Launch(num_processes=runtime.num_processes))
+            launched = as_launched(recipe, Launch(num_processes=runtime.ranks.num_processes))
         seed_generators(config)
         resume_from = folder.resume_from
-        with runtime.failing_together():
+        with runtime.ranks.failing_together():
             budget_watch = _within_budget(recipe, runtime)
             built = launched if resume_from is None else resumed(launched, resume_from)
             plan = plan_session(built, runtime)
@@ -115,12 +115,12 @@ class RunParts:
             tokenizer = load_tokenizer(built.model)
         checks = PreflightChecks(preflight, built, runtime)
         checks.before_data()
-        data = read_data(built, runtime, tokenizer, plan)
-        memory = RunMemory(runtime.device)
+        data = read_data(built, runtime.ranks, tokenizer, plan)
+        memory = RunMemory(runtime.machine.device)
         memory.estimate = checks.after_data(data)
-        with runtime.failing_together():
+        with runtime.ranks.failing_together():
             progress = progress_at(resume_from, recipe, data)
-            stream = stream_from(recipe, runtime, data, progress.position)
+            stream = stream_from(recipe, runtime.ranks, data, progress.position)
             num_steps = num_training_steps(recipe, stream, progress, resume_from)
         generations = RunGenerations.of(recipe, runtime, folder.path, data, tokenizer)
         with memory.during("load"):
@@ -146,33 +146,32 @@ class RunParts:
             num_steps=num_steps,
             session=session,
             memory=memory,
-            callbacks=callbacks_of_run(callbacks, config, progress, runtime),
+            callbacks=callbacks_of_run(callbacks, config, progress, runtime.ranks),
             generations=generations,
         )
 
 
-def _within_budget(recipe: Recipe, runtime: RunRuntime) -> BudgetWatch:
+def _within_budget(recipe: Recipe, runtime: Runtime) -> BudgetWatch:
     """Apply the budget to this process, and return what compares memory with it."""
+    machine = runtime.machine
     apply_budget(
         recipe.budget,
-        runtime.device,
-        host=runtime.host,
+        machine.device,
+        host=machine.host,
         uses_bitsandbytes=recipe.uses_bitsandbytes,
-        num_processes=runtime.num_processes,
-        num_processes_here=runtime.num_processes_here,
+        num_processes=runtime.ranks.num_processes,
+        num_processes_here=machine.num_processes_here,
     )
-    return BudgetWatch(recipe.budget, runtime.device, runtime.num_processes_here, runtime.host)
+    return BudgetWatch(recipe.budget, machine.device, machine.num_processes_here, machine.host)
 
 
-def _check_and_restore(
-    session: Session, recipe: Recipe, runtime: RunRuntime, resume_from: Path | None
-) -> None:
+def _check_and_restore(session: Session, recipe: Recipe, runtime: Runtime, resume_from: Path | None) -> None:
     """Check that a loaded model looks at no later tokens, and give it the state of the checkpoint."""
     refuse_bidirectional_weights(session, recipe.model.name_or_path or "")
     if recipe.data.packing:
         refuse_leaking_documents(session, recipe.model.name_or_path or "")
     # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
-    seed_generators(recipe.training, runtime.process_index)
+    seed_generators(recipe.training, runtime.ranks.process_index)
     if resume_from is not None:
         refuse_other_kernels(recipe, resume_from, session.techniques.kernels())
         load_checkpoint(resume_from, session, runtime)

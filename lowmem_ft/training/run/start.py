@@ -25,16 +25,15 @@ from lowmem_ft.training.build import Plan
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.distributed.data_agreement import refuse_other_data
 from lowmem_ft.training.distributed.launched_gpus import expected_gpu
+from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
 from lowmem_ft.training.run.run_metrics import RunMetrics
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
 
-def read_data(
-    recipe: Recipe, runtime: RunRuntime, tokenizer: PreTrainedTokenizerBase, plan: Plan
-) -> PreparedData:
+def read_data(recipe: Recipe, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> PreparedData:
     """Tokenize the recipe's data for the planned model, in the main process first; the others find it in the cache.
 
     Raises:
@@ -44,8 +43,8 @@ def read_data(
     num_rows = vocab_size(plan.hf_config)
     if num_rows is not None and recipe.model.new_tokens:
         num_rows = max(num_rows, len(tokenizer))
-    for is_turn in (runtime.is_main, not runtime.is_main):
-        with runtime.failing_together():
+    for is_turn in (ranks.is_main, not ranks.is_main):
+        with ranks.failing_together():
             if is_turn:
                 data = load_data(
                     recipe.data,
@@ -57,21 +56,19 @@ def read_data(
                     end_token_ids=end_token_ids(recipe.model),
                 )
     assert data is not None, "each process has run"
-    refuse_other_data(data, runtime)
+    refuse_other_data(data, ranks)
     return data
 
 
-def stream_from(
-    recipe: Recipe, runtime: RunRuntime, data: PreparedData, position: DataPosition
-) -> DataStream:
+def stream_from(recipe: Recipe, ranks: Ranks, data: PreparedData, position: DataPosition) -> DataStream:
     """Return this process's share of the training data, in windows, from a position on."""
     return DataStream(
         data.train,
         position=position,
         per_device_batch_size=recipe.training.per_device_train_batch_size,
         gradient_accumulation_steps=recipe.training.gradient_accumulation_steps,
-        num_processes=runtime.num_processes,
-        process_index=runtime.process_index,
+        num_processes=ranks.num_processes,
+        process_index=ranks.process_index,
         collate=data.collate,
     )
 
@@ -153,13 +150,13 @@ def num_training_steps(
     return num_steps
 
 
-def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps: int) -> None:
+def log_start(recipe: Recipe, runtime: Runtime, progress: Progress, num_steps: int) -> None:
     """Log the run's device, processes and steps."""
     if is_main_process():
         warn_if_untested()  # for libraries that only some recipes import
     config = recipe.training
-    if runtime.device.type == "cpu":
-        warn_of_idle_cores(runtime.num_processes)
+    if runtime.machine.device.type == "cpu":
+        warn_of_idle_cores(runtime.ranks.num_processes)
         if not config.use_cpu and (reason := expected_gpu()) is not None:
             logger.warning(
                 "Training on the processor, because torch sees no GPU: %s. Set training.use_cpu=true if this is "
@@ -171,12 +168,13 @@ def log_start(recipe: Recipe, runtime: RunRuntime, progress: Progress, num_steps
             "Adapters belong to the base weights that they were trained on, and random ones (model.weights=random) "
             "are not kept: the adapters of this run cannot be merged or used."
         )
-    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * runtime.num_processes
+    num_processes = runtime.ranks.num_processes
+    examples = config.per_device_train_batch_size * config.gradient_accumulation_steps * num_processes
     left = f"steps {progress.step + 1} to {num_steps}, {counted(examples, 'example')} a step"
     logger.info(
         "Training on %s (torch %s), %s: %s.",
-        runtime.device,
+        runtime.machine.device,
         torch.__version__,
-        counted(runtime.num_processes, "process", "processes"),
+        counted(num_processes, "process", "processes"),
         left if progress.step < num_steps else f"no step is left of {num_steps}",
     )

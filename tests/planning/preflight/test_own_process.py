@@ -13,7 +13,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.preflight import own_process
-from lowmem_ft.training.run_runtime import RunRuntime
+from lowmem_ft.training.runtime import Runtime
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 CUDA = torch.device("cuda", 0)
@@ -55,9 +55,9 @@ def test_where_no_gpu_is_seen_there_is_no_other_process(monkeypatch):
 
 def test_a_process_that_had_a_virtual_gpu_does_not_train_on_a_real_one(monkeypatch):
     with VirtualGPU("t4"):
-        RunRuntime("no", CUDA)  # a rehearsal's
+        Runtime.in_one_process(CUDA)  # a rehearsal's
     with pytest.raises(UserError, match="had a virtual GPU cannot train on a real one"):
-        RunRuntime("no", CUDA)
-    RunRuntime("no", torch.device("cpu"))
+        Runtime.in_one_process(CUDA)
+    Runtime.in_one_process(torch.device("cpu"))
     monkeypatch.setattr(virtual_device, "has_virtual_device", lambda: False)
-    RunRuntime("no", CUDA)
+    Runtime.in_one_process(CUDA)

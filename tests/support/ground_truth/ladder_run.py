@@ -16,7 +16,7 @@ from torch import Tensor
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.step import evaluation_loss, train_step
 
@@ -65,7 +65,7 @@ def outcome_of(
         num_steps: steps before the evaluation.
     """
     rows = rows or Rows()
-    runtime = AccelerateRuntime.create(recipe.training, folder)
+    runtime = launched_runtime(recipe.training, folder)
     plan = plan_session(recipe, runtime, load_model_config(recipe.model))
     torch.manual_seed(0)
     session = build_session(recipe, runtime, plan, num_training_steps=num_steps)

@@ -80,10 +80,10 @@ def test_weights_that_one_process_cannot_read_are_told_of_by_all(run_two):
     """They are read long after the processes have met."""
     damaged = """
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.training import run_runtime
+from lowmem_ft.training import values
 def load_model(*args, **options):
     raise ModelError("model-00002.safetensors ends early.")
-run_runtime.load_model = load_model
+values.load_model = load_model
 """
     assert_both_end_with(run_two(damaged), "ends early. (Reported by process 1 of 2, on ")
 
@@ -169,7 +169,7 @@ def when_it_waits():
     send_signal()
 if sys.argv.pop(1) == "a group":
     process_group.rendezvous = lambda *args, **options: None
-    process_group.AccelerateRuntime.create = waits_in_cpp
+    process_group.launched_runtime = waits_in_cpp
 else:
     threading.Thread(target=when_it_waits, daemon=True).start()
 store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

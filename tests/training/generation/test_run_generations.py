@@ -233,7 +233,7 @@ def test_memory_that_runs_out_leaves_a_prompt_unanswered_and_the_run_as_it_was(
 def test_trackers_log_and_model_card_show_the_answers(tiny, tmp_path, monkeypatch, caplog):
     seen = []
     monkeypatch.setattr(
-        "lowmem_ft.training.accelerate_runtime.AccelerateRuntime.log",
+        "lowmem_ft.training.accelerate_runtime.AccelerateFiles.log",
         lambda self, record: seen.append(record),
     )
     with caplog.at_level("INFO", "lowmem_ft"):

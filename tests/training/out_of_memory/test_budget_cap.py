@@ -16,7 +16,7 @@ from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.foundation.system.memory_meter import MemoryReading
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
 
@@ -124,9 +124,9 @@ def test_a_run_by_itself_can_be_capped(cuda_driver, tmp_path):
     driver = cuda_driver()
     PartialState._reset_state()
     try:
-        runtime = AccelerateRuntime.create(TrainingConfig(), tmp_path)
-        assert runtime.device == torch.device("cuda", 0)
-        apply_budget(Budget(device="20GiB"), runtime.device)
+        runtime = launched_runtime(TrainingConfig(), tmp_path)
+        assert runtime.machine.device == torch.device("cuda", 0)
+        apply_budget(Budget(device="20GiB"), runtime.machine.device)
     finally:
         PartialState._reset_state()
         AcceleratorState._reset_state()

@@ -15,7 +15,7 @@ from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.build import build_session, plan_session
 from lowmem_ft.training.out_of_memory import retry
 from lowmem_ft.training.out_of_memory.error import NotRetried
@@ -123,9 +123,10 @@ def retries_of(tmp_path, model_of):
         settings = [o for o in overrides if "=" in o]
         model = model_of(**({"attention_dropout": 0.2} if "dropout" in overrides else {}), **changes)
         recipe = load_recipe("tiny", [model, "training.use_cpu=true", *settings])
-        runtime = AccelerateRuntime.create(recipe.training, tmp_path)
+        runtime = launched_runtime(recipe.training, tmp_path)
         if "fp16" in overrides:  # on a GPU alone, says the recipe; torch has it on a CPU, too
-            runtime.mixed_precision, runtime.scaler = "fp16", torch.amp.GradScaler("cpu")
+            runtime.machine.mixed_precision = "fp16"
+            runtime.machine.loss_scale.scaler = torch.amp.GradScaler("cpu")
         torch.manual_seed(0)
         session = build_session(recipe, runtime, plan_session(recipe, runtime), num_training_steps=1000)
         return retry.Retries(session, recipe)
@@ -347,7 +348,7 @@ def with_batch_norm(retries):
 
 
 def with_two_processes(retries):
-    retries.session.runtime.num_processes = 2
+    retries.session.runtime.ranks.num_processes = 2
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from lowmem_ft.foundation.tensors.live_tensors import live_tensors
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import AccelerateRanks
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
 from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
@@ -188,13 +188,13 @@ def test_pieces_are_summed_in_float32_before_processes_share_gradients(tiny, tmp
     train(tiny(*SHORT, *one, "training.max_steps=2", output_dir=run))
     set_cut(run / "checkpoint-2", 64)
     wrapped = []
-    prepare = AccelerateRuntime.prepare
+    prepare = AccelerateRanks.prepare
 
     def seen(self, model, optimizer):
         wrapped.append(ddp_takes(model))
         return prepare(self, model, optimizer)
 
-    monkeypatch.setattr(AccelerateRuntime, "prepare", seen)
+    monkeypatch.setattr(AccelerateRanks, "prepare", seen)
     train(tiny(*SHORT, *one, "training.resume_from_checkpoint=auto", "training.max_steps=3", output_dir=run))
     assert wrapped == [False]
 

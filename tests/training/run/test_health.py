@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
 from lowmem_ft.training import loop
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.loop import train
@@ -65,8 +65,8 @@ def test_a_value_that_is_not_finite_is_found_in_its_file(tiny, trained, value, d
 def test_values_that_are_too_large_for_their_type_are_not_blamed_on_a_step(tiny, tmp_path):
     """No step was taken, and reading has found the checkpoint finite. float16 itself needs a GPU."""
     recipe = dataclasses.replace(tiny(), model=ModelConfig(dtype="float16"))
-    runtime = AccelerateRuntime.create(recipe.training, tmp_path)
-    health = RunHealth(recipe, RunFolder.open(recipe), Progress(position=DataPosition(seed=0)), runtime)
+    runtime = launched_runtime(recipe.training, tmp_path)
+    health = RunHealth(recipe, RunFolder.open(recipe), Progress(position=DataPosition(seed=0)), runtime.ranks)
     problems = health.problems_at_the_end(["model.norm.weight"], None)
     assert "model.norm.weight. The values are beyond the largest of model.dtype=float16" in " ".join(problems)
 

@@ -17,7 +17,7 @@ from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.system import signals
 from lowmem_ft.foundation.system.signals import Interruption
 from lowmem_ft.training import loop
-from lowmem_ft.training.accelerate_runtime import AccelerateRuntime
+from lowmem_ft.training.accelerate_runtime import AccelerateFiles, AccelerateRanks
 from lowmem_ft.training.callbacks.callbacks import FAIL
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.evaluation import run_evaluations
@@ -182,7 +182,7 @@ def test_a_signal_while_the_finished_model_is_saved_lets_that_end(tiny, tmp_path
         save(*args, **kwargs)
 
     ended = []
-    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
+    monkeypatch.setattr(AccelerateFiles, "end_trackers", lambda self: ended.append(self))
     monkeypatch.setattr(loop, "save_finished_model", interrupted)
     with pytest.raises(Interrupted) as stop:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
@@ -205,11 +205,11 @@ def test_a_signal_at_the_end_hides_no_ruined_model(tiny, tmp_path, monkeypatch):
 
 def test_a_signal_to_another_process_stops_this_one_too(tiny, tmp_path, monkeypatch):
     ended = []
-    monkeypatch.setattr(AccelerateRuntime, "end_trackers", lambda self: ended.append(self))
+    monkeypatch.setattr(AccelerateFiles, "end_trackers", lambda self: ended.append(self))
     largest = iter([0, 0, 0, 15 * (FAIL + 1)])  # asked before the first step, and once a step
     monkeypatch.setattr(
-        AccelerateRuntime,
-        "max_over_processes",
+        AccelerateRanks,
+        "max",
         lambda self, value: value if isinstance(value, bool) else next(largest, value),
     )
     with pytest.raises(Interrupted) as stop:

@@ -29,7 +29,7 @@ from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.models.files.model_files import num_layers_of
 from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
 from lowmem_ft.planning.estimator.answers import trace_answer
-from lowmem_ft.planning.estimator.runtime import VirtualRuntime, model_on_meta
+from lowmem_ft.planning.estimator.runtime import model_on_meta, virtual_runtime
 from lowmem_ft.planning.estimator.traces.forked_trace import Take, forked_trace
 from lowmem_ft.planning.estimator.traces.repeated_layers import ShallowModel, stand_ins, with_num_layers
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
@@ -258,10 +258,10 @@ def trace_layers(
     if recipe.adapter.name != "none" and is_installed("peft"):
         # Otherwise the first trace of a process contains what PEFT allocates while it is imported.
         importlib.import_module("peft")
-    runtime = VirtualRuntime(machine, recipe.training, recipe.distributed, process_index)
+    runtime = virtual_runtime(machine, recipe.training, recipe.distributed, process_index)
     with (
         _said_if_long(recipe, hf_config),
-        one_of_several(runtime.num_processes, process_index),
+        one_of_several(runtime.ranks.num_processes, process_index),
         machine,
     ):
         plan = plan_session(recipe, runtime, hf_config)

@@ -1,4 +1,4 @@
-"""Autocast and the fp16 loss scale: the effect of ``training.mixed_precision`` on a step, real or traced."""
+"""The machine of a step: its device, its precision (``training.mixed_precision``), and memory of its host."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ import contextlib
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
-from lowmem_ft.training.loss_scaling import unscale
+from lowmem_ft.training.loss_scaling import LossScale
+from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
 
 _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -24,24 +29,38 @@ _TWO_TYPES = re.compile(
 """Torch's words about a write by index, which autocast does not cast."""
 
 
-class MixedPrecision:
-    """The methods of a :class:`lowmem_ft.training.runtime.Runtime` that depend on precision; runtimes inherit them.
+class Machine:
+    """The device of a step with its precision, and the host that it belongs to.
 
     Args:
-        name: ``no``, ``bf16`` or ``fp16``.
         device: the device of the step; Accelerate gives a single process ``cuda`` without an index.
+        mixed_precision: the type of the step's autocast: ``no``, ``bf16`` or ``fp16``.
+        num_processes_here: the processes of the run that share this host.
+        host: source of the host memory readings that are compared with budgets.
 
     Attributes:
         device: the same device, with the index that its tensors have.
-        scaler: holds the loss scale; None unless fp16.
+        loss_scale: the loss scale of fp16; without effect otherwise.
+
+    Raises:
+        UserError: if the device is a real GPU and this process has had a virtual one.
     """
 
-    def __init__(self, name: str, device: torch.device) -> None:
-        self.mixed_precision = name
+    def __init__(
+        self,
+        device: torch.device,
+        mixed_precision: str = "no",
+        *,
+        num_processes_here: int = 1,
+        host: Host = THIS_HOST,
+    ) -> None:
+        refuse_after_virtual_gpu(device)
         self.device = with_index(device)
-        self.scaler: torch.amp.GradScaler | None = None  # type: ignore[attr-defined]
-        if name == "fp16":
-            self.scaler = torch.amp.GradScaler(device.type)  # type: ignore[attr-defined]
+        self.mixed_precision = mixed_precision
+        self.num_processes_here = num_processes_here
+        self.host = host
+        scaler = torch.amp.GradScaler(device.type) if mixed_precision == "fp16" else None  # type: ignore[attr-defined]
+        self.loss_scale = LossScale(scaler)
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return autocast for a forward pass; outputs keep the type in which they are computed."""
@@ -54,49 +73,43 @@ class MixedPrecision:
 
     def backward(self, loss: Tensor) -> None:
         """Call ``loss.backward()``, with the loss multiplied by the loss scale under fp16."""
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        scaler = self.loss_scale.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
         """Unscale fp16 gradients, then call :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        if self.loss_scale.scaler is not None:
+            self.loss_scale.scaler.unscale_(optimizer)
         return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
-
-    def unscale(self, values: Tensor) -> None:
-        """Unscale values with torch's ``GradScaler`` under fp16; see ``loss_scaling.py``."""
-        if self.scaler is not None:
-            unscale(self.scaler, values)
-
-    def loss_scale_may_overflow(self) -> bool:
-        """Return True under fp16 while the scale is at least 1: below that the gradients overflow by themselves."""
-        return self.scaler is not None and self.scaler.get_scale() >= 1
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step if finite; the fp16 loss scale is updated in any case, by what the scaler found while unscaling."""
+        scaler = self.loss_scale.scaler
         if finite:
-            optimizer.step() if self.scaler is None else self.scaler.step(optimizer)
-        self.update_loss_scale()
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        self.loss_scale.update()
 
     def abandon_step(self) -> None:
         """Discard the scaler's record of unscaled gradients; keep the scale."""
-        if self.scaler is not None:
-            scale = self.scaler.state_dict()
-            self.scaler = torch.amp.GradScaler(self.device.type)  # type: ignore[attr-defined]
-            self.scaler.load_state_dict(scale)
+        scale = self.loss_scale.state()
+        if scale is not None:
+            self.loss_scale = LossScale(torch.amp.GradScaler(self.device.type))  # type: ignore[attr-defined]
+            self.loss_scale.load_state(scale)
 
-    def update_loss_scale(self) -> None:
-        """Update the loss scale by what the scaler found while unscaling."""
-        if self.scaler is not None:
-            self.scaler.update()
+    def fetch(self, *values: Tensor) -> tuple[float, ...]:
+        """Copy the values of 0-d tensors from the device: the one point of a step where the host waits for it."""
+        return tuple(torch.stack([value.float() for value in values]).tolist())
 
-    def loss_scale_state(self) -> dict[str, Any] | None:
-        """Return the state of the ``GradScaler``; None without one."""
-        return None if self.scaler is None else self.scaler.state_dict()
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
+        """Return memory for offloaded tensors, most of them in files of ``folder`` if given.
 
-    def load_loss_scale_state(self, state: dict[str, Any]) -> None:
-        """Restore the state of the ``GradScaler``, if there is one."""
-        if self.scaler is not None:
-            self.scaler.load_state_dict(state)
+        It is limited by the machine, its container, ``budget.host`` and the disk of ``folder``.
+        """
+        return HostMemory(
+            self.device,
+            budget_bytes=budget.host_bytes(self.num_processes_here),
+            files=None if folder is None else MappedFiles(expand_user(folder)),
+        )
 
 
 @contextlib.contextmanager
