@@ -17,7 +17,7 @@ from command_line import parser_of
 from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 COMMON = (
     "model=model",

@@ -18,9 +18,9 @@ from lowmem_ft.planning.estimator.estimate import estimate_of_trace
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, allocator_config_of_runs, step_time
 

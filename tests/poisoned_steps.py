@@ -7,7 +7,7 @@ from collections.abc import Collection
 
 import pytest
 
-from lowmem_ft.training import loop
+from lowmem_ft.training.run import loop
 
 
 def poison_the_loss(monkeypatch: pytest.MonkeyPatch, steps: Collection[int]) -> None:

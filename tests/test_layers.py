@@ -121,6 +121,17 @@ def imported_by(importer, tree):
             yield from (name if name in MODULES else node.module for name in modules)
 
 
+def test_no_two_rooms_beside_each_other_import_each_other(imports):
+    """Only a type may be named both ways."""
+    rooms = {name: path.relative_to(ROOT).parent for name, path in MODULES.items()}
+    arrows = {
+        (rooms[name], rooms[other]) for name, of_it in imports.items() for other in of_it & MODULES.keys()
+    }
+    both_ways = {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
+    assert len(arrows) > 200
+    assert {(one, other) for one, other in both_ways if one not in other.parents} == set()
+
+
 def test_memory_is_values_that_need_no_torch(imports):
     seen = {name for name in MODULES if name.startswith("lowmem_ft.foundation.memory.")}
     assert len(seen) > 10

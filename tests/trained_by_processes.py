@@ -127,7 +127,7 @@ CASES: dict[str, dict[str, Case]] = {
 TRAIN = """
 import contextlib, json, os, shutil, sys, tempfile, types
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 
 folder, untied, strategy, cases, steps, ROWS = *sys.argv[1:4], *map(json.loads, sys.argv[4:7])
 world = int(os.environ["WORLD_SIZE"])

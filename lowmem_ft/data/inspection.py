@@ -15,16 +15,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.epoch_rows import MappedExamples
 from lowmem_ft.data.batches.order import epoch_order
 from lowmem_ft.data.batches.packing import pack_best_fit
 from lowmem_ft.data.batches.padding import Padding, padding_of
-from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.epoch_rows import MappedExamples
 from lowmem_ft.data.length_profile import Cut, LengthProfile
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.repeated_rows import RepeatedRows
+from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
 from lowmem_ft.data.tokenized_parts import SHOWS_ROW
 from lowmem_ft.foundation.system.heard_logs import log_heard

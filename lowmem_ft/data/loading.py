@@ -14,8 +14,8 @@ from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.mapped_data import mapped_data
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.streamed_data import streamed_data
-from lowmem_ft.data.summary import LengthLimits
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer
+from lowmem_ft.data.text.summary import LengthLimits
 from lowmem_ft.data.tokenized_parts import TokenizedParts
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.foundation.system.launch_variables import is_main_process

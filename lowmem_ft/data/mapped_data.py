@@ -12,13 +12,13 @@ import datasets
 import numpy as np
 
 from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.epoch_rows import OF_UNUSED, MappedExamples, column
 from lowmem_ft.data.batches.packing import pack_best_fit
-from lowmem_ft.data.epoch_rows import OF_UNUSED, MappedExamples, column
 from lowmem_ft.data.mixing import mixed
 from lowmem_ft.data.prepared_data import PreparedData, SourceCounts, digest_of, evaluation_fields
 from lowmem_ft.data.repeated_rows import find_repeated_rows
 from lowmem_ft.data.sources.splits import Part, held_out_parts, num_held_out, training_parts
-from lowmem_ft.data.summary import SUMMARISED, DataSummary, Outcome, summarise
+from lowmem_ft.data.text.summary import SUMMARISED, DataSummary, Outcome, summarise
 from lowmem_ft.data.tokenized_parts import NUM_EXAMPLES_TO_LOOK_AT, TokenizedParts
 from lowmem_ft.foundation.units import counted
 

@@ -14,8 +14,8 @@ from typing import Any
 import datasets
 import numpy as np
 
-from lowmem_ft.data.batches.row import Row, TokenizedExample
-from lowmem_ft.data.epoch_rows import Examples
+from lowmem_ft.data.batches.epoch_rows import Examples
+from lowmem_ft.data.row import Row, TokenizedExample
 from lowmem_ft.data.sources.listed import ListedSource
 from lowmem_ft.foundation.errors import DataError
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from lowmem_ft.data.batches.collating import Collator
-from lowmem_ft.data.epoch_rows import Examples
+from lowmem_ft.data.batches.epoch_rows import Examples
 from lowmem_ft.data.mixing import JoinedExamples
 from lowmem_ft.data.repeated_rows import RepeatedRows
-from lowmem_ft.data.summary import DataSummary
+from lowmem_ft.data.text.summary import DataSummary
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import datasets
 import numpy as np
 
-from lowmem_ft.data.epoch_rows import column
+from lowmem_ft.data.batches.epoch_rows import column
 from lowmem_ft.data.sources.splits import Part
-from lowmem_ft.data.summary import MUCH_LOST
+from lowmem_ft.data.text.summary import MUCH_LOST
 from lowmem_ft.foundation.units import counted
 
 logger = logging.getLogger(__name__)

@@ -9,11 +9,11 @@ from itertools import islice
 import numpy as np
 
 from lowmem_ft.data.batches.collating import Collator
-from lowmem_ft.data.batches.row import TokenizedExample
-from lowmem_ft.data.epoch_rows import StreamedExamples
+from lowmem_ft.data.batches.epoch_rows import StreamedExamples
 from lowmem_ft.data.mixing import drawn, probabilities_of
 from lowmem_ft.data.prepared_data import PreparedData, digest_of, evaluation_fields
 from lowmem_ft.data.repeated_rows import STREAM_NOT_LOOKED_AT
+from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.source_keys import without_weights
 from lowmem_ft.data.sources.splits import Part, held_out_parts, training_parts
 from lowmem_ft.data.tokenized_parts import NUM_EXAMPLES_TO_LOOK_AT, TokenizedParts

@@ -11,16 +11,16 @@ from typing import Any
 import datasets
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.batches.row import TokenizedExample
+from lowmem_ft.data.batches.epoch_rows import TokenizedStream
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.epoch_rows import TokenizedStream
-from lowmem_ft.data.sources.full_cache import full_cache
-from lowmem_ft.data.sources.reading import READING_ERRORS, Source, no_example, reading_error
+from lowmem_ft.data.files.full_cache import full_cache
+from lowmem_ft.data.files.reading import READING_ERRORS, Source, no_example, reading_error
+from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources.splits import Part
-from lowmem_ft.data.summary import LengthLimits, check_known_tokens, marked_text
 from lowmem_ft.data.text.chat_templates import require_chat_template
 from lowmem_ft.data.text.format_choice import choose_loss_on, recognise_format
 from lowmem_ft.data.text.formats import ExampleFormat
+from lowmem_ft.data.text.summary import LengthLimits, check_known_tokens, marked_text
 from lowmem_ft.data.text.template_checks import NUM_CHECKED_EXAMPLES, log_template_problems
 from lowmem_ft.data.text.tokenized_rows import tokenized_rows
 from lowmem_ft.data.text.tokenizing import Tokenization

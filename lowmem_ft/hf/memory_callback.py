@@ -21,7 +21,7 @@ from lowmem_ft.planning.script_recipes.script_recipe import Script, is_sft, reci
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.preflight import check_estimate
+from lowmem_ft.training.run.preflight import check_estimate
 from lowmem_ft.training.run.run_memory import RunMemory
 
 logger = logging.getLogger(__name__)

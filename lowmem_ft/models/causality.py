@@ -24,8 +24,8 @@ _NEITHER_CONFIG_NOR_MODULES_TELL = {
 def refuse_bidirectional(name: str, hf_config: PretrainedConfig) -> None:
     """Reject encoders, encoder-decoders, and decoders whose attention is switched to both directions.
 
-    Not every config shows it, least of all those of models with remote code: ``training/causality_check.py`` checks the
-    weights.
+    Not every config shows it, least of all those of models with remote code: ``training/step/causality_check.py``
+    checks the weights.
 
     Args:
         name: the model's name in the recipe.

@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+    from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
+    from lowmem_ft.optimizers.chunked.named_state import (
+        OptimizerState,
+        export_optimizer_state,
+        import_optimizer_state,
+    )
     from lowmem_ft.optimizers.config import OptimizerConfig
     from lowmem_ft.optimizers.create import (
         check_optimizer,
@@ -16,11 +21,6 @@ if TYPE_CHECKING:
         create_torch_adamw,
         may_lose_updates,
         parameter_groups,
-    )
-    from lowmem_ft.optimizers.state.named_state import (
-        OptimizerState,
-        export_optimizer_state,
-        import_optimizer_state,
     )
     from lowmem_ft.optimizers.state.state_parts import StateParts
     from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage

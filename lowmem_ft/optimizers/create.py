@@ -12,7 +12,7 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from lowmem_ft.foundation.devices import kernels_of
 from lowmem_ft.foundation.errors import UserError, raise_problems, raise_together
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.config import OptimizerConfig
 from lowmem_ft.optimizers.table import optimizers_that
 from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import build_bitsandbytes, keep_embeddings_in_32bit

@@ -6,7 +6,7 @@ import os
 
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.recipe.reading.loading import load_recipe
+from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.tree import Recipe
 
 RecipeLike = Recipe | str | os.PathLike[str]

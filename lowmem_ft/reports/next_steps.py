@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.recipe.command_lines import command_line
-from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.text.document import Command, Document
 

@@ -18,7 +18,7 @@ from lowmem_ft.reports.plots.run_figures import run_figures
 from lowmem_ft.reports.plots.svg import within_page
 from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.run_report import facts, notes, rehearsed
-from lowmem_ft.training.run.replaced_run import RECIPE_FILE
+from lowmem_ft.training.folder.replaced_run import RECIPE_FILE
 
 
 def run_page(run: RunRecord, estimate: MemoryEstimate | str) -> str:

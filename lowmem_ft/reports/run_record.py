@@ -13,14 +13,14 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.comparison import Peaks, compared, peaks_in
 from lowmem_ft.monitoring.profiling.step_profile import StepProfile
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.generation.generations_file import (
+from lowmem_ft.training.folder.generations_file import (
     BeforeAndAfter,
     Generation,
     before_and_after,
     read_generations,
 )
-from lowmem_ft.training.run.replaced_run import METRICS_FILE, PROFILE_FILE, RECIPE_FILE, REHEARSAL_FILE
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.replaced_run import METRICS_FILE, PROFILE_FILE, RECIPE_FILE, REHEARSAL_FILE
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 T = TypeVar("T")
 

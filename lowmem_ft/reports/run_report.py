@@ -13,7 +13,7 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.memory.comparison import Peaks, Row, compared
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import recipe_to_yaml
-from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER
+from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.next_steps import next_steps
 from lowmem_ft.reports.profile_table import profile_report

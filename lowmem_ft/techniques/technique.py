@@ -1,8 +1,9 @@
 """An enabled technique, and all that any training loop has to ask of it.
 
 A technique that only changes the model, its optimizer or autograd needs none of this. The rest are *moments* of a step
-that :class:`Technique` lists; they do nothing unless a technique overrides them. ``training/step.py`` and
-``training/session.py`` pass each to :class:`Techniques`, the ordered list of enabled techniques; so can any other loop.
+that :class:`Technique` lists; they do nothing unless a technique overrides them. ``training/step/step.py`` and
+``training/step/session.py`` pass each to :class:`Techniques`, the ordered list of enabled techniques; so can any other
+loop.
 """
 
 from __future__ import annotations

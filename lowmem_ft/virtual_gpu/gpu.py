@@ -19,12 +19,13 @@ from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEst
 from lowmem_ft.foundation.memory.race import Race, race_error
 from lowmem_ft.foundation.memory.snapshot import memory_snapshot
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE, activated
-from lowmem_ft.virtual_gpu.active import active_gpu_or_none
+from lowmem_ft.virtual_gpu.calls.active import active_gpu_or_none
+from lowmem_ft.virtual_gpu.checks.cuda_checks import CudaChecks
+from lowmem_ft.virtual_gpu.costs.one_process import process_groups_of_one
+from lowmem_ft.virtual_gpu.costs.workspaces import persistent_workspaces, workspace_bytes
+from lowmem_ft.virtual_gpu.cuda.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew
-from lowmem_ft.virtual_gpu.distributed.one_process import process_groups_of_one
-from lowmem_ft.virtual_gpu.kernels.cuda_checks import CudaChecks
-from lowmem_ft.virtual_gpu.kernels.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.recurrent.package_functions import package_functions_as_installed
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
@@ -34,7 +35,6 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
 )
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.triton.triton_launches import triton_as_on_cuda
-from lowmem_ft.virtual_gpu.upstream.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 from lowmem_ft.virtual_gpu.values.routing import Routing

@@ -23,19 +23,19 @@ from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.foundation.upstream.tested import warn_if_untested
+from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
+from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution
-from lowmem_ft.virtual_gpu.recording.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
-from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
-from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
-from lowmem_ft.virtual_gpu.upstream.cuda_names import on_virtual_device
 from lowmem_ft.virtual_gpu.upstream.data_loading import workers_in_this_process
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise

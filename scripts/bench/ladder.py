@@ -48,8 +48,8 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.streaming.parameter_streaming import ParameterStreaming
-from lowmem_ft.training.loop import TrainingRun
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.run.loop import TrainingRun
+from lowmem_ft.training.step.session import Session
 
 TOKENS = 256
 TINY = Path(__file__).parents[2] / "recipes" / "tiny"

@@ -45,7 +45,7 @@ from lowmem_ft.planning.planner.planning import only_looking
 from lowmem_ft.planning.planner.search.candidates import candidates_of
 from lowmem_ft.planning.planner.search.estimated_needs import Limits, need_from
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
+from lowmem_ft.recipe.request.plan_defaults import with_defaults_of_plan
 from lowmem_ft.recipe.space.search_space import Combination, Settings, Space, space_of, with_settings
 
 DATA = Path(__file__).parents[2] / "tests" / "data" / "random_combinations"

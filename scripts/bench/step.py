@@ -34,7 +34,7 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 
 ROWS, TOKENS = 2, 256
 LEARNING_RATE = 1e-4

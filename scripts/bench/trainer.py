@@ -29,7 +29,7 @@ from lowmem_ft import hf
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 
 ROWS, MICRO_BATCHES, TOKENS = 2, 2, 256
 

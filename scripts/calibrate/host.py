@@ -32,7 +32,7 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.virtual_gpu.kernels.flops import is_free
+from lowmem_ft.virtual_gpu.costs.flops import is_free
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, host_python_counted
 
 NUM_LAYERS, WIDTH, TOKENS = 16, 16, 8

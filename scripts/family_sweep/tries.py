@@ -22,16 +22,16 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import Recipe, load_recipe
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
-from lowmem_ft.training.distributed.launch import as_launched, read_launch
-from lowmem_ft.training.step import train_step
+from lowmem_ft.training.processes.launch import as_launched, read_launch
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
+from lowmem_ft.training.step.step import train_step
 
 NUM_STEPS, ROWS, LENGTH = 2, 2, 32
 TOLERANCE = 1e-5

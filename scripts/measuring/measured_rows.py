@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoConfig, PretrainedConfig
 
-from lowmem_ft.data.batches.row import IGNORED_LABEL, Row, TokenizedExample
+from lowmem_ft.data.row import IGNORED_LABEL, Row, TokenizedExample
 
 SEED = 0
 _SPECIAL = re.compile(r"_token_(id|ids|index|indices)$")

@@ -25,8 +25,8 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.techniques.kernels.fused_operators import Kernels, enable_fused_operators
+from lowmem_ft.virtual_gpu.calls.work import STEP_END
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.work import STEP_END
 
 _CLEARS_CACHE_SINCE = (0, 20)
 """The version since which PEFT's preparation of quantised models gives cached memory back."""

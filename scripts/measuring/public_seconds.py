@@ -29,12 +29,12 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
-from lowmem_ft.optimizers import chunked_optimizer
+from lowmem_ft.optimizers.chunked import chunked_optimizer
 from lowmem_ft.planning.estimator.estimate import surroundings_of
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.calls.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, Span, kinds_of_work
 from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs, step_time

@@ -27,11 +27,11 @@ from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.modules.patching import call_around
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import Plan, build_session, plan_session
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import Plan, build_session, plan_session
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import evaluation_loss, train_step
 
 PeakByPhase = dict[Phase, int]
 

@@ -23,9 +23,9 @@ from lowmem_ft.planning.estimator.estimate import estimate_of_trace
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.calls.work import STEP_END
+from lowmem_ft.virtual_gpu.calls.work import Work as LoggedWork
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.work import STEP_END
-from lowmem_ft.virtual_gpu.recording.work import Work as LoggedWork
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 MEASURED_STEPS = 4

@@ -146,7 +146,7 @@ def test_each_process_of_a_launch_ends_of_bad_data_and_the_main_one_tells(tmp_pa
     command = ["train", "recipe=tiny", "data=data.jsonl"]
     assert main(command) == 2
     assert "Example 0 of data.jsonl" in capfd.readouterr().err
-    monkeypatch.setitem(sys.modules, "lowmem_ft.training.distributed.rendezvous", meeting)
+    monkeypatch.setitem(sys.modules, "lowmem_ft.training.processes.rendezvous", meeting)
     set_launch(monkeypatch, rank=1)
     assert main(command) == 2
     assert capfd.readouterr().err == ""

@@ -19,7 +19,7 @@ from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted
 from lowmem_ft.planning.preflight import train as preflight
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
-from lowmem_ft.training.distributed import rendezvous
+from lowmem_ft.training.processes import rendezvous
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "finetune.py"
 
@@ -220,7 +220,7 @@ STOPPED = {
     "lowmem_ft.recipe.request.request.load_recipe": ["train", "recipe=tiny"],
     "lowmem_ft.planning.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.planning.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
-    "lowmem_ft.recipe.rules.path_checks.check_merge": ["merge", "adapter", "out"],
+    "lowmem_ft.recipe.checks.path_checks.check_merge": ["merge", "adapter", "out"],
     "importlib.import_module": ["recipes"],
 }
 

@@ -17,7 +17,7 @@ from trl import SFTConfig
 
 from lowmem_ft import hf, load_recipe
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 
 CPU = "training.use_cpu=true"
 

@@ -12,9 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.step import train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.step import train_step
 
 ADAPTERS = ("adapter.name=lora", "adapter.r=4")
 STARTS = {rung.name: settings_of(rung) for rung in RUNGS}

@@ -25,7 +25,7 @@ from lowmem_ft.optimizers import (
 )
 from lowmem_ft.optimizers.table import AVERAGE_BYTES, OptimizerName, StateName, optimizers_that
 from lowmem_ft.optimizers.updates.update_rule import WholeParameterRule
-from lowmem_ft.recipe.rules.device_checks import check_device_of_run
+from lowmem_ft.recipe.checks.device_checks import check_device_of_run
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 OWN_OPTIMIZERS, WITH_FORMATS = optimizers_that("takes_formats"), optimizers_that("takes_state_formats")

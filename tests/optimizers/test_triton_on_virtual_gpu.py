@@ -12,7 +12,8 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.memory.race import RaceError
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.chunked import chunked_optimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

@@ -11,7 +11,7 @@ from lowmem_ft.monitoring.profiling.step_profile import ProfileRow, StepProfile
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.run_page import run_page
 from lowmem_ft.reports.run_record import RunRecord
-from lowmem_ft.training.generation.generations_file import Generation
+from lowmem_ft.training.folder.generations_file import Generation
 
 NASTY = '</pre></script><script>alert("&")</script><b>'
 PEAKS = {

@@ -23,7 +23,7 @@ from measuring.public_seconds import FEW, MORE, SecondsRow, TracedRow, load_rows
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
-from lowmem_ft.virtual_gpu.recording.work import STEP_END
+from lowmem_ft.virtual_gpu.calls.work import STEP_END
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 ROWS = load_rows()

@@ -20,7 +20,7 @@ from measuring.measured_rows import (
 )
 from transformers import AutoConfig, LlamaConfig
 
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

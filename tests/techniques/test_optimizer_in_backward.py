@@ -25,7 +25,7 @@ from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float3
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.optimizer_in_backward import enable_optimizer_in_backward
-from lowmem_ft.training.loss_scaling import LossScale
+from lowmem_ft.training.step.loss_scaling import LossScale
 
 CPU = torch.device("cpu")
 LEARNING_RATE = 1e-2

@@ -18,9 +18,9 @@ from lowmem_ft.data.batches.batch import merged
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.technique import Technique, Techniques
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.step import evaluation_loss, train_step
 
 MODEL = Path(__file__).parents[1] / "data" / "kept_runs" / "model"
 LORA = ("adapter.name=lora", "adapter.r=4", "adapter.target_modules=[q_proj]", "offload.parameters=stream")
@@ -86,7 +86,7 @@ class OtherLoop:
 
 
 class OurLoop:
-    """The same by ``training/step.py``."""
+    """The same by ``training/step/step.py``."""
 
     def __init__(self, session):
         self.session = session

@@ -19,12 +19,12 @@ import peft
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError, UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import plan_session, refuse_unknown_names
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.run_folder import RunFolder
 from lowmem_ft.training.run import run_parts
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import plan_session, refuse_unknown_names
 
 SHORT = (
     "training.max_steps=6",

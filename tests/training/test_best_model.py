@@ -16,16 +16,16 @@ from transformers import EarlyStoppingCallback
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.checkpoints.checkpoint_folders import (
+from lowmem_ft.training.evaluation import run_evaluations
+from lowmem_ft.training.evaluation.best_model import BestModel
+from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
+from lowmem_ft.training.folder.checkpoint_folders import (
     Progress,
     delete_old_checkpoints,
     read_progress,
 )
-from lowmem_ft.training.evaluation import run_evaluations
-from lowmem_ft.training.evaluation.best_model import BestModel
-from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 BEST = "training.load_best_model_at_end=true"
 AUTO = "training.resume_from_checkpoint=auto"
@@ -191,8 +191,8 @@ UNSTEADY = (
 KILL_ITSELF = """
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 step, *settings = sys.argv[1:]
 write = RunFolder.write_metrics
@@ -269,7 +269,7 @@ import sys
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.evaluation import run_evaluations
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 losses = iter((3.0, 1.0, 2.0))
 run_evaluations.evaluate = lambda *args, **kwargs: EvaluationResult(next(losses), 10)

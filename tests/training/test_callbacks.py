@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 
 from lowmem_ft import EvaluationEvent, SaveEvent, StepEvent, Stop, UserError
 from lowmem_ft.planning.preflight.train import train as train_after_preflight
-from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.checkpoint_folders import read_progress
+from lowmem_ft.training.run.loop import train
 
 SHORT = (
     "training.max_steps=5",
@@ -165,7 +165,7 @@ TRAIN = """
 import os, sys
 from lowmem_ft import Stop
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 kind, *settings = sys.argv[1:]
 

@@ -18,7 +18,7 @@ from transformers import (
 
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.planning.estimator import estimate_memory
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 OWN_CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM

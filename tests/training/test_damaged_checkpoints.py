@@ -9,9 +9,9 @@ import pytest
 
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.checkpoint_folders import read_manifest
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 NO_EVALUATION = ("data.eval_size=null", "training.eval_steps=null")
 

@@ -13,7 +13,7 @@ from trained_by_processes import assert_alike, trained
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import RecipeError
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed: make test-deepspeed"

@@ -129,7 +129,7 @@ import os, signal, sys
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.evaluation import run_evaluations
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.loop import TrainingRun, train
+from lowmem_ft.training.run.loop import TrainingRun, train
 
 killed_after, losses, *settings = sys.argv[1:]
 left, evaluate, step = map(float, losses.split(",")), run_evaluations.evaluate, TrainingRun.step

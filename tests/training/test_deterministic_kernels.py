@@ -11,9 +11,9 @@ from transformers import modeling_flash_attention_utils as flash_attention
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import loop
-from lowmem_ft.training.deterministic_kernels import deterministic_kernels
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run import loop
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.step.deterministic_kernels import deterministic_kernels
 
 VARIABLES = ("CUBLAS_WORKSPACE_CONFIG", "FLASH_ATTENTION_DETERMINISTIC")
 

@@ -13,7 +13,7 @@ from processes import TRAIN
 from roundings import SMOOTH_ADAMW, of_updates
 from safetensors.torch import load_file
 
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 MODULE = ("-m", "lowmem_ft", "train")
@@ -109,7 +109,7 @@ import os, signal, sys
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.foundation.errors import DataError
-from lowmem_ft.training.checkpoints import run_files
+from lowmem_ft.training.folder import run_files
 
 what, rank = sys.argv.pop(1), os.environ["RANK"]
 next_window, count = DataStream.next_window, 0

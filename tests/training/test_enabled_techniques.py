@@ -6,8 +6,8 @@ import pytest
 
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.modules import model_parts
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
 
 MANY = [
     "training.use_cpu=true",

@@ -7,7 +7,7 @@ import torch
 from ladder_rungs import RUNGS, settings_of
 from tiny_models import model_of
 
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 
 LOST = {"fp32": 0.0, "split16": 0.0, "split24": 2.0**-15}
 """Of a value, relative."""

@@ -19,9 +19,9 @@ from transformers import AutoConfig
 from lowmem_ft.foundation.errors import CheckpointError, MissingPackageError
 from lowmem_ft.models import config as model_config
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.changed_recipe import refuse_other_kernels
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 LIGER = "model.kernels=liger"
 AUTO = "training.resume_from_checkpoint=auto"

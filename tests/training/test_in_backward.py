@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import step as step_module
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import plan_session
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import plan_session
+from lowmem_ft.training.step import step as step_module
 
 SHORT = ("training.max_steps=6", "training.save_steps=4", "training.eval_steps=2")
 ONE = ("training.gradient_accumulation_steps=1", "optimizer.in_backward=true")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 KEPT = Path(__file__).parents[1] / "data" / "kept_runs"
 RUNS = sorted(path.parent for path in KEPT.glob("*/*/recipe.yaml"))

@@ -16,14 +16,14 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import precision_check
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import launched_runtime
 from lowmem_ft.training.checkpoints import checkpoint
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed import process_group
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import train_step
+from lowmem_ft.training.folder.checkpoint_folders import Progress
+from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes import process_group
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import train_step
 
 VOCAB = 61
 

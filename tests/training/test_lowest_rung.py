@@ -9,7 +9,7 @@ import pytest
 from ladder_rungs import RUNGS, settings_of
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 NUM_STEPS = 20
 DEMO = Path(__file__).parents[2] / "scripts" / "demo"

@@ -11,7 +11,7 @@ from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.models.new_tokens import resize_embeddings
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 TOKENS = ("model.add_tokens=[drizzle, quixotic]", "model.add_special_tokens=[<|tool|>, <|im_start|>]")
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=4", "training.logging_steps=1")

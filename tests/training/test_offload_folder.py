@@ -23,8 +23,8 @@ from lowmem_ft.foundation.memory.uncertainty import HEAP_SHARE_OF_RUNS
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import build
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes import build
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, step_time
 
@@ -150,8 +150,8 @@ def test_all_that_waits_for_a_visit_is_in_files(tiny, sessions, disk_folder, mon
 KILL_ITSELF = """
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 write = RunFolder.write_metrics
 

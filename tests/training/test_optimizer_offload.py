@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.host import pinned_memory
 from lowmem_ft.foundation.system.host_limits import HostLimit
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 SHORT = (
     "training.max_steps=4",

@@ -10,12 +10,12 @@ from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.optimizers import OptimizerState, export_optimizer_state, import_optimizer_state
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed import process_group
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.run_files import RunFiles
 from lowmem_ft.training.out_of_memory import diagnosis
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.values import Values
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes import process_group
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.runtimes.values import Values
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2", "data.max_length=64")
 

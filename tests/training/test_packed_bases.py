@@ -25,7 +25,7 @@ from lowmem_ft.models.loading import load_model
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 FAMILIES = ("gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.slow), "qwen3")
 LORA = ("adapter.name=lora", "adapter.r=4", "model.dtype=bfloat16", "training.mixed_precision=bf16")

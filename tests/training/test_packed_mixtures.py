@@ -19,7 +19,7 @@ pytest.importorskip("bitsandbytes")
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 NF4 = (
     "adapter.name=lora",

@@ -20,8 +20,8 @@ from lowmem_ft.foundation.memory.memory_estimate import (
 )
 from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.preflight import check_estimate
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.run.preflight import check_estimate
 
 GIB = 2**30
 
@@ -53,7 +53,7 @@ def an_estimate(
 
 
 class Estimates:
-    """Says what it was asked, and answers with one estimate; :class:`lowmem_ft.training.preflight.Preflight`."""
+    """Says what it was asked, and answers with one estimate; :class:`lowmem_ft.training.run.preflight.Preflight`."""
 
     def __init__(self, estimate: MemoryEstimate | None) -> None:
         self.estimate = estimate
@@ -156,7 +156,7 @@ def test_what_does_not_fit_is_refused_with_the_shortfall_and_what_makes_the_peak
 
 def test_a_run_is_refused_before_its_weights_are_read(tiny, monkeypatch):
     monkeypatch.setattr(
-        "lowmem_ft.training.values.Values.load_model",
+        "lowmem_ft.training.runtimes.values.Values.load_model",
         lambda *_, **__: pytest.fail("weights were read"),
     )
     preflight = Estimates(an_estimate(process=20, fits=False))

@@ -16,10 +16,10 @@ from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
 from lowmem_ft.monitoring.profiling.step_profile import SlowModule, StepProfile
 from lowmem_ft.monitoring.profiling.step_profiler import StepProfiler
-from lowmem_ft.training.loop import TrainingRun, train
-from lowmem_ft.training.profiling import profiled_steps
-from lowmem_ft.training.profiling.advice import advice_of
-from lowmem_ft.training.run.replaced_run import PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE
+from lowmem_ft.training.folder.replaced_run import PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE
+from lowmem_ft.training.run import profiled_steps
+from lowmem_ft.training.run.advice import advice_of
+from lowmem_ft.training.run.loop import TrainingRun, train
 
 SHORT = (
     "training.max_steps=4",

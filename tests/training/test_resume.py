@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "finetune.py"
 

@@ -13,8 +13,8 @@ import pytest
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null")
 AUTO = "training.resume_from_checkpoint=auto"

@@ -10,7 +10,7 @@ import torch
 from ladder_rungs import RUNGS, settings_of
 from safetensors.torch import load_file
 
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 KILLED_AT = 6
 SHORT = (
@@ -24,8 +24,8 @@ SHORT = (
 KILL_ITSELF = f"""
 import os, signal, sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 write = RunFolder.write_metrics
 

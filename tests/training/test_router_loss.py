@@ -16,10 +16,10 @@ from transformers import AutoTokenizer
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.techniques.loss.router_loss import log_router_loss, padding_left_out
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.step import evaluation_loss, train_step
 
 COEFFICIENT = 0.3
 VOCABULARY = len(AutoTokenizer.from_pretrained(TINY))

@@ -9,8 +9,8 @@ import pytest
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 GO_ON, REPLACE = "training.resume_from_checkpoint=auto", "training.overwrite_output_dir=true"
 STEPS = ("training.max_steps=2", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")

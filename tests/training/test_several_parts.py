@@ -19,7 +19,7 @@ from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.models.loading import load_model
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 LORA = ("adapter.name=lora", "adapter.r=4")
 IDS = torch.arange(3, 40)[None]

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from lowmem_ft.foundation.errors import CheckpointError, Interrupted
 from lowmem_ft.recipe import recipe_to_yaml
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.changed_recipe import refuse_to_continue_another
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.changed_recipe import refuse_to_continue_another
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
 
 AUTO = "training.resume_from_checkpoint=auto"
 

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint, read_manifest
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.checkpoint_folders import find_checkpoint, read_manifest
+from lowmem_ft.training.run.loop import train
 
 TWELVE = (
     "training.max_steps=4",

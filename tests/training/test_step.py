@@ -17,9 +17,9 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import evaluation_loss, train_step
 
 VOCAB = 61
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from sweeps import few_quick
 
 from lowmem_ft.planning.estimator import estimate_memory
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 IN_BACKWARD = (
     "optimizer.in_backward=true",

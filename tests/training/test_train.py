@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.errors import CheckpointError, MissingPackageError, UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import loop
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.schedule import _num_warmup_steps
+from lowmem_ft.training.run import loop
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.step.schedule import _num_warmup_steps
 
 SHORT = ("training.max_steps=4", "training.save_steps=2", "training.eval_steps=2")
 

@@ -22,7 +22,7 @@ from lowmem_ft.cli import main
 from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.host.copy_engine import CopyEngine
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 pytestmark = [
     pytest.mark.gpu,

@@ -30,7 +30,7 @@ from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.export.model_source import find_model, forward_recipe
 from lowmem_ft.training.export.saved_evaluation import evaluate_saved
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 ROWS = range(61, 64)
 IDS = torch.arange(40).view(2, 20) % 61

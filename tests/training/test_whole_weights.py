@@ -57,7 +57,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.distributed import fully_sharded
 from lowmem_ft.foundation.tensors.local_shards import is_sharded
-from lowmem_ft.training.loop import TrainingRun
+from lowmem_ft.training.run.loop import TrainingRun
 sys.path.append(sys.argv[2])
 from transcribed_liger import transcribed_kernels
 

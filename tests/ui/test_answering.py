@@ -13,7 +13,7 @@ from smaller_recipes import with_smaller_recipes
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
+from lowmem_ft.recipe.checks.path_checks import check_sizes_of_model
 from lowmem_ft.ui import answering, views
 from lowmem_ft.ui.form import FROM_RECIPE, METHOD_SETTINGS, Form
 from lowmem_ft.ui.kept_files import KeptFiles

@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
-from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
+from lowmem_ft.virtual_gpu.costs.one_process import one_of_several
 
 NUM_PROCESSES = 4
 ROWS = 4096

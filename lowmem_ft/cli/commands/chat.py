@@ -19,7 +19,7 @@ from lowmem_ft.foundation.system.signals import SIGNALLED, if_stopped, was_termi
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.training.export.model_source import ModelSource
-    from lowmem_ft.training.generation.conversation import Conversation
+    from lowmem_ft.training.step.conversation import Conversation
 
 _EXAMPLES = """\
 examples:
@@ -71,9 +71,9 @@ def _conversation(options: argparse.Namespace, source: ModelSource, recipe: Reci
     from lowmem_ft.models.hf_config import load_model_config, max_positions
     from lowmem_ft.models.tokenizer import load_tokenizer
     from lowmem_ft.planning.estimator.answer_size import size_of_answers
-    from lowmem_ft.training.build import plan_session
     from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
-    from lowmem_ft.training.generation.conversation import Conversation
+    from lowmem_ft.training.runtimes.build import plan_session
+    from lowmem_ft.training.step.conversation import Conversation
 
     runtime = runtime_of(recipe)
     limit = max_positions(load_model_config(recipe.model))
@@ -112,7 +112,7 @@ def _generation(options: argparse.Namespace) -> dict[str, Any]:
 
 def _talk(conversation: Conversation) -> int:
     """Answer one line after the other: Ctrl-C ends an answer, a second one, or one at the prompt, the conversation."""
-    from lowmem_ft.training.generation.conversation import StoppedTwice
+    from lowmem_ft.training.step.conversation import StoppedTwice
 
     _say("Type a message; /clear starts over, /exit leaves.")
     while True:

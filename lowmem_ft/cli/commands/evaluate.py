@@ -9,7 +9,7 @@ from lowmem_ft.cli.console.asking import source_and_recipe
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.foundation.system.signals import if_stopped
 

@@ -34,7 +34,7 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
 
     from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.rules.path_checks import check_merge
+    from lowmem_ft.recipe.checks.path_checks import check_merge
     from lowmem_ft.training.export.model_source import trained_folder
 
     set_up_logging()

@@ -14,12 +14,8 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import (
-    add_own_data,
-    file_problems,
-    own_data_of,
-    own_data_problems,
-)
+from lowmem_ft.cli.console.written_files import file_problems
+from lowmem_ft.cli.estimating.estimate_options import add_own_data, own_data_of, own_data_problems
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
 
@@ -74,7 +70,7 @@ def main(arguments: list[str]) -> int:
     import torch
 
     import lowmem_ft.planning.planner
-    from lowmem_ft.recipe.reading.defaults import named_as_planned
+    from lowmem_ft.recipe.request.plan_defaults import named_as_planned
     from lowmem_ft.reports.wording import short_name
 
     recipe = request.recipe
@@ -198,7 +194,7 @@ def _why_this_gpu(request: Request) -> str:
 
 def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
     """Return the run's length, or why it is unknown; None if its data is not on this machine, or streamed."""
-    from lowmem_ft.data.sources.files import local_files
+    from lowmem_ft.data.files.files import local_files
     from lowmem_ft.data.sources.listed import listed_sources
     from lowmem_ft.foundation.user_paths import expand_user
     from lowmem_ft.planning.planner.run_length import run_length

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import raise_problems
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT
 from lowmem_ft.foundation.system.signals import if_stopped, stops_remembered
 
@@ -134,8 +134,8 @@ def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Write the results into the run's folder, for ``lowmem-ft report``; return a sentence on that."""
     from lowmem_ft.recipe.command_lines import command_line, quoted
     from lowmem_ft.recipe.rules.output_folder import run_folder_of
-    from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
-    from lowmem_ft.training.run.replaced_run import REHEARSAL_FILE
+    from lowmem_ft.training.folder.atomic_io import write_whole_file
+    from lowmem_ft.training.folder.replaced_run import REHEARSAL_FILE
 
     file = run_folder_of(recipe) / REHEARSAL_FILE
     try:

@@ -10,7 +10,7 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import file_problems
+from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.foundation.user_paths import expand_user
 

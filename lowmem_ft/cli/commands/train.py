@@ -57,7 +57,7 @@ def _told_to_all_processes() -> Iterator[None]:
         yield
     except UserError as error:
         if is_launched():
-            from lowmem_ft.training.distributed.rendezvous import tell_others
+            from lowmem_ft.training.processes.rendezvous import tell_others
 
             tell_others(error)
         raise
@@ -69,8 +69,8 @@ def _train(words: list[str]) -> None:
     from lowmem_ft.foundation.allocator_setting import use_growing_segments
     from lowmem_ft.recipe.request.request import Request
     from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
-    from lowmem_ft.training.distributed.launch import as_launched, read_launch
-    from lowmem_ft.training.run.run_folder import RunFolder
+    from lowmem_ft.training.folder.run_folder import RunFolder
+    from lowmem_ft.training.processes.launch import as_launched, read_launch
 
     if asked := [word for word in words if word.lstrip("-").partition("=")[0] in ("gpu", "gpus")]:
         raise UserError(

@@ -72,7 +72,7 @@ def source_and_recipe(
         UserError: lists all problems.
     """
     from lowmem_ft.cli.console.logs import set_up_logging
-    from lowmem_ft.recipe.rules.path_checks import check_paths_of_evaluation
+    from lowmem_ft.recipe.checks.path_checks import check_paths_of_evaluation
     from lowmem_ft.training.export.model_source import find_model, forward_recipe
 
     set_up_logging()
@@ -91,7 +91,7 @@ def check_data(config: DataConfig) -> None:
         UserError: if no run can read it.
     """
     from lowmem_ft.cli.console.logs import take_over_library_logs
-    from lowmem_ft.data.sources.early_checks import check_small_local_data
+    from lowmem_ft.data.early_checks import check_small_local_data
 
     take_over_library_logs()
     check_small_local_data(config)

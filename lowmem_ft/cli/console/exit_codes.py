@@ -189,6 +189,6 @@ def _speaks_for(error: UserError) -> bool:
     """Return whether this process prints an error of its launch."""
     if "torch.distributed" not in sys.modules:
         return is_main_process()
-    from lowmem_ft.training.distributed.rendezvous import is_first_to_say
+    from lowmem_ft.training.processes.rendezvous import is_first_to_say
 
     return is_first_to_say(str(error))

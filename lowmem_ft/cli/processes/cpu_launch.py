@@ -91,7 +91,7 @@ def _is_launch_command(word: str) -> bool:
 def _without_gpus(asked: _Asked) -> str:
     import torch
 
-    from lowmem_ft.training.distributed.launched_gpus import why_no_gpu
+    from lowmem_ft.training.processes.launched_gpus import why_no_gpu
 
     seen = f"none: {why_no_gpu(os.environ)}" if not torch.cuda.is_available() else "one"
     return (

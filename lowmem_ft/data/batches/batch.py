@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional as F
 
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.foundation.devices import sent_to
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.data.batches.row import IGNORED_LABEL, LENGTH_MULTIPLE, Row
+from lowmem_ft.data.row import IGNORED_LABEL, LENGTH_MULTIPLE, Row
 
 
 @dataclass(frozen=True, kw_only=True)

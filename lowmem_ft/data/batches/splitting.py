@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from lowmem_ft.data.batches.batch import LabelledRows
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 
 
 def pieces(rows: LabelledRows, max_tokens: int | None) -> list[LabelledRows]:

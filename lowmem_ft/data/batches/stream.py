@@ -14,9 +14,9 @@ from typing import Any
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.collating import Collator
+from lowmem_ft.data.batches.epoch_rows import Examples
 from lowmem_ft.data.batches.position import DataPosition
-from lowmem_ft.data.batches.row import Row
-from lowmem_ft.data.epoch_rows import Examples
+from lowmem_ft.data.row import Row
 from lowmem_ft.foundation.errors import DataError
 
 

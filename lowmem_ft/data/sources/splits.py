@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.files.reading import Source, open_rows
 from lowmem_ft.data.sources.listed import ListedSource, listed_sources
-from lowmem_ft.data.sources.reading import Source, open_rows
 from lowmem_ft.foundation.errors import DataError
 
 

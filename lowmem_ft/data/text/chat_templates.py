@@ -11,7 +11,7 @@ import jinja2
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from lowmem_ft.data.sources.files import read_chat_template
+from lowmem_ft.data.files.files import read_chat_template
 from lowmem_ft.data.text.bounded_templates import bounded_templates
 from lowmem_ft.foundation.errors import DataError
 

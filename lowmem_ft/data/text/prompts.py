@@ -9,9 +9,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.config import FormatName
-from lowmem_ft.data.sources.reading import Source, open_rows
+from lowmem_ft.data.files.reading import Source, open_rows
+from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.text.chat_templates import Message, Renderer
 from lowmem_ft.data.text.examples import Chat, naming_example
 from lowmem_ft.data.text.formats import ExampleFormat

@@ -16,10 +16,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.summary import Outcome
 from lowmem_ft.data.text.examples import Row, naming_example
 from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.masking import MarkedText, mark_learnt
+from lowmem_ft.data.text.summary import Outcome
 from lowmem_ft.data.text.unused_fields import refuse_images, refuse_judged_answers, unused_fields
 from lowmem_ft.foundation.errors import DataError
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.machine import Machine
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.step.machine import Machine
 
 logger = logging.getLogger(__name__)
 

@@ -34,13 +34,13 @@ from lowmem_ft.techniques.modules.model_parts import base_model
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 from lowmem_ft.techniques.modules.supported_models import problems_with_model
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.accelerate_runtime import AccelerateRanks
-from lowmem_ft.training.distributed.launch import processes_here
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.enabled_techniques import Build, EnabledTechniques, enable_techniques
-from lowmem_ft.training.loss_scaling import LossScale
-from lowmem_ft.training.machine import Machine
-from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
+from lowmem_ft.training.processes.launch import processes_here
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.runtimes.accelerate_runtime import AccelerateRanks
+from lowmem_ft.training.step.budget_cap import apply_budget, lift_cap
+from lowmem_ft.training.step.enabled_techniques import Build, EnabledTechniques, enable_techniques
+from lowmem_ft.training.step.loss_scaling import LossScale
+from lowmem_ft.training.step.machine import Machine
 
 logger = logging.getLogger(__name__)
 

@@ -22,7 +22,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.modules.patching import call_around
-from lowmem_ft.training.checkpoints.atomic_io import incomplete_name, whole_folder
+from lowmem_ft.training.folder.atomic_io import incomplete_name, whole_folder
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lowmem_ft.training.generation.greedy import generate_greedily
-from lowmem_ft.training.session import ForwardSession
+from lowmem_ft.training.step.greedy import generate_greedily
+from lowmem_ft.training.step.session import ForwardSession
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 _END = 0

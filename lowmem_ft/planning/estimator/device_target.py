@@ -70,7 +70,7 @@ def limits(gpu: Gpu | None, budget: Budget, num_processes: int = 1) -> BudgetVer
 
 
 def capped_bytes(budget: Budget, overhead: Mapping[str, int]) -> int | None:
-    """Return the most bytes that a run lets the caching allocator hold, see ``training/out_of_memory/budget_cap.py``.
+    """Return the most bytes that a run lets the caching allocator hold, see ``training/step/budget_cap.py``.
 
     Args:
         budget: the budget of the process.

@@ -37,8 +37,8 @@ from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_budget, as_recipe
 from lowmem_ft.recipe.reading.another_model import fitted_in
 from lowmem_ft.recipe.reading.keys import key_with, memory_knobs
+from lowmem_ft.virtual_gpu.costs.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (

@@ -23,9 +23,9 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.training.build import plan_session
 from lowmem_ft.training.export.forward_session import build_forward_session
-from lowmem_ft.training.step import evaluation_loss
+from lowmem_ft.training.runtimes.build import plan_session
+from lowmem_ft.training.step.step import evaluation_loss
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

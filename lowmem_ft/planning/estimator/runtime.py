@@ -29,13 +29,13 @@ from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.techniques.distributed.config import ONE_PROCESS, DistributedConfig
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded, enable_fsdp2
 from lowmem_ft.techniques.modules.model_parts import ModelParts
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.machine import Machine
-from lowmem_ft.training.out_of_memory.budget_cap import THIS_HOST, Host
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.values import Values
-from lowmem_ft.virtual_gpu.distributed.data_parallel import TracedDataParallel
+from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.runtimes.values import Values
+from lowmem_ft.training.step.budget_cap import THIS_HOST, Host
+from lowmem_ft.training.step.machine import Machine
+from lowmem_ft.virtual_gpu.costs.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

@@ -10,7 +10,7 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.data.batches.collating import Collator
-from lowmem_ft.data.batches.row import IGNORED_LABEL, TokenizedExample
+from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.models.hf_config import max_positions
 from lowmem_ft.recipe import Recipe

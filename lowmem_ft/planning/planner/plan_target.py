@@ -28,7 +28,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import keys_with
 from lowmem_ft.recipe.rules.budget_limits import refuse_budget
 from lowmem_ft.recipe.rules.rule import Rule, reads
-from lowmem_ft.training.build import plan_session
+from lowmem_ft.training.runtimes.build import plan_session
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

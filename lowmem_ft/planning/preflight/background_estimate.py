@@ -17,7 +17,7 @@ from lowmem_ft.planning.estimator.child_process import (
 )
 from lowmem_ft.planning.estimator.device_target import CPU
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.preflight import with_rows_of
+from lowmem_ft.training.run.preflight import with_rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class BackgroundEstimate:
             _warn(error)
 
     def finish(self, longest_row: int | None) -> MemoryEstimate | None:
-        """Request the estimate and wait for it; see :class:`lowmem_ft.training.preflight.Preflight`."""
+        """Request the estimate and wait for it; see :class:`lowmem_ft.training.run.preflight.Preflight`."""
         assert self._recipe is not None, "begin() comes first"
         recipe = with_rows_of(self._recipe, longest_row)
         if (known := self._known_of(recipe)) is not None:

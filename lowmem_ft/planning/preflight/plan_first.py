@@ -24,9 +24,9 @@ from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.rules.output_folder import run_folder_of
 from lowmem_ft.recipe.space.search_space import planned_keys, with_settings
-from lowmem_ft.training.distributed.launch import read_launch
-from lowmem_ft.training.run.replaced_run import RECIPE_FILE, run_files
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.replaced_run import RECIPE_FILE, run_files
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.processes.launch import read_launch
 
 logger = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from lowmem_ft.planning.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.planning.preflight.plan_first import with_plan
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.training.callbacks.callbacks import check_callbacks
-from lowmem_ft.training.distributed.launch import Launch, as_launched
 from lowmem_ft.training.export.train_result import TrainResult
-from lowmem_ft.training.loop import train as train_without_preflight
-from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.runtime import Runtime
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.processes.launch import Launch, as_launched
+from lowmem_ft.training.run.loop import train as train_without_preflight
+from lowmem_ft.training.runtimes.runtime import Runtime
 
 
 def train(

@@ -27,7 +27,7 @@ from lowmem_ft.planning.rehearsal.result import (
 )
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.recipe import Recipe, TrainingConfig
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
 from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_runs

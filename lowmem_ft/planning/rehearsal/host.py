@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
-from lowmem_ft.training.out_of_memory.budget_cap import Host
+from lowmem_ft.training.step.budget_cap import Host
 from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 

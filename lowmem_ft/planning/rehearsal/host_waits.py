@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from lowmem_ft.foundation.packages import own_folder
-from lowmem_ft.virtual_gpu.recording.work import WorkLog
+from lowmem_ft.virtual_gpu.calls.work import WorkLog
 from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
 
 _NOT_THE_PROGRAM = (

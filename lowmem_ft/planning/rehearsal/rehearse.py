@@ -35,11 +35,11 @@ from lowmem_ft.recipe.gpu_count import on_gpus
 from lowmem_ft.recipe.named_recipe import RecipeLike, as_recipe
 from lowmem_ft.recipe.rules.conflicts import LARGEST_WHOLE_NUMBER
 from lowmem_ft.recipe.space.search_space import with_settings
-from lowmem_ft.training.deterministic_kernels import deterministic_kernels
-from lowmem_ft.training.loop import TrainingRun
-from lowmem_ft.training.out_of_memory.budget_cap import lift_cap
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run.loop import TrainingRun
 from lowmem_ft.training.run.unplanned import refuse_unplanned
+from lowmem_ft.training.step.budget_cap import lift_cap
+from lowmem_ft.training.step.deterministic_kernels import deterministic_kernels
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

@@ -32,13 +32,13 @@ from lowmem_ft.planning.rehearsal.window_shapes import (
 )
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.recipe.reading.keys import key_with
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.machine import Machine
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.schedule import create_scheduler
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import StepResult
+from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.machine import Machine
+from lowmem_ft.training.step.schedule import create_scheduler
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import StepResult
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

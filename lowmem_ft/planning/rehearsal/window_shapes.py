@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values
 
 MOST_SHAPES, MOST_EVALUATION_SHAPES = 6, 4

@@ -25,10 +25,10 @@ from lowmem_ft.planning.estimator.estimate import CannotRun
 from lowmem_ft.planning.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes_on_cpu
 from lowmem_ft.planning.script_runs.batch_search import BatchSearch
 from lowmem_ft.planning.script_runs.running import OF_ONE_PROCESS, ScriptError, ScriptRun
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.costs.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.recording.code_places import Running
-from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.failed_attempts import without_failed_attempts
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces

@@ -13,23 +13,23 @@ from dataclasses import dataclass, replace
 from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU, find_gpu, gpu_word, split_count
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError, raise_problems, raise_together
-from lowmem_ft.recipe.gpu_count import on_gpus
-from lowmem_ft.recipe.reading.defaults import named_as_planned, with_defaults_of_plan
-from lowmem_ft.recipe.reading.loading import load_recipe
-from lowmem_ft.recipe.request.words import Purpose, gpu_problems, is_for_processor, split_words
-from lowmem_ft.recipe.rules.budget_limits import (
-    check_budget_of_plan,
-    check_budget_of_run,
-    refuse_budget_beyond_all,
-)
-from lowmem_ft.recipe.rules.device_checks import check_device_of_estimate, check_device_of_run
-from lowmem_ft.recipe.rules.path_checks import (
+from lowmem_ft.recipe.checks.device_checks import check_device_of_estimate, check_device_of_run
+from lowmem_ft.recipe.checks.path_checks import (
     check_model_files,
     check_packages,
     check_paths_of_data,
     check_paths_of_rehearsal,
     check_paths_of_run,
     check_sizes_of_model,
+)
+from lowmem_ft.recipe.gpu_count import on_gpus
+from lowmem_ft.recipe.loading import load_recipe
+from lowmem_ft.recipe.request.plan_defaults import named_as_planned, with_defaults_of_plan
+from lowmem_ft.recipe.request.words import Purpose, gpu_problems, is_for_processor, split_words
+from lowmem_ft.recipe.rules.budget_limits import (
+    check_budget_of_plan,
+    check_budget_of_run,
+    refuse_budget_beyond_all,
 )
 from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     LORA,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS
-from lowmem_ft.recipe.reading.loading import load_recipe
 from lowmem_ft.recipe.space.search_space import ROWS
 from lowmem_ft.recipe.tree import Recipe
 

@@ -10,8 +10,8 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.hub_names import hub_id_of
 from lowmem_ft.models.files.model_files import least_weights
+from lowmem_ft.recipe.loading import load_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.recipe.reading.loading import load_recipe
 from lowmem_ft.recipe.shipped.needs import RecipeNeeds, needs_of_shipped_recipes
 from lowmem_ft.recipe.tree import Recipe
 

@@ -28,7 +28,7 @@ def enable_float32_accumulation(
     Equals: the gradients in float32 of the same 16-bit products. In bfloat16 a sum of 16 micro-batches would drop terms
     smaller than 1/256 of it.
     Limits: ``DistributedDataParallel`` does not accept such gradients. Runs of several processes do without this
-    technique (``training/distributed/gradient_averaging.py``).
+    technique (``training/processes/gradient_averaging.py``).
     Source: ``Tensor.grad_dtype`` of torch 2.11.
 
     Args:

@@ -9,8 +9,8 @@ from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.recipe.training_config import TrainingConfig
 from lowmem_ft.training.callbacks.early_stopping import EarlyStopping
 from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
-from lowmem_ft.training.distributed.ranks import Ranks
+from lowmem_ft.training.folder.checkpoint_folders import Progress
+from lowmem_ft.training.processes.ranks import Ranks
 
 Event = StepEvent | EvaluationEvent | SaveEvent
 

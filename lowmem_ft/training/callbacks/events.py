@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.folder.checkpoint_folders import Progress
 
 __all__ = ["EvaluationEvent", "SaveEvent", "StepEvent", "Stop"]
 

@@ -37,24 +37,24 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.foundation.units import MIB, format_bytes
 from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
-from lowmem_ft.training.checkpoints.atomic_io import (
+from lowmem_ft.training.folder.atomic_io import (
     abandon_folder,
     begin_folder,
     complete_folder,
     incomplete_name,
 )
-from lowmem_ft.training.checkpoints.checkpoint_folders import (
+from lowmem_ft.training.folder.checkpoint_folders import (
     FORMAT,
     FORMAT_OF_SHARDS,
     Progress,
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.checkpoints.saved_files import MANIFEST
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.random_state import export_random_state
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.folder.saved_files import MANIFEST
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.random_state import export_random_state
+from lowmem_ft.training.step.session import Session
 
 logger = logging.getLogger(__name__)
 

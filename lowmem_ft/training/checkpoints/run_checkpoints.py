@@ -8,10 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.training.checkpoints.checkpoint import save_checkpoint
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, delete_old_checkpoints
+from lowmem_ft.training.folder.checkpoint_folders import Progress, delete_old_checkpoints
 from lowmem_ft.training.out_of_memory.error import not_retried
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.session import Session
 
 
 class RunCheckpoints:

@@ -12,9 +12,9 @@ import math
 from pathlib import Path
 
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.checkpoints.checkpoint_folders import BestEvaluation, Progress, checkpoint_of_step
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.checkpoint_folders import BestEvaluation, Progress, checkpoint_of_step
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 
 class BestModel:

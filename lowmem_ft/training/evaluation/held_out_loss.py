@@ -13,11 +13,11 @@ import torch
 from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, pieces
 from lowmem_ft.techniques.loss.router_loss import router_loss_off
-from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.out_of_memory.error import NotRetried, is_out_of_memory
 from lowmem_ft.training.out_of_memory.retry import abandon, give_memory_back, why_rows_couple
-from lowmem_ft.training.session import ForwardSession
-from lowmem_ft.training.step import evaluation_loss
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.step.session import ForwardSession
+from lowmem_ft.training.step.step import evaluation_loss
 
 logger = logging.getLogger(__name__)
 

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from lowmem_ft.data.batches.epoch_rows import Examples
 from lowmem_ft.data.batches.stream import eval_batches
-from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
+from lowmem_ft.training.callbacks.run_metrics import RunMetrics
 from lowmem_ft.training.evaluation.best_model import BestModel
 from lowmem_ft.training.evaluation.held_out_loss import (
     EvaluationInPieces,
@@ -18,11 +18,11 @@ from lowmem_ft.training.evaluation.held_out_loss import (
     evaluate,
     together,
 )
-from lowmem_ft.training.generation.generations_file import Generation
-from lowmem_ft.training.generation.run_generations import RunGenerations
-from lowmem_ft.training.run.run_metrics import RunMetrics
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.evaluation.run_generations import RunGenerations
+from lowmem_ft.training.folder.checkpoint_folders import Progress
+from lowmem_ft.training.folder.generations_file import Generation
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.session import Session
 
 logger = logging.getLogger(__name__)
 

@@ -23,12 +23,6 @@ from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.quantization import check_quantization, keep_one_layout, quantization_config
 from lowmem_ft.models.saving import quiet_transformers, save_model, save_tokenizer
 from lowmem_ft.models.tokenizer import load_tokenizer
-from lowmem_ft.training.checkpoints.atomic_io import (
-    abandon_folder,
-    begin_folder,
-    incomplete_name,
-    whole_folder,
-)
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.compared_answers import Answer, Comparison, greedy_answer
 from lowmem_ft.training.export.disk_room import (
@@ -42,6 +36,12 @@ from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged
 from lowmem_ft.training.export.model_card import merged_model_card
 from lowmem_ft.training.export.model_source import ModelSource
+from lowmem_ft.training.folder.atomic_io import (
+    abandon_folder,
+    begin_folder,
+    incomplete_name,
+    whole_folder,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -6,12 +6,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.checkpoints.checkpoint import folder_of_all, one_step_of_all
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.evaluation.best_model import BestModel
 from lowmem_ft.training.export.hub_upload import upload_model
-from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.step.session import Session
 
 
 def save_finished_model(

@@ -13,11 +13,11 @@ from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.saved_adapter import add_saved_adapter
-from lowmem_ft.training.build import Plan, load_planned_model
-from lowmem_ft.training.enabled_techniques import FORWARD, Build
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import ForwardSession
+from lowmem_ft.training.runtimes.build import Plan, load_planned_model
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.enabled_techniques import FORWARD, Build
+from lowmem_ft.training.step.session import ForwardSession
 
 
 def runtime_of(recipe: Recipe) -> Runtime:

@@ -19,13 +19,13 @@ from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.quantizing.stored_quantizers import packed_format
 from lowmem_ft.models.saving import save_model
 from lowmem_ft.models.tokenizer import load_tokenizer
-from lowmem_ft.recipe.rules.path_checks import check_merge, recipe_beside
+from lowmem_ft.recipe.checks.path_checks import check_merge, recipe_beside
 from lowmem_ft.techniques.adapters.saved_adapter import merge_adapter
-from lowmem_ft.training.checkpoints.atomic_io import whole_folder
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter
 from lowmem_ft.training.export.disk_room import FREE_SPACE_AND_REPEAT, plain_bytes, require_room
 from lowmem_ft.training.export.model_card import merged_model_card
+from lowmem_ft.training.folder.atomic_io import whole_folder
 
 logger = logging.getLogger(__name__)
 

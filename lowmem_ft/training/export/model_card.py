@@ -17,7 +17,7 @@ import yaml
 from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 
-from lowmem_ft.data.sources.files import is_hub_name
+from lowmem_ft.data.files.files import is_hub_name
 from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.foundation.memory.comparison import Row
 from lowmem_ft.foundation.user_paths import expand_user
@@ -27,7 +27,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.references import escape_references
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.generation.generations_file import BeforeAndAfter
+from lowmem_ft.training.folder.generations_file import BeforeAndAfter
 
 _OF_THIS_MACHINE = {
     "name",

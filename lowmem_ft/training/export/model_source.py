@@ -16,11 +16,11 @@ from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.shard_files import MODEL, shard_files
 from lowmem_ft.recipe import Recipe, load_recipe
+from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER, base_of_adapter, recipe_beside
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS, key_with, keys_with, recipe_keys
 from lowmem_ft.recipe.rules.output_folder import RECIPE_FILE, holds_a_run
-from lowmem_ft.recipe.rules.path_checks import MODEL_FOLDER, base_of_adapter, recipe_beside
 from lowmem_ft.techniques.adapters.adapter_folder import CONFIG_FILE
-from lowmem_ft.training.checkpoints.checkpoint_folders import find_checkpoint
+from lowmem_ft.training.folder.checkpoint_folders import find_checkpoint
 
 logger = logging.getLogger(__name__)
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from lowmem_ft.data.batches.epoch_rows import Examples
 from lowmem_ft.data.batches.stream import eval_batches
-from lowmem_ft.data.epoch_rows import Examples
 from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.build import plan_session
 from lowmem_ft.training.evaluation.held_out_loss import (
     EvaluationInPieces,
     EvaluationResult,
@@ -18,10 +17,11 @@ from lowmem_ft.training.evaluation.held_out_loss import (
     together,
 )
 from lowmem_ft.training.export.forward_session import build_forward_session, runtime_of, saved_adapter
-from lowmem_ft.training.out_of_memory.budget_cap import apply_budget, lift_cap
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here
 from lowmem_ft.training.out_of_memory.error import is_out_of_memory
-from lowmem_ft.training.run.start import read_data
+from lowmem_ft.training.runtimes.build import plan_session
+from lowmem_ft.training.runtimes.reading_data import read_data
+from lowmem_ft.training.step.budget_cap import apply_budget, lift_cap
 
 
 def evaluate_saved(recipe: Recipe, *, adapter: Path | None = None) -> EvaluationResult:

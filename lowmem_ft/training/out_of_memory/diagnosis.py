@@ -16,12 +16,12 @@ from lowmem_ft.foundation.system.memory_meter import read_device_memory
 from lowmem_ft.foundation.tensors.live_tensors import live_tensors, storage_key
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.checkpoints.atomic_io import write_whole_file
-from lowmem_ft.training.distributed.launch import read_launch
+from lowmem_ft.training.folder.atomic_io import write_whole_file
+from lowmem_ft.training.folder.replaced_run import allocator_file
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, does_not_fit
-from lowmem_ft.training.run.replaced_run import allocator_file
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.processes.launch import read_launch
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.session import Session
 
 _NUM_TENSORS = 4
 

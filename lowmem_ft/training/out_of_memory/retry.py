@@ -48,12 +48,12 @@ from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
 from lowmem_ft.techniques.loss.router_loss import has_router_loss
 from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
-from lowmem_ft.training.enabled_techniques import SUMS, Build
+from lowmem_ft.training.folder.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried, is_out_of_memory, not_retried
-from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
-from lowmem_ft.training.session import ForwardSession, Session
-from lowmem_ft.training.step import StepResult, WindowPass, apply_gradients
+from lowmem_ft.training.step.enabled_techniques import SUMS, Build
+from lowmem_ft.training.step.session import ForwardSession, Session
+from lowmem_ft.training.step.step import StepResult, WindowPass, apply_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ class Retries:
         self._engine_queue = EngineQueue(session.runtime.machine.device)
 
     def train_step(self, window: Sequence[Batch]) -> StepResult:
-        """Run :func:`lowmem_ft.training.step.train_step`, and repeat it in smaller pieces while memory runs out.
+        """Run :func:`lowmem_ft.training.step.step.train_step`, and repeat it in smaller pieces while memory runs out.
 
         Raises:
             NotRetried: if memory ran out and a retry is not possible.

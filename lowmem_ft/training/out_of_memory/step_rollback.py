@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowmem_ft.training.random_state import export_random_state, import_random_state
+from lowmem_ft.training.step.random_state import export_random_state, import_random_state
 
 _COPIED_BYTES = 64 * 1024
 """Maximum bytes of a buffer whose values are copied: the frequencies of rotary embeddings have a few hundred. A model

@@ -15,12 +15,12 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors.finiteness import names_of_not_finite, some_of
 from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
-from lowmem_ft.training.distributed.ranks import Ranks
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.run.run_folder import RunFolder
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import StepResult
+from lowmem_ft.training.folder.checkpoint_folders import Progress, find_checkpoint, set_aside_checkpoints
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import StepResult
 
 logger = logging.getLogger(__name__)
 

@@ -30,7 +30,7 @@ from lowmem_ft.foundation.system.malloc import keep_few_kernels, keep_tensors_ou
 from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.tensors.local_shards import local_part
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.run.run_metrics import RunMetrics
+from lowmem_ft.training.callbacks.run_metrics import RunMetrics
 
 LEAST_SHARE_OF_TOKENS = 0.5
 

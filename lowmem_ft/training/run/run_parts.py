@@ -17,24 +17,25 @@ from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.build import build_session, plan_session, refuse_unknown_names, resumed
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run
-from lowmem_ft.training.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
-from lowmem_ft.training.distributed.launch import Launch, as_launched
-from lowmem_ft.training.distributed.process_group import join_processes
+from lowmem_ft.training.evaluation.run_generations import RunGenerations
 from lowmem_ft.training.export.hub_upload import check_upload
-from lowmem_ft.training.generation.run_generations import RunGenerations
-from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget
-from lowmem_ft.training.preflight import Preflight, PreflightChecks
-from lowmem_ft.training.run.changed_recipe import refuse_other_kernels
-from lowmem_ft.training.run.random_seed import seed_generators
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.changed_recipe import refuse_other_kernels
+from lowmem_ft.training.folder.checkpoint_folders import Progress
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.processes.launch import Launch, as_launched
+from lowmem_ft.training.run.preflight import Preflight, PreflightChecks
 from lowmem_ft.training.run.run_memory import RunMemory
-from lowmem_ft.training.run.start import num_training_steps, progress_at, read_data, stream_from
-from lowmem_ft.training.runtime import Runtime
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.run.start import num_training_steps, progress_at, stream_from
+from lowmem_ft.training.runtimes.build import build_session, plan_session, refuse_unknown_names, resumed
+from lowmem_ft.training.runtimes.process_group import join_processes
+from lowmem_ft.training.runtimes.reading_data import read_data
+from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.budget_cap import BudgetWatch, apply_budget
+from lowmem_ft.training.step.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
+from lowmem_ft.training.step.random_seed import seed_generators
+from lowmem_ft.training.step.session import Session
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -88,7 +89,7 @@ class RunParts:
         """Tokenize the data, load the model, and restore the folder's checkpoint.
 
         Args:
-            recipe: see :func:`~lowmem_ft.training.loop.train`.
+            recipe: see :func:`~lowmem_ft.training.run.loop.train`.
             folder: see there; None: opened here.
             runtime: see there; None: made here.
             preflight: see there; None: the run is not estimated.

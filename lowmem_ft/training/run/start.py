@@ -8,56 +8,23 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.data.batches.stream import DataStream
-from lowmem_ft.data.loading import load_data
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.foundation.errors import CheckpointError, UserError
 from lowmem_ft.foundation.system.launch_variables import is_main_process
 from lowmem_ft.foundation.units import counted
 from lowmem_ft.foundation.upstream.tested import warn_if_untested
-from lowmem_ft.models.hf_config import max_positions, vocab_size
-from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.build import Plan
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress, read_progress, refuse_end_before
-from lowmem_ft.training.distributed.data_agreement import refuse_other_data
-from lowmem_ft.training.distributed.launched_gpus import expected_gpu
-from lowmem_ft.training.distributed.ranks import Ranks
+from lowmem_ft.training.callbacks.run_metrics import RunMetrics
+from lowmem_ft.training.folder.checkpoint_folders import Progress, read_progress, refuse_end_before
+from lowmem_ft.training.processes.launched_gpus import expected_gpu
+from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
-from lowmem_ft.training.run.run_metrics import RunMetrics
-from lowmem_ft.training.runtime import Runtime
+from lowmem_ft.training.runtimes.runtime import Runtime
 
 logger = logging.getLogger(__name__)
-
-
-def read_data(recipe: Recipe, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> PreparedData:
-    """Tokenize the recipe's data for the planned model, in the main process first; the others find it in the cache.
-
-    Raises:
-        UserError: if a process cannot read the data, or reads different data.
-    """
-    data: PreparedData | None = None
-    num_rows = vocab_size(plan.hf_config)
-    if num_rows is not None and recipe.model.new_tokens:
-        num_rows = max(num_rows, len(tokenizer))
-    for is_turn in (ranks.is_main, not ranks.is_main):
-        with ranks.failing_together():
-            if is_turn:
-                data = load_data(
-                    recipe.data,
-                    tokenizer,
-                    max_positions=max_positions(plan.hf_config),
-                    vocab_size=num_rows,
-                    seed=recipe.training.seed,
-                    attn_implementation=plan.attention.implementation,
-                    end_token_ids=end_token_ids(recipe.model),
-                )
-    assert data is not None, "each process has run"
-    refuse_other_data(data, ranks)
-    return data
 
 
 def stream_from(recipe: Recipe, ranks: Ranks, data: PreparedData, position: DataPosition) -> DataStream:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
-from lowmem_ft.virtual_gpu.active import active_gpu, active_gpu_or_none
-from lowmem_ft.virtual_gpu.device.device_index import device_index
+from lowmem_ft.virtual_gpu.calls.active import active_gpu, active_gpu_or_none
+from lowmem_ft.virtual_gpu.calls.device_index import device_index
 from lowmem_ft.virtual_gpu.device.host_registration import HostRegistration
 from lowmem_ft.virtual_gpu.device.streams import (
     VirtualEvent,

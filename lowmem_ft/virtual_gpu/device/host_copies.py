@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import was_pinned_elsewhere
 from lowmem_ft.virtual_gpu.values.questions import asking_line
 

@@ -9,8 +9,8 @@ import torch
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
-from lowmem_ft.virtual_gpu.active import active_gpu
-from lowmem_ft.virtual_gpu.device.device_index import device_index
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.device_index import device_index
 from lowmem_ft.virtual_gpu.device.orderings import Orderings
 from lowmem_ft.virtual_gpu.upstream.other_threads import refuse_in_other_threads
 

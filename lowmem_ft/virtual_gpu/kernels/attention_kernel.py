@@ -20,7 +20,7 @@ from lowmem_ft.foundation.upstream.attention_choice import (
     choose_sdpa,
     trains,
 )
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 
 
 @functools.cache

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 
 MOST_OUTLIER_COLUMNS = 7
 """Columns that an 8-bit layer is assumed to compute in 16 bits; the real number depends on values.

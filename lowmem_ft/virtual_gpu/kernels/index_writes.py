@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
-from lowmem_ft.virtual_gpu.kernels.type_names import name_of
+from lowmem_ft.virtual_gpu.calls.type_names import name_of
 
 _SAME_SCALAR_TYPE = "self ({into}) and source ({values}) must have the same scalar type"
 _EXPECTED = "self and source expected to have the same dtype, but got "

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.kernels.flops import is_free
+from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
+from lowmem_ft.virtual_gpu.costs.flops import is_free
 from lowmem_ft.virtual_gpu.races.happens_before import Span
-from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
 
 aten = torch.ops.aten
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import SGD, Optimizer
 
 from lowmem_ft.foundation.errors import LostMemoryError
-from lowmem_ft.virtual_gpu.recording.fake_results import tensors_in
+from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:

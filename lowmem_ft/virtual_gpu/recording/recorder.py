@@ -31,18 +31,18 @@ from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, take_as_much
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by
+from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
+from lowmem_ft.virtual_gpu.calls.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.calls.work import Work, WorkLog
+from lowmem_ft.virtual_gpu.costs.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
+from lowmem_ft.virtual_gpu.costs.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of
 from lowmem_ft.virtual_gpu.device.host_copies import HostCopies
 from lowmem_ft.virtual_gpu.device.orderings import Orderings
-from lowmem_ft.virtual_gpu.distributed.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of
 from lowmem_ft.virtual_gpu.races.checker import StreamChecker
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution, ProgramState
-from lowmem_ft.virtual_gpu.recording.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
-from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
 from lowmem_ft.virtual_gpu.recording.optimizer_state import plain_tensors
-from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.recording.untraceable import lacks_kernel, no_rule
 from lowmem_ft.virtual_gpu.recording.visiting_owners import Tenants
-from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, python_around
 from lowmem_ft.virtual_gpu.values.constant_propagation import (

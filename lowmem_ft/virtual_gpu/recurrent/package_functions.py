@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from lowmem_ft.foundation.upstream.import_hooks import when_any_imported
 from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 from lowmem_ft.virtual_gpu.recurrent.causal_convolution import causal_conv1d_fn
 from lowmem_ft.virtual_gpu.recurrent.gated_delta_rule import chunk_gated_delta_rule
 from lowmem_ft.virtual_gpu.recurrent.kimi_delta_attention import chunk_kda

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.devices import is_virtual
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 from lowmem_ft.virtual_gpu.recording.kernel_operators import record_kernel
 from lowmem_ft.virtual_gpu.triton.triton_driver import benchmark
 from lowmem_ft.virtual_gpu.triton.triton_kernels import check_pointers

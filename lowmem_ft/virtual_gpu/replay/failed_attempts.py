@@ -7,9 +7,9 @@ import itertools
 from collections.abc import Sequence
 
 from lowmem_ft.foundation.memory.timeline import Timeline
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import ROUND_BEGIN, ROUND_END, Work
 from lowmem_ft.virtual_gpu.recording.limited_memory import FailedAt
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import ROUND_BEGIN, ROUND_END, Work
 
 
 def without_failed_attempts(trace: Trace, failures: Sequence[FailedAt]) -> Trace:

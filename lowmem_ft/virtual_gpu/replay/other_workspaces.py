@@ -8,8 +8,8 @@ from __future__ import annotations
 import dataclasses
 
 from lowmem_ft.foundation.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.costs.workspaces import CUBLAS_WORKSPACES_BYTES
 
 
 def with_workspaces(trace: Trace, cublas_bytes: int) -> Trace:

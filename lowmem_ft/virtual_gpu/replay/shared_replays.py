@@ -12,7 +12,7 @@ from lowmem_ft.foundation.memory.allocator.replay import Replay, Replaying, repl
 from lowmem_ft.foundation.memory.analysis import allocation_at, categories_at, peak_by_phase
 from lowmem_ft.foundation.memory.category import Category, Phase, Place
 from lowmem_ft.foundation.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostTensors
 from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock

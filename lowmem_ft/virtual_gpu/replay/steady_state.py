@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowmem_ft.foundation.memory.timeline import Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 
 NUM_REPETITIONS = 2
 """Repetitions of the last traced step. In the recipes tried, reserved memory is constant from the third step on."""

@@ -28,7 +28,7 @@ from lowmem_ft.foundation.memory.uncertainty import (
     uncertainty_on_cpu,
     uncertainty_on_gpu,
 )
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import GrowingSize, GrowingWork, Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 
 _SHARED_KIB = {
     (7, 5): 64,

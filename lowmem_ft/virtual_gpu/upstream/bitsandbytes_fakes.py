@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from lowmem_ft.foundation.upstream.import_hooks import when_imported
 from lowmem_ft.foundation.upstream.patches import replace, wrap
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE, activated
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 from lowmem_ft.virtual_gpu.kernels.bitsandbytes_operators import register_operator_steps
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import new_parameter
 

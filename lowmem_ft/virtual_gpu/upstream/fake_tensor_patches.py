@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.upstream.patches import existing, loaded_module, replace, wrap
-from lowmem_ft.virtual_gpu.kernels.type_names import device_of
+from lowmem_ft.virtual_gpu.calls.type_names import device_of
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ from transformers import modeling_flash_attention_utils as upstream
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
-from lowmem_ft.virtual_gpu.active import active_gpu
+from lowmem_ft.virtual_gpu.calls.active import active_gpu
 
 _NAME = "flash_attention_2"
 _FORWARD = "_flash_attention_forward"

@@ -19,8 +19,8 @@ from lowmem_ft.cli.commands import chat
 from lowmem_ft.cli.console import exit_codes
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora
-from lowmem_ft.training.generation import conversation
-from lowmem_ft.training.generation.conversation import Conversation
+from lowmem_ft.training.step import conversation
+from lowmem_ft.training.step.conversation import Conversation
 
 GREEDY = ("--no-sample", "--max-new-tokens", "6", "training.use_cpu=true")
 

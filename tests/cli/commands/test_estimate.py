@@ -133,7 +133,7 @@ def estimator(monkeypatch: pytest.MonkeyPatch):
         monkeypatch.setattr(f"lowmem_ft.planning.estimator.{asked}", getattr(fake, asked))
     monkeypatch.setattr("lowmem_ft.planning.estimator.changes.estimate_memory", fake.estimate_changed)
     monkeypatch.setattr("lowmem_ft.foundation.catalog.gpu_catalog.load_gpus", lambda: GPUS)
-    monkeypatch.setattr("lowmem_ft.recipe.rules.path_checks.require_within_reach", lambda config: None)
+    monkeypatch.setattr("lowmem_ft.recipe.checks.path_checks.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level
     yield fake

@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from lowmem_ft.foundation.upstream import tested
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import loop
+from lowmem_ft.training.run import loop
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 if sys.version_info >= (3, 11):

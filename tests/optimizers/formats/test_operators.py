@@ -7,8 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers.formats.operators import BLOCK, IMPLEMENTATIONS
+from lowmem_ft.virtual_gpu.costs.operator_work import work_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.operator_work import work_of
 
 N = 64 * BLOCK
 

@@ -11,7 +11,8 @@ from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer, chunked_optimizer
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.chunked import chunked_optimizer
 from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion

@@ -7,7 +7,7 @@ from transformers.optimization import Adafactor as TransformersAdafactor
 
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.adafactor import Adafactor
 
 SHAPES = [(100, 37), (7,), (513,), (4, 10, 30), (1, 300), (300, 1)]

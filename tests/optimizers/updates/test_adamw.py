@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.adamw import AdamW
 
 HYPERPARAMETERS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}

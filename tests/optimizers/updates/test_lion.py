@@ -5,7 +5,7 @@ import torch
 from bitsandbytes.optim import Lion as BitsandbytesLion
 from torch import nn
 
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.update_rule import Chunk
 

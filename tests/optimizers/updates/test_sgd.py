@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lowmem_ft.optimizers.chunked_optimizer import ChunkedOptimizer
+from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
 from lowmem_ft.optimizers.updates.sgd import SGD
 
 

@@ -16,14 +16,14 @@ from transformers import PretrainedConfig
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEstimate
-from lowmem_ft.optimizers import chunked_optimizer
+from lowmem_ft.optimizers.chunked import chunked_optimizer
 from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques import optimizer_in_backward
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding
 from lowmem_ft.virtual_gpu import tracing_machine
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing import clock
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine

@@ -18,9 +18,9 @@ from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEst
 from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.techniques.modules.model_parts import decoder_layers
-from lowmem_ft.training.session import Session
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.trace import Trace
 from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

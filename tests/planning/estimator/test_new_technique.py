@@ -85,7 +85,7 @@ LINES = {
         "    tiling: TilingConfig = ",
         "    halves: HalvesConfig = field(default_factory=HalvesConfig)",
     ),
-    "training/enabled_techniques.py": (
+    "training/step/enabled_techniques.py": (
         "from lowmem_ft.techniques.halves.halved_activations import enable_halved_activations",
         "    Spec(lambda build: build.recipe.offload.parameters == ",
         '    Spec(lambda build: build.recipe.halves.kept == "halves", '

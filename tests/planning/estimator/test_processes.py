@@ -41,10 +41,10 @@ from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.planning.planner import plan
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.foundation.tensors.local_shards import local_part
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.distributed.launch import as_launched, read_launch
-from lowmem_ft.training.step import WindowPass, train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.processes.launch import as_launched, read_launch
+from lowmem_ft.training.step.step import WindowPass, train_step
 
 recipe = as_launched(load_recipe("tiny", sys.argv[1:]), read_launch(use_cpu=True))
 runtime = launched_runtime(recipe.training, Path(tempfile.mkdtemp()), recipe.distributed)

@@ -10,8 +10,8 @@ from sweeps import few_quick
 
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
+from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 
 SHORT = [
     "data.max_length=64",

@@ -10,7 +10,7 @@ from sweeps import few_quick
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.work import STEP_END
+from lowmem_ft.virtual_gpu.calls.work import STEP_END
 
 
 def waits_of_a_step(*settings, gpu="rtx-4090"):

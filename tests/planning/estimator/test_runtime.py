@@ -16,12 +16,11 @@ from lowmem_ft.planning.estimator import runtime as estimator_runtime
 from lowmem_ft.planning.estimator.runtime import model_on_meta, virtual_runtime
 from lowmem_ft.planning.rehearsal import runtime as rehearsal_runtime
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training import accelerate_runtime
-from lowmem_ft.training.checkpoints.run_files import RunFiles
-from lowmem_ft.training.distributed import deepspeed_runtime
-from lowmem_ft.training.distributed.ranks import Ranks
-from lowmem_ft.training.machine import Machine
-from lowmem_ft.training.values import Values
+from lowmem_ft.training.folder.run_files import RunFiles
+from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.runtimes import accelerate_runtime, deepspeed_runtime
+from lowmem_ft.training.runtimes.values import Values
+from lowmem_ft.training.step.machine import Machine
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from transformers import BloomConfig, LlamaConfig
 
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.foundation.errors import DataError, UserError
 from lowmem_ft.planning.estimator.worst_batch import row_length, worst_batch
 from lowmem_ft.recipe import Recipe, load_recipe

@@ -22,7 +22,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.techniques.checkpointing import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 NO_LAYER = CheckpointingConfig(mode="none")
 

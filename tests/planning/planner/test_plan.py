@@ -20,10 +20,10 @@ from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.planning.planner import plan
 from lowmem_ft.planning.planner.search.estimated_search import MAX_EFFORT
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
-from lowmem_ft.recipe.reading.defaults import with_defaults_of_plan
 from lowmem_ft.recipe.reading.keys import recipe_groups
+from lowmem_ft.recipe.request.plan_defaults import with_defaults_of_plan
 from lowmem_ft.recipe.space.search_space import space_of
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 KEEP = (
     "plan.keep=[model,training.mixed_precision,optimizer,offload,tiling,loss,accumulation.dtype,"

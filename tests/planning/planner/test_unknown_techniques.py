@@ -21,7 +21,7 @@ from lowmem_ft.planning.planner.plan_target import Target
 from lowmem_ft.recipe import Recipe, load_recipe
 from lowmem_ft.recipe.reading import keys
 from lowmem_ft.techniques.technique import Technique
-from lowmem_ft.training import enabled_techniques
+from lowmem_ft.training.step import enabled_techniques
 
 GPU = "l4"
 

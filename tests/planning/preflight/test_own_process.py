@@ -13,7 +13,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.preflight import own_process
-from lowmem_ft.training.runtime import Runtime
+from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.virtual_gpu import VirtualGPU
 
 CUDA = torch.device("cuda", 0)

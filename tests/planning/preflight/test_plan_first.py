@@ -16,7 +16,7 @@ from lowmem_ft.planning.estimator.child_process import EstimatingProcess
 from lowmem_ft.planning.planner import MemoryPlan
 from lowmem_ft.planning.preflight import plan_first
 from lowmem_ft.planning.preflight.plan_first import with_plan
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
 
 CHOSEN = {"optimizer.state": "8bit", "checkpointing.mode": "none"}
 SHORT = (

@@ -9,7 +9,7 @@ from ladder_rungs import RUNGS, settings_of
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.host.copy_engine import CopyEngine
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 GPU = "rtx-4090"
 

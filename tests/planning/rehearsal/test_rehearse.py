@@ -28,9 +28,9 @@ from lowmem_ft.planning.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.rehearsal_table import rehearsal_table
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.virtual_gpu.calls.work import WorkLog
 from lowmem_ft.virtual_gpu.device import registration
-from lowmem_ft.virtual_gpu.recording.work import WorkLog
 
 EVALUATED = ("data.eval_size=8", "training.eval_steps=1")
 ALIKE = ("data.loss_on=all", "data.eval_size=null", "training.eval_steps=null")
@@ -250,7 +250,7 @@ def test_seconds_add_up_where_updates_are_no_part_of_their_own(rehearse, recipe,
 def test_it_says_where_the_host_waits(whole):
     waits = whole.steps[-1].waits
     files = {place.rpartition(":")[0] for place in waits}
-    assert "lowmem_ft/training/step.py" in files  # is the step finite?
+    assert "lowmem_ft/training/step/step.py" in files  # is the step finite?
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 

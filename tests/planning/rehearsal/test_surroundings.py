@@ -9,8 +9,8 @@ from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.foundation.units import KIB
 from lowmem_ft.planning.rehearsal.host import RehearsedHost
-from lowmem_ft.training.out_of_memory import budget_cap
 from lowmem_ft.training.run import progress
+from lowmem_ft.training.step import budget_cap
 
 
 def test_budgets_are_held_against_the_host_it_is_for(rehearse, small, monkeypatch):

@@ -10,8 +10,8 @@ import yaml
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import load_recipe, recipe_to_yaml
+from lowmem_ft.recipe.checks.path_checks import check_sizes_of_model
 from lowmem_ft.recipe.reading.another_model import fitted_in
-from lowmem_ft.recipe.rules.path_checks import check_sizes_of_model
 from lowmem_ft.recipe.space.search_space import with_settings
 
 

@@ -13,7 +13,7 @@ from ladder_rungs import RUNGS, settings_of
 from transformers import AutoConfig
 
 from lowmem_ft.foundation.host import copy_engine
-from lowmem_ft.optimizers import chunked_optimizer
+from lowmem_ft.optimizers.chunked import chunked_optimizer
 from lowmem_ft.techniques import optimizer_in_backward
 from lowmem_ft.techniques.offload import activation_offload
 from lowmem_ft.techniques.streaming import embedding as streamed_embedding

@@ -16,9 +16,9 @@ from torch import Tensor
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
-from lowmem_ft.training.step import evaluation_loss, train_step
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.step import evaluation_loss, train_step
 
 NUM_STEPS = 3
 

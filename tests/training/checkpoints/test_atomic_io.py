@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_ft.training.checkpoints.atomic_io import whole_folder, write_whole_file
+from lowmem_ft.training.folder.atomic_io import whole_folder, write_whole_file
 
 
 def test_a_folder_gets_its_name_once_it_is_whole(tmp_path):

@@ -10,7 +10,7 @@ import torch
 from processes import TRAIN
 from safetensors.torch import load_file
 
-from lowmem_ft.training.checkpoints.checkpoint_folders import read_manifest
+from lowmem_ft.training.folder.checkpoint_folders import read_manifest
 
 MEET_WITH = """
 import os, signal, sys, time
@@ -18,7 +18,7 @@ from lowmem_ft.cli.commands.train import main
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.models.files.shard_files import ShardWriter
 from lowmem_ft.training.evaluation import held_out_loss
-from lowmem_ft.training.distributed import error_propagation
+from lowmem_ft.training.processes import error_propagation
 
 what, where = sys.argv.pop(1).split()
 error_propagation.LOOK_EVERY_SECONDS = 0.2

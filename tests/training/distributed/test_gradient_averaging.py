@@ -8,8 +8,8 @@ from accelerate import PartialState
 from torch import nn
 
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
-from lowmem_ft.training.distributed.gradient_averaging import average_gradients
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.processes.gradient_averaging import average_gradients
+from lowmem_ft.training.run.loop import train
 
 SHORT = ("training.max_steps=4", "training.eval_steps=null", "training.save_steps=null")
 

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 from lowmem_ft.cli.commands.train import main
 from lowmem_ft.foundation.errors import RecipeError, UserError
-from lowmem_ft.training.distributed.launch import Launch, as_launched, processes_here, read_launch
+from lowmem_ft.training.processes.launch import Launch, as_launched, processes_here, read_launch
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 

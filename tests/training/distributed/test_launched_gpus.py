@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.training.distributed import launched_gpus
-from lowmem_ft.training.distributed.launch import Launch
-from lowmem_ft.training.distributed.launched_gpus import expected_gpu, own_gpu
-from lowmem_ft.training.distributed.rendezvous import RankInfo, _shared_gpus
+from lowmem_ft.training.processes import launched_gpus
+from lowmem_ft.training.processes.launch import Launch
+from lowmem_ft.training.processes.launched_gpus import expected_gpu, own_gpu
+from lowmem_ft.training.processes.rendezvous import RankInfo, _shared_gpus
 
 TWO = Launch(num_processes=2)
 
@@ -129,10 +129,10 @@ def test_one_process_that_does_not_find_the_gpu_it_was_meant_for_says_so(forks, 
 def test_a_machine_without_a_gpu_is_no_surprise(monkeypatch):
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     monkeypatch.setattr(
-        "lowmem_ft.training.distributed.launched_gpus._DRIVER", types.SimpleNamespace(exists=lambda: False)
+        "lowmem_ft.training.processes.launched_gpus._DRIVER", types.SimpleNamespace(exists=lambda: False)
     )
     assert expected_gpu({}) is None
     monkeypatch.setattr(
-        "lowmem_ft.training.distributed.launched_gpus._DRIVER", types.SimpleNamespace(exists=lambda: True)
+        "lowmem_ft.training.processes.launched_gpus._DRIVER", types.SimpleNamespace(exists=lambda: True)
     )
     assert expected_gpu({}) == f"torch {torch.__version__} is built without CUDA"

@@ -8,7 +8,7 @@ import signal
 import pytest
 from tiny_models import TINY
 
-from lowmem_ft.training.distributed.rendezvous import RankInfo, _not_joined, differences, refusals
+from lowmem_ft.training.processes.rendezvous import RankInfo, _not_joined, differences, refusals
 
 DIFFERENT_IN_PROCESS_1 = """
 import os, sys
@@ -80,7 +80,7 @@ def test_weights_that_one_process_cannot_read_are_told_of_by_all(run_two):
     """They are read long after the processes have met."""
     damaged = """
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.training import values
+from lowmem_ft.training.runtimes import values
 def load_model(*args, **options):
     raise ModelError("model-00002.safetensors ends early.")
 values.load_model = load_model
@@ -114,7 +114,7 @@ start.load_data = lambda config, *args, **options: load(
 
 def test_a_checkpoint_that_only_one_machine_has_is_named(run_two):
     only_there = """
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.run_folder import RunFolder
 opened = RunFolder.open
 def with_checkpoint(recipe):
     folder = opened(recipe)
@@ -133,7 +133,7 @@ def test_a_process_that_does_not_come_is_named(forks, tmp_path):
 import os, sys
 from datetime import timedelta
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training.distributed import rendezvous
+from lowmem_ft.training.processes import rendezvous
 rendezvous.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "1":
     os._exit(9)
@@ -156,7 +156,8 @@ def test_a_signal_ends_a_process_that_waits_for_others_in_torch(number, waits_fo
 import os, sys, threading
 import torch.distributed
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training.distributed import process_group, rendezvous
+from lowmem_ft.training.runtimes import process_group
+from lowmem_ft.training.processes import rendezvous
 def send_signal():
     os.kill(os.getpid(), {number:d})
 def waits_in_cpp(*args, **options):
@@ -191,7 +192,7 @@ def test_a_port_in_use_is_explained(forks, tmp_path):
 import os, socket, sys
 from datetime import timedelta
 from lowmem_ft.cli.commands.train import main
-from lowmem_ft.training.distributed import rendezvous
+from lowmem_ft.training.processes import rendezvous
 rendezvous.PATIENCE = timedelta(seconds=1)
 if os.environ["RANK"] == "0":
     other = socket.socket(socket.AF_INET6)

@@ -11,7 +11,7 @@ from huggingface_hub.errors import LocalTokenNotFoundError
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.training.export import hub_upload
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 UPLOAD = ("training.max_steps=2", "training.push_to_hub=true", "training.hub_model_id=me/model")
 

@@ -11,7 +11,7 @@ import torch
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.training.export.model_source import find_model, forward_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 SHORT = ("training.max_steps=2", "training.eval_steps=null", "budget.preflight=false")
 

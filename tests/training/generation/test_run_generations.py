@@ -12,13 +12,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import DataError, RecipeError
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.rules.path_checks import check_paths_of_run
+from lowmem_ft.recipe.checks.path_checks import check_paths_of_run
 from lowmem_ft.reports.run_record import read_run
 from lowmem_ft.training.evaluation import run_evaluations
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
-from lowmem_ft.training.generation.generations_file import Generation, before_and_after, read_generations
-from lowmem_ft.training.generation.run_generations import RunGenerations
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.evaluation.run_generations import RunGenerations
+from lowmem_ft.training.folder.generations_file import Generation, before_and_after, read_generations
+from lowmem_ft.training.run.loop import train
 
 SHORT = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1", "budget.preflight=false")
 ANSWERING = ("training.eval_generations=2", "training.max_new_tokens=6")
@@ -233,7 +233,7 @@ def test_memory_that_runs_out_leaves_a_prompt_unanswered_and_the_run_as_it_was(
 def test_trackers_log_and_model_card_show_the_answers(tiny, tmp_path, monkeypatch, caplog):
     seen = []
     monkeypatch.setattr(
-        "lowmem_ft.training.accelerate_runtime.AccelerateFiles.log",
+        "lowmem_ft.training.runtimes.accelerate_runtime.AccelerateFiles.log",
         lambda self, record: seen.append(record),
     )
     with caplog.at_level("INFO", "lowmem_ft"):

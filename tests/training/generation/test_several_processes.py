@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from lowmem_ft.training.generation.generations_file import read_generations
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.generations_file import read_generations
+from lowmem_ft.training.run.loop import train
 
 ANSWERING = (
     *("training.max_steps=2", "training.save_steps=null", "training.eval_steps=1", "budget.preflight=false"),
@@ -18,7 +18,7 @@ ANSWERING = (
 TRAIN = """
 import json, sys
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 
 train(load_recipe("tiny", json.loads(sys.argv[1])))
 """

@@ -16,9 +16,9 @@ from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.foundation.system.memory_meter import MemoryReading
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.out_of_memory import budget_cap
-from lowmem_ft.training.out_of_memory.budget_cap import BudgetWatch, apply_budget, lift_cap
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.step import budget_cap
+from lowmem_ft.training.step.budget_cap import BudgetWatch, apply_budget, lift_cap
 
 CPU = torch.device("cpu")
 CONTEXT_BYTES = load_gpus()["h100-80gb"].context_bytes

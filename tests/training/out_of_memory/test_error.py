@@ -10,9 +10,9 @@ from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.out_of_memory_errors import LIBRARY_BYTES, library_that_did_not_start
 from lowmem_ft.foundation.system.memory_meter import MemoryReading
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.training import loop
-from lowmem_ft.training.loop import train
 from lowmem_ft.training.out_of_memory.error import does_not_fit, is_out_of_memory
+from lowmem_ft.training.run import loop
+from lowmem_ft.training.run.loop import train
 
 MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
 

@@ -15,13 +15,13 @@ from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.build import build_session, plan_session
+from lowmem_ft.training.folder.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory import retry
 from lowmem_ft.training.out_of_memory.error import NotRetried
-from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
-from lowmem_ft.training.random_state import export_random_state, import_random_state
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
+from lowmem_ft.training.runtimes.build import build_session, plan_session
+from lowmem_ft.training.step.random_state import export_random_state, import_random_state
 
 CPU = torch.device("cpu")
 BF16 = ("model.dtype=bfloat16", "optimizer.master=split16")

@@ -17,16 +17,16 @@ from lowmem_ft.foundation.tensors.live_tensors import live_tensors
 from lowmem_ft.foundation.units import GIB, MIB
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.accelerate_runtime import AccelerateRanks
 from lowmem_ft.training.checkpoints import run_checkpoints
-from lowmem_ft.training.checkpoints.checkpoint_folders import read_progress
-from lowmem_ft.training.distributed.gradient_averaging import ddp_takes
 from lowmem_ft.training.evaluation import held_out_loss
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.checkpoint_folders import read_progress
+from lowmem_ft.training.folder.micro_batch_limit import MicroBatchLimit
+from lowmem_ft.training.folder.replaced_run import allocator_file
 from lowmem_ft.training.out_of_memory import diagnosis
-from lowmem_ft.training.out_of_memory.micro_batch_limit import MicroBatchLimit
-from lowmem_ft.training.run.replaced_run import allocator_file
-from lowmem_ft.training.step import WindowPass
+from lowmem_ft.training.processes.gradient_averaging import ddp_takes
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import AccelerateRanks
+from lowmem_ft.training.step.step import WindowPass
 
 CUDA = torch.device("cuda:0")
 SHORT = ("training.max_steps=6", "training.save_steps=2", "training.eval_steps=null", "data.eval_size=null")
@@ -134,8 +134,8 @@ def assert_goes_on_as(whole, folder, tiny, metrics):
 KILLED_IN_THE_SECOND_ATTEMPT = """
 import os, signal, sys, torch
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.step import WindowPass
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.step.step import WindowPass
 
 gradients, attempts = WindowPass.gradients, 0
 

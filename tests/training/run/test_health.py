@@ -16,13 +16,13 @@ from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.techniques.adapters.trained_adapter import Lora
-from lowmem_ft.training import loop
-from lowmem_ft.training.accelerate_runtime import launched_runtime
-from lowmem_ft.training.checkpoints.checkpoint_folders import Progress
 from lowmem_ft.training.export.merging import merge_into_base
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.folder.checkpoint_folders import Progress
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run import loop
 from lowmem_ft.training.run.health import RunHealth
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
 
 RUINOUS = ("training.learning_rate=1e30", "training.lr_scheduler_type=constant", "optimizer.weight_decay=0")
 NO_EVALUATION = ("data.eval_size=null", "training.eval_steps=null")

@@ -16,13 +16,12 @@ import pytest
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.system import signals
 from lowmem_ft.foundation.system.signals import Interruption
-from lowmem_ft.training import loop
-from lowmem_ft.training.accelerate_runtime import AccelerateFiles, AccelerateRanks
 from lowmem_ft.training.callbacks.callbacks import FAIL
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.evaluation import run_evaluations
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run import health, start
+from lowmem_ft.training.run import health, loop, start
+from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes.accelerate_runtime import AccelerateFiles, AccelerateRanks
 
 SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
 

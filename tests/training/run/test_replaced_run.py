@@ -6,10 +6,10 @@ import pytest
 from filelock import FileLock
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.training import loop
-from lowmem_ft.training.loop import train
-from lowmem_ft.training.run.replaced_run import allocator_file
-from lowmem_ft.training.run.run_folder import RunFolder
+from lowmem_ft.training.folder.replaced_run import allocator_file
+from lowmem_ft.training.folder.run_folder import RunFolder
+from lowmem_ft.training.run import loop
+from lowmem_ft.training.run.loop import train
 
 ONE_STEP = (
     "training.max_steps=1",

@@ -15,9 +15,9 @@ from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 from lowmem_ft.planning.estimator.run_host_memory import process_bytes_on_cpu
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.training import loop
 from lowmem_ft.training.callbacks.callbacks import CONTINUE
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run import loop
+from lowmem_ft.training.run.loop import train
 
 SETTINGS = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1")
 
@@ -29,7 +29,7 @@ RUNGS = [
 
 
 class Estimated:
-    """A preflight that has its estimate; see :class:`lowmem_ft.training.preflight.Preflight`."""
+    """A preflight that has its estimate; see :class:`lowmem_ft.training.run.preflight.Preflight`."""
 
     def __init__(self, estimate):
         self._estimate = estimate

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 
-from lowmem_ft.training.loop import train
+from lowmem_ft.training.run.loop import train
 from lowmem_ft.training.run.time_left import TimeLeft
 
 
@@ -131,7 +131,7 @@ def test_a_run_has_its_steps_evaluations_and_saves_timed(tiny, tmp_path, monkeyp
             timed.append(work)
             return super().during(work)
 
-    monkeypatch.setattr("lowmem_ft.training.loop.TimeLeft", Noted)
+    monkeypatch.setattr("lowmem_ft.training.run.loop.TimeLeft", Noted)
     settings = ("training.max_steps=3", "training.eval_steps=2", "training.save_steps=3")
     train(tiny(*settings, output_dir=tmp_path / "run"))
     assert timed == ["step", "step", "evaluation", "step", "save", "evaluation"]

@@ -10,9 +10,9 @@ import torch
 
 from lowmem_ft.foundation.host.pinned_memory import PAGE_BYTES, HostMemory
 from lowmem_ft.foundation.units import MIB
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.device.host_copies import SENT_AT_ONCE_BYTES
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 LARGE = SENT_AT_ONCE_BYTES + 1

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowmem_ft.virtual_gpu.checks.device_mismatches import _checking_wrappers
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.device_mismatches import _checking_wrappers
 
 aten = torch.ops.aten
 BF16, F16, F64, F8 = torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from lowmem_ft.virtual_gpu.kernels.flops import flops_of, is_free
+from lowmem_ft.virtual_gpu.costs.flops import flops_of, is_free
 
 aten = torch.ops.aten
 

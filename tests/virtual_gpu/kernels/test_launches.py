@@ -9,10 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lowmem_ft.virtual_gpu.calls.work import Work
+from lowmem_ft.virtual_gpu.costs import launches as rules
+from lowmem_ft.virtual_gpu.costs.launches import launches_of
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels import launches as rules
-from lowmem_ft.virtual_gpu.kernels.launches import launches_of
-from lowmem_ft.virtual_gpu.recording.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock
 
 aten = torch.ops.aten

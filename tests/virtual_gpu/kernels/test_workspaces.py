@@ -9,13 +9,13 @@ import torch.nn.functional as F
 from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
-from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.workspaces import (
+from lowmem_ft.virtual_gpu.costs.workspaces import (
     _cublaslt_workspace_bytes,
     cublas_workspace_bytes,
     persistent_workspaces,
     workspace_bytes,
 )
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 aten = torch.ops.aten
 BRAIN, HALF, FULL = torch.bfloat16, torch.float16, torch.float32

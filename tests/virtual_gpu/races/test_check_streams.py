@@ -11,8 +11,8 @@ from foreign_frames import call_in
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import RaceError
 from lowmem_ft.foundation.upstream import patches
+from lowmem_ft.virtual_gpu.costs.one_process import one_of_several
 from lowmem_ft.virtual_gpu.device import registration
-from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
 
 LARGE, SMALL = 2**20, 2**10
 """Elements, of the caching allocator's large pool and of its small one."""

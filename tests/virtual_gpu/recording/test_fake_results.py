@@ -9,9 +9,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import varlen
 
 from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
+from lowmem_ft.virtual_gpu.calls import fake_results
+from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording import fake_results
-from lowmem_ft.virtual_gpu.recording.fake_results import FakeResults
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode
 

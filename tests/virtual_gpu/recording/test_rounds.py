@@ -10,9 +10,9 @@ import torch
 
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.repetition import rounds
+from lowmem_ft.virtual_gpu.calls.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.calls.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recording.rounds import AlikeRounds
-from lowmem_ft.virtual_gpu.recording.work import Work, WorkLog
 
 
 @dataclass(eq=False)

@@ -2,8 +2,8 @@ from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAlloc
 from lowmem_ft.foundation.memory.allocator.replay import replay
 from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, WorkLog
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, WorkLog
 from lowmem_ft.virtual_gpu.replay.steady_state import NUM_REPETITIONS, with_repeated_step
 
 MIB = 2**20

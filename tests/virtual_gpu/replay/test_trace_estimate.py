@@ -15,9 +15,9 @@ from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, MemoryEst
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.foundation.units import GIB, MIB, format_bytes
-from lowmem_ft.virtual_gpu.kernels.workspaces import CUBLAS_WORKSPACES_BYTES
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import STEP_END, Work
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import STEP_END, Work
+from lowmem_ft.virtual_gpu.costs.workspaces import CUBLAS_WORKSPACES_BYTES
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays

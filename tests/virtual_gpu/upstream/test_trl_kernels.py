@@ -5,8 +5,8 @@ import torch
 from trl.trainer import utils
 
 from lowmem_ft.foundation.upstream.tested import is_before
+from lowmem_ft.virtual_gpu.costs.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.kernels.workspaces import cublas_workspace_bytes
 
 if is_before("trl", (1, 16)):
     pytest.skip("TRL's own kernels are followed from 1.16 on", allow_module_level=True)

@@ -22,7 +22,7 @@ from lowmem_ft.foundation.system.whole_files import whole_file
 from lowmem_ft.foundation.user_paths import kept_folder
 from lowmem_ft.planning.estimator.traces.trace_key import TraceKey
 from lowmem_ft.planning.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers, structure_of

@@ -1,6 +1,6 @@
 """The recipe's own step, run on a tracing machine: build, optimizer steps, evaluation.
 
-Nothing here knows a technique. Whatever ``training/build.py`` builds is traced.
+Nothing here knows a technique. Whatever ``training/runtimes/build.py`` builds is traced.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from lowmem_ft.planning.estimator.traces.traced_recipe import ShortTrace, Traced
 from lowmem_ft.planning.estimator.worst_batch import refuse_too_many_tokens, row_length, worst_batch
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.technique import Techniques
-from lowmem_ft.training.build import Plan, build_session, plan_session
-from lowmem_ft.training.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.out_of_memory.retry import Retries
-from lowmem_ft.training.session import Session
-from lowmem_ft.training.step import evaluation_loss
-from lowmem_ft.virtual_gpu.distributed.one_process import one_of_several
+from lowmem_ft.training.runtimes.build import Plan, build_session, plan_session
+from lowmem_ft.training.step.deterministic_kernels import deterministic_kernels
+from lowmem_ft.training.step.session import Session
+from lowmem_ft.training.step.step import evaluation_loss
+from lowmem_ft.virtual_gpu.costs.one_process import one_of_several
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine

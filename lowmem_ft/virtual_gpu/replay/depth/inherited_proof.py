@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from lowmem_ft.foundation.memory.timeline import Allocation
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition, work_behind
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
     ALIVE,

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 
 from lowmem_ft.foundation.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
     ALIVE,
     OUTSIDE,

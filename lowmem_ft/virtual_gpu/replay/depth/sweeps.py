@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowmem_ft.foundation.memory.timeline import Allocation
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 
 Integers = NDArray[np.int64]
 

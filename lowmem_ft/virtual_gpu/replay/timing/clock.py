@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from lowmem_ft.foundation.catalog.clock_rates import ClockRates
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
 from lowmem_ft.virtual_gpu.replay.timing.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
 from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import (

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lowmem_ft.foundation.memory.step_work import StepWork
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import Work
 
 
 def cpu_work(trace: Trace, *, tokens: int, micro_batches: int | None) -> StepWork | None:

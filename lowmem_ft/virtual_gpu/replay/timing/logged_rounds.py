@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import NamedTuple
 
-from lowmem_ft.virtual_gpu.recording.work import ROUND_BEGIN, ROUND_END, Work
+from lowmem_ft.virtual_gpu.calls.work import ROUND_BEGIN, ROUND_END, Work
 
 _NUM_ROUNDS_BACK = 2
 

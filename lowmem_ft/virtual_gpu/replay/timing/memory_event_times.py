@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowmem_ft.foundation.memory.playback import StepClock
-from lowmem_ft.virtual_gpu.recording.trace import Trace
+from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.timing.clock import Times
 
 

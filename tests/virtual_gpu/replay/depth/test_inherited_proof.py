@@ -7,8 +7,8 @@ import pytest
 from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import BETWEEN_STEPS, Work, WorkLog
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, Work, WorkLog
 from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove

@@ -5,8 +5,8 @@ import pytest
 
 from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.virtual_gpu.recording.trace import Trace
-from lowmem_ft.virtual_gpu.recording.work import (
+from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.calls.work import (
     BETWEEN_STEPS,
     MICRO_BATCH_BEGIN,
     MICRO_BATCH_END,

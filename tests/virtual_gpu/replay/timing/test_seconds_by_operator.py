@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
-from lowmem_ft.virtual_gpu.recording.work import Work
+from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, kinds_of_work
 
 

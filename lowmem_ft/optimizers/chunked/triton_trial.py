@@ -1,0 +1,94 @@
+"""A small trial update with each kernel, before one of them is trusted with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.optimizers.chunked.slice_update import SliceUpdate
+from lowmem_ft.optimizers.formats.operators import BLOCK
+from lowmem_ft.optimizers.table import format_of
+from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
+from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
+
+if TYPE_CHECKING:
+    from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
+
+_NUM_STEPS = 2
+
+_LEARNING_RATE = 2.0**-6
+"""Learning rate that changes weights of about 1 in every format; a warm-up's first one is 0, which changes none."""
+
+
+def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel | None:
+    """Return the update in the Triton kernel's form; None: it is made operation by operation."""
+    if optimizer.kernel == "eager":
+        return None
+    rule = rule_in_kernel(optimizer.rule, update.number, update.hyperparameters)
+    if rule is None:
+        return None
+    weight, gradient = update.weight, update.gradient
+    states = tuple(
+        format_of(optimizer.state_format, name) for name in optimizer.averages_of(update.parameter)
+    )
+    formats = (rule.name, rule.from_end, optimizer.master_format, states)
+    # Nonzero if the last chunk does not end with a vector, which is a separate variant.
+    tail, has_clip = gradient.numel() % VECTOR, update.scale is not None
+    trial = partial(
+        _values_after,
+        optimizer,
+        weight.dtype,
+        gradient,
+        update.hyperparameters,
+        5 * BLOCK + 5 * VECTOR - (3 if tail else 0),
+        has_clip,
+    )
+    compiled_for = (*formats, weight.dtype, gradient.dtype, bool(tail), has_clip)
+    return rule if uses_kernel(optimizer.kernel, gradient.device, compiled_for, trial) else None
+
+
+def _values_after(
+    optimizer: ChunkedOptimizer,
+    dtype: torch.dtype,
+    like: Tensor,
+    hyperparameters: Mapping[str, Any],
+    num_elements: int,
+    has_clip: bool,
+    kernel: Kernel,
+) -> dict[str, Tensor]:
+    """Return weight and averages of a small parameter after steps with an optimizer's rule and formats.
+
+    Args:
+        optimizer: the optimizer whose update is tried; it stays as it is.
+        dtype: type of the weight.
+        like: a gradient, for device and type.
+        hyperparameters: those of the group.
+        num_elements: elements of the parameter; two chunks.
+        has_clip: whether gradients are scaled.
+        kernel: the kernel to update with.
+    """
+    values = torch.randn(1 + _NUM_STEPS, num_elements, generator=torch.Generator().manual_seed(0))
+    weight, *gradients = values.to(like.device)
+    parameter = nn.Parameter(weight.to(dtype))
+    twin = type(optimizer)(
+        [{**hyperparameters, "lr": _LEARNING_RATE, "params": [parameter]}],
+        optimizer.rule,
+        optimizer.defaults,
+        state=optimizer.state_format,
+        master=optimizer.master_format,
+    )
+    twin.kernel = kernel
+    twin.chunk_elements = 4 * BLOCK
+    scale = torch.full((), 0.5, device=like.device) if has_clip else None
+    for gradient in gradients:
+        twin.update([GradientSlice(parameter, gradient.to(like.dtype))], scale=scale)
+    state = twin.state[parameter]
+    found = {
+        name: form.read(state, name, parameter.numel()) for name, form in twin.averages_of(parameter).items()
+    }
+    return found | {"weight": twin.master_of(parameter).read(parameter.detach(), state)}

@@ -1,0 +1,1 @@
+"""Checks of a recipe against a disk and a device, before torch is imported."""

@@ -1,1 +1,0 @@
-"""Runs in several processes: launch, rendezvous, agreement, errors, gradient averaging, DeepSpeed."""

@@ -1,1 +1,0 @@
-"""Answers of the model that is being trained: how they are generated, kept and shown."""

@@ -1,1 +1,0 @@
-"""Profiles of a run's steps, and what they say about its recipe."""

@@ -1,0 +1,1 @@
+"""One optimizer step and what it needs: machine, techniques, schedule, loss scale, random state."""

@@ -1,0 +1,135 @@
+"""The machine of a step: its device, its precision (``training.mixed_precision``), and memory of its host."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor
+
+from lowmem_ft.foundation.budget import Budget
+from lowmem_ft.foundation.devices import with_index
+from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.host.mapped_files import MappedFiles
+from lowmem_ft.foundation.host.pinned_memory import HostMemory
+from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
+from lowmem_ft.training.step.budget_cap import THIS_HOST, Host
+from lowmem_ft.training.step.loss_scaling import LossScale
+
+_AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+_TWO_TYPES = re.compile(
+    r"(index_\w+|put)_\(\): self |Index put requires the source and destination dtypes match"
+)
+"""Torch's words about a write by index, which autocast does not cast."""
+
+
+class Machine:
+    """The device of a step with its precision, and the host that it belongs to.
+
+    Args:
+        device: the device of the step; Accelerate gives a single process ``cuda`` without an index.
+        mixed_precision: the type of the step's autocast: ``no``, ``bf16`` or ``fp16``.
+        num_processes_here: the processes of the run that share this host.
+        host: source of the host memory readings that are compared with budgets.
+
+    Attributes:
+        device: the same device, with the index that its tensors have.
+        loss_scale: the loss scale of fp16; without effect otherwise.
+
+    Raises:
+        UserError: if the device is a real GPU and this process has had a virtual one.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        mixed_precision: str = "no",
+        *,
+        num_processes_here: int = 1,
+        host: Host = THIS_HOST,
+    ) -> None:
+        refuse_after_virtual_gpu(device)
+        self.device = with_index(device)
+        self.mixed_precision = mixed_precision
+        self.num_processes_here = num_processes_here
+        self.host = host
+        scaler = torch.amp.GradScaler(device.type) if mixed_precision == "fp16" else None  # type: ignore[attr-defined]
+        self.loss_scale = LossScale(scaler)
+
+    def autocast(self) -> AbstractContextManager[None]:
+        """Return autocast for a forward pass; outputs keep the type in which they are computed."""
+        dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
+        if dtype is None:
+            return contextlib.nullcontext()
+        # With the cache, a half-precision copy of every weight lives until the forward pass ends, although
+        # checkpointing needs only one layer's at a time. Each weight is used once per pass: there is nothing to cache.
+        return torch.autocast(self.device.type, dtype, cache_enabled=False)  # type: ignore[return-value]
+
+    def backward(self, loss: Tensor) -> None:
+        """Call ``loss.backward()``, with the loss multiplied by the loss scale under fp16."""
+        scaler = self.loss_scale.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        """Unscale fp16 gradients, then call :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
+        if self.loss_scale.scaler is not None:
+            self.loss_scale.scaler.unscale_(optimizer)
+        return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
+
+    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+        """Step if finite; the fp16 loss scale is updated in any case, by what the scaler found while unscaling."""
+        scaler = self.loss_scale.scaler
+        if finite:
+            optimizer.step() if scaler is None else scaler.step(optimizer)
+        self.loss_scale.update()
+
+    def abandon_step(self) -> None:
+        """Discard the scaler's record of unscaled gradients; keep the scale."""
+        scale = self.loss_scale.state()
+        if scale is not None:
+            self.loss_scale = LossScale(torch.amp.GradScaler(self.device.type))  # type: ignore[attr-defined]
+            self.loss_scale.load_state(scale)
+
+    def fetch(self, *values: Tensor) -> tuple[float, ...]:
+        """Copy the values of 0-d tensors from the device: the one point of a step where the host waits for it."""
+        return tuple(torch.stack([value.float() for value in values]).tolist())
+
+    def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
+        """Return memory for offloaded tensors, most of them in files of ``folder`` if given.
+
+        It is limited by the machine, its container, ``budget.host`` and the disk of ``folder``.
+        """
+        return HostMemory(
+            self.device,
+            budget_bytes=budget.host_bytes(self.num_processes_here),
+            files=None if folder is None else MappedFiles(expand_user(folder)),
+        )
+
+
+@contextlib.contextmanager
+def one_type_needed(model_class: str, mixed_precision: str) -> Iterator[None]:
+    """Explain the error of a forward that writes the results of autocast into a tensor of another type.
+
+    Args:
+        model_class: the model's class.
+        mixed_precision: that of the run.
+
+    Raises:
+        ModelError: in place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if mixed_precision == "no" or _TWO_TYPES.match(str(error)) is None:
+            raise
+        raise ModelError(
+            f"training.mixed_precision={mixed_precision} needs a model whose forward casts what it writes by index; "
+            f"that of {model_class} does not: {error}. Set training.mixed_precision=no, and model.dtype=bfloat16 for "
+            "products in 16 bits."
+        ) from error

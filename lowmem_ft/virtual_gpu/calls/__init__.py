@@ -1,0 +1,1 @@
+"""Calls that a trace records, with their results, and the device that they are for."""

@@ -1,0 +1,1 @@
+"""Refusals of what CUDA would refuse: devices, types and arguments of operators."""

@@ -1,0 +1,1 @@
+"""Costs of kernels: operations, bytes, launches and workspaces, collectives included."""

@@ -1,0 +1,1 @@
+"""The names of torch.cuda, with a virtual device behind them."""

@@ -1,1 +1,0 @@
-"""A trace of one rank among several: its collectives and DDP."""
