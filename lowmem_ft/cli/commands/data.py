@@ -48,9 +48,7 @@ def main(arguments: list[str]) -> int:
 
 def _show(arguments: list[str]) -> int:
     options, words = _parser().parse_options(arguments)
-    request = settled(
-        "data", words, problems=_problems(options), imports="lowmem_ft.training.run.data_inspection"
-    )
+    request = settled("data", words, problems=_problems(options))
 
     import datasets
 

@@ -67,7 +67,6 @@ def main(arguments: list[str]) -> int:
         options.gpu,
         problems=option_problems(options),
         further=lambda request: _check_options(request, options),
-        imports="lowmem_ft.planning.estimator",
     )
     if request.is_by_method:
         gpus = gpus_asked_for(request)

@@ -64,7 +64,6 @@ def main(arguments: list[str]) -> int:
         options.gpu,
         problems=_problems(options),
         further=lambda request: _refuse_no_device(request, arguments),
-        imports="lowmem_ft.planning.planner",
     )
 
     import torch

@@ -57,9 +57,7 @@ def main(arguments: list[str]) -> int:
 
 def _rehearse(arguments: list[str]) -> int:
     options, words = _parser().parse_options(arguments)
-    request = settled(
-        "rehearse", words, options.gpu, problems=_problems(options), imports="lowmem_ft.planning.rehearsal"
-    )
+    request = settled("rehearse", words, options.gpu, problems=_problems(options))
 
     import lowmem_ft.planning.rehearsal
     from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces

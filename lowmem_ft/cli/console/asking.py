@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from lowmem_ft.recipe.request.request import Purpose, Request
     from lowmem_ft.training.export.model_source import ModelSource
 
+_ANSWERS = {
+    "data": "lowmem_ft.training.run.data_inspection",
+    "estimate": "lowmem_ft.planning.estimator",
+    "plan": "lowmem_ft.planning.planner",
+    "rehearse": "lowmem_ft.planning.rehearsal",
+}
+"""For each command, what answers it, and imports the libraries."""
+
 _READ_DATA = ("data", "rehearse")
 """Commands that read the data, so that a small one is looked at before torch is imported."""
 
@@ -26,7 +34,6 @@ def settled(
     *,
     problems: Iterable[str] = (),
     further: Callable[[Request], None] | None = None,
-    imports: str,
 ) -> Request:
     """Return the question of a command, with nothing wrong that is known before torch is imported.
 
@@ -36,7 +43,6 @@ def settled(
         gpu: the value of ``--gpu``.
         problems: what is wrong with other options.
         further: a check of the command's own.
-        imports: the module that answers, which imports the libraries.
 
     Raises:
         UserError: lists all problems.
@@ -52,7 +58,7 @@ def settled(
     if purpose in _READ_DATA:
         check_data(request.recipe.data)
     with libraries_loading():
-        importlib.import_module(imports)
+        importlib.import_module(_ANSWERS[purpose])
     take_over_library_logs()
     return request
 
