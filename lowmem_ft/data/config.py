@@ -130,7 +130,6 @@ class DataConfig:
 
     def problems(self) -> Iterator[str]:
         """Yield the rules that these values break by themselves, before any file is read."""
-        held_out = self.eval_path is not None or self.eval_split is not None
         if self.sources is not None:
             yield from source_problems(self.sources, streaming=self.streaming)
         if self.sources is not None and self.path is not None:
@@ -145,6 +144,10 @@ class DataConfig:
                 f"data.stopping_strategy={self.stopping_strategy} says where an epoch of weighted sources ends, and no "
                 "source of data.sources has a weight. Add weights, or set it to first_exhausted."
             )
+        yield from self._problems_of_rows()
+        yield from self._problems_of_held_out()
+
+    def _problems_of_rows(self) -> Iterator[str]:
         for key in ("max_samples", "shuffle_buffer_size", "num_proc"):
             value = getattr(self, key)
             if value is not None and value < 1:
@@ -181,6 +184,8 @@ class DataConfig:
                 "data.group_by_length reorders examples, so it needs data.shuffle=true, got false. "
                 "Set data.group_by_length=false to keep the order of the files."
             )
+
+    def _problems_of_held_out(self) -> Iterator[str]:
         if self.eval_size is not None and self.eval_size <= 0:
             yield (
                 f"data.eval_size is a number of examples, or a share between 0 and 1, got {self.eval_size:g}. "
@@ -188,7 +193,7 @@ class DataConfig:
             )
         if self.eval_size is not None and self.eval_size > 1 and not float(self.eval_size).is_integer():
             yield f"data.eval_size above 1 is a whole number of examples, got {self.eval_size:g}."
-        if self.eval_size is not None and held_out:
+        if self.eval_size is not None and (self.eval_path is not None or self.eval_split is not None):
             yield (
                 "data.eval_size takes the held-out part from the training data, but data.eval_path or "
                 "data.eval_split is set already. Set only one of them."

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,7 +31,7 @@ from lowmem_ft.foundation.memory.uncertainty import (
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
-from lowmem_ft.virtual_gpu.replay.process_room import ProcessRoom
+from lowmem_ft.virtual_gpu.replay.process_room import Held, ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.clock import Span, kinds_of_work
 from lowmem_ft.virtual_gpu.replay.timing.cpu_work import cpu_work
@@ -137,12 +137,6 @@ def estimate_on_gpu(
         limit_bytes=min(budget.device_bytes or gpu.available_bytes, gpu.available_bytes),
     )
     held, others = room.held(), gpu.held_by_others_bytes
-    choices = list(trace.choices)
-    if held is not None and held.num_retries:
-        choices.append(
-            f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
-            "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
-        )
     reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
     process = room.process_peak(reserved_peak + room.outside_bytes)
     uncertainty = uncertainty_on_gpu(
@@ -180,10 +174,19 @@ def estimate_on_gpu(
             step=clock,
         ),
         processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
-        choices=tuple(choices),
+        choices=(*trace.choices, *_choices_of_allocator(held)),
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
         trace_seconds=trace_seconds,
     )
+
+
+def _choices_of_allocator(held: Held | None) -> Iterator[str]:
+    """Yield what it costs to stay within the limit."""
+    if held is not None and held.num_retries:
+        yield (
+            f"the allocator has to empty its cache {held.num_retries} times to stay within the limit, which costs "
+            "time; PYTORCH_ALLOC_CONF=expandable_segments:True needs less"
+        )
 
 
 def estimate_on_cpu(
