@@ -1,6 +1,6 @@
 """The device without hardware whose block is running, as code that trains or measures sees it.
 
-``lowmem_ft/virtual_gpu`` makes such devices. What asks whether there is one imports nothing of it.
+``lowmem_ft/virtual_gpu`` makes such devices. Code can ask whether one is active without importing that package.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def has_virtual_device() -> bool:
 def refuse_after_virtual_gpu(device: torch.device) -> None:
     """Refuse to train on a real GPU once this process has had a virtual one.
 
-    torch takes a device that Python registers for the machine's accelerator: pinned memory fails, and a backward pass
+    torch treats a device that Python registers as the machine's accelerator: pinned memory fails, and a backward pass
     no longer runs on the streams of its forward.
 
     Raises:

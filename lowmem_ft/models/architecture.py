@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, PretrainedConfig
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.upstream.layer_configs import layer_configs
 from lowmem_ft.models.config import ModelConfig

@@ -12,7 +12,7 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import counted
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
-from lowmem_ft.reports.wording import duration
+from lowmem_ft.reports.estimate_words import duration
 
 
 @dataclass(frozen=True, kw_only=True)

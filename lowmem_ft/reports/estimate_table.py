@@ -19,9 +19,7 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.command_lines import command_line, without
 from lowmem_ft.recipe.rules.budget_limits import check_budget_of_plan
-from lowmem_ft.reports.text.bar import Bar
-from lowmem_ft.reports.text.document import INDENT, Command, Document, Pairs
-from lowmem_ft.reports.wording import (
+from lowmem_ft.reports.estimate_words import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
     PHASE_WORDS,
@@ -38,10 +36,12 @@ from lowmem_ft.reports.wording import (
     verdict,
     verdict_colour,
 )
+from lowmem_ft.reports.text.bar import Bar
+from lowmem_ft.reports.text.document import INDENT, Command, Document, Pairs
 
 if TYPE_CHECKING:
     from lowmem_ft.planning.estimator.changes import Change, Changes
-    from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
+    from lowmem_ft.planning.estimator.fitting_shipped_recipe import ShippedRecipe
 
 WORTH_A_WORD = 0.005
 """Share of the host's peak below which parts are left out."""

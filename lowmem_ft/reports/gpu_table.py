@@ -11,8 +11,8 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import GIB, format_bytes
 from lowmem_ft.planning.estimator.gpu_counts import SeveralGpus
 from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_hour, usd_per_million_tokens
+from lowmem_ft.reports.estimate_words import short_name, shortfall, verdict_colour
 from lowmem_ft.reports.text.document import Document, Table
-from lowmem_ft.reports.wording import short_name, shortfall, verdict_colour
 
 LEGEND = (
     "GiB of GPU and host memory that the process needs. $/hour: the lowest known on-demand price; `lowmem-ft gpus` "

@@ -15,6 +15,7 @@ from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.shipped.fine_tuning_methods import FUSED_KERNELS, METHODS, Method
 from lowmem_ft.reports.costs import OwnData, cost_cells, cost_order, usd_per_million_tokens
 from lowmem_ft.reports.estimate_table import format_dollars
+from lowmem_ft.reports.estimate_words import duration, short_name, size_words, verdict_colour
 from lowmem_ft.reports.gpu_table import (
     DATA_COLUMNS,
     HOST_BOUND_LEGEND,
@@ -26,7 +27,6 @@ from lowmem_ft.reports.gpu_table import (
     verdict_cell,
 )
 from lowmem_ft.reports.text.document import Command, Document, Pairs, Table
-from lowmem_ft.reports.wording import duration, short_name, size_words, verdict_colour
 
 _HOURLY = "$/hour: the lowest known on-demand price; `lowmem-ft gpus` names the provider and the date."
 _TITLES = {"full": "full fine-tuning"}

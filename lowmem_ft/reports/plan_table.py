@@ -18,8 +18,8 @@ from lowmem_ft.recipe.command_lines import command_line, launched, without
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.reports.costs import usd_per_hour
 from lowmem_ft.reports.estimate_table import format_dollars, price_per_million_tokens
+from lowmem_ft.reports.estimate_words import doubtful, duration, for_each, host_need, seconds_range, verdict
 from lowmem_ft.reports.text.document import Command, Document, Pairs
-from lowmem_ft.reports.wording import doubtful, duration, for_each, host_need, seconds_range, verdict
 
 MOST_REJECTED = 4
 

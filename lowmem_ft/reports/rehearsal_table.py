@@ -20,8 +20,8 @@ from lowmem_ft.planning.rehearsal.result import (
     TracedShape,
 )
 from lowmem_ft.reports.estimate_table import format_dollars, headline, labelled, what_is_missing
+from lowmem_ft.reports.estimate_words import PHASE_WORDS, duration, host_need, module_words, verdict
 from lowmem_ft.reports.text.document import Document, Table
-from lowmem_ft.reports.wording import PHASE_WORDS, duration, host_need, module_words, verdict
 
 MOST_WARNINGS = 20
 

@@ -15,11 +15,11 @@ from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.estimate_table import format_dollars
+from lowmem_ft.reports.estimate_words import duration
 from lowmem_ft.reports.next_steps import next_steps
 from lowmem_ft.reports.profile_table import profile_report
 from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.text.document import Document, Pairs, Table
-from lowmem_ft.reports.wording import duration
 
 
 def run_report(runs: Sequence[RunRecord]) -> Document:

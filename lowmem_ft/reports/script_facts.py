@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.reports.wording import CATEGORY_WORDS
+from lowmem_ft.reports.estimate_words import CATEGORY_WORDS
 
 if TYPE_CHECKING:
     from lowmem_ft.foundation.memory.category import Category

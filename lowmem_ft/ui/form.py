@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any, get_args, get_origin
 from urllib.parse import parse_qsl, urlencode
 
-from lowmem_ft.foundation.catalog.architectures import load_architectures
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.foundation.errors import did_you_mean, raise_problems
 from lowmem_ft.recipe.reading.keys import SHORT_FORMS, recipe_keys, without_none
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes

@@ -10,8 +10,8 @@ from urllib.parse import urlencode
 
 import gradio as gr  # pyright: ignore[reportMissingImports]
 
-from lowmem_ft.foundation.catalog.architectures import load_architectures
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
 from lowmem_ft.ui import answering, views

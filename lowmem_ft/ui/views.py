@@ -7,11 +7,11 @@ from html import escape
 from typing import Any
 
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.reports.length_table import length_table, length_words
+from lowmem_ft.reports.estimate_words import CATEGORY_WORDS
+from lowmem_ft.reports.longest_rows_table import length_table, length_words
 from lowmem_ft.reports.plots.svg import COLOURS
 from lowmem_ft.reports.text.document import Table
 from lowmem_ft.reports.text.html_document import copied_html, html_of
-from lowmem_ft.reports.wording import CATEGORY_WORDS
 from lowmem_ft.ui.desk import Progress
 
 _COLOURS = {words: COLOURS[category] for category, words in CATEGORY_WORDS.items()} | {

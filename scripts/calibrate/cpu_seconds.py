@@ -24,7 +24,7 @@ from measured_on import measured_on
 from transformers import LlamaConfig
 
 from lowmem_ft.foundation.catalog.timed_steps import timed_steps
-from lowmem_ft.foundation.memory.cpu_seconds import TimedStep
+from lowmem_ft.foundation.memory.cpu_step_time import TimedStep
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 
 TINY = Path(__file__).resolve().parents[2] / "recipes" / "tiny"

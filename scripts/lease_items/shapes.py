@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture
 
 MODEL = "qwen3-8b"
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from marked_table import table_of
 from page_tables import several_gpus
 
-from lowmem_ft.foundation.catalog.architectures import load_architectures
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.foundation.knob import ENGINES
 from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Refused, Verdict
 

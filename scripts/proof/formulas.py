@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lowmem_ft.foundation.catalog.architectures import Architecture
+from lowmem_ft.foundation.catalog.model_architectures import Architecture
 from lowmem_ft.foundation.units import MIB
 
 PEFT_TARGETS = ("q_proj", "v_proj")

@@ -16,8 +16,8 @@ from mixtures_against_public import COMMON as COMMON_OF_MIXTURES
 from mixtures_against_public import RUNS as MIXTURES
 from proof.formulas import FORMULAS, PEFT_TARGETS, Settings
 
-from lowmem_ft.foundation.catalog.architectures import Architecture, find_architecture
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
+from lowmem_ft.foundation.catalog.model_architectures import Architecture, find_architecture
 from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import load_recipe

@@ -10,8 +10,8 @@ import pytest
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
-from lowmem_ft.foundation.catalog.architectures import load_architectures
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.recipe import shipped_recipes
 
 

@@ -19,8 +19,8 @@ from tiny_models import SIZES
 from transformers import GPT2Config, LlamaConfig, Qwen3Config
 
 from lowmem_ft.cli import main
-from lowmem_ft.foundation.catalog.architectures import load_architectures
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus, split_count
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
 
 OWN = {

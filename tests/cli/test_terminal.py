@@ -17,8 +17,8 @@ from rich.console import Console
 from lowmem_ft.cli import COMMANDS, main
 from lowmem_ft.cli.console.logs import _TerminalHandler, set_up_logging
 from lowmem_ft.data.files.reading import Source
-from lowmem_ft.foundation.catalog.architectures import load_architectures
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 
 COLUMNS = 80

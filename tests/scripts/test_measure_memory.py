@@ -9,7 +9,7 @@ from measuring import real_run
 from measuring.comparison import compare, summarize
 from measuring.cuda_matrix import cuda_rows
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture
 
 DEVICE = torch.device("cuda", 0)
 ROW = {

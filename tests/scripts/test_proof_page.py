@@ -24,7 +24,7 @@ from proof.formulas import (
 from proof.rows import Pair, load_proof_rows
 from proof_page import PAGE, PICTURE, README, page_of, picture_of, readme_with_summary
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture
 from lowmem_ft.foundation.units import GIB, MIB
 
 LORA = Settings(

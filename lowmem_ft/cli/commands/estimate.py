@@ -39,7 +39,7 @@ from lowmem_ft.foundation.system.signals import stops_remembered
 if TYPE_CHECKING:
     from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
     from lowmem_ft.planning.estimator.changes import Change, Changes
-    from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
+    from lowmem_ft.planning.estimator.fitting_shipped_recipe import ShippedRecipe
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.recipe.request.request import Request
 
@@ -251,7 +251,7 @@ def _is_search_wanted(options: argparse.Namespace) -> bool:
 def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], None]) -> Changes:
     """Return the changes found before the search or the user ended it; first ``tell`` a shipped recipe that fits."""
     from lowmem_ft.planning.estimator.changes import Changes, ChangeSearch
-    from lowmem_ft.planning.estimator.fitting_recipe import shipped_recipe_that_fits
+    from lowmem_ft.planning.estimator.fitting_shipped_recipe import shipped_recipe_that_fits
     from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.planning.planner.outlook import outlook_for
 
@@ -290,6 +290,6 @@ def _tracing(recipe: Recipe) -> str:
 
 
 def _name(recipe: Recipe) -> str:
-    from lowmem_ft.reports.wording import short_name
+    from lowmem_ft.reports.estimate_words import short_name
 
     return short_name(recipe.model.name_or_path or "")

@@ -51,8 +51,8 @@ def _evaluate(arguments: list[str]) -> int:
 
     from lowmem_ft.cli.console.logs import take_over_library_logs
     from lowmem_ft.planning.preflight.own_process import estimate_evaluation
+    from lowmem_ft.reports.estimate_words import verdict
     from lowmem_ft.reports.text.document import Pairs
-    from lowmem_ft.reports.wording import verdict
     from lowmem_ft.training.export.saved_evaluation import evaluate_saved
 
     take_over_library_logs()

@@ -6,7 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.foundation.catalog.architectures import Architecture, find_architecture, load_architectures
+from lowmem_ft.foundation.catalog.model_architectures import (
+    Architecture,
+    find_architecture,
+    load_architectures,
+)
 from lowmem_ft.foundation.errors import ModelError, did_you_mean
 
 if TYPE_CHECKING:

@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 
     import lowmem_ft.planning.planner
     from lowmem_ft.recipe.request.plan_defaults import named_as_planned
-    from lowmem_ft.reports.wording import short_name
+    from lowmem_ft.reports.estimate_words import short_name
 
     recipe = request.recipe
     if _is_open(request) and not torch.cuda.is_available():

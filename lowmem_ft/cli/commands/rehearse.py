@@ -62,8 +62,8 @@ def _rehearse(arguments: list[str]) -> int:
     import lowmem_ft.planning.rehearsal
     from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.reports.estimate_table import way_to_a_plan
+    from lowmem_ft.reports.estimate_words import short_name
     from lowmem_ft.reports.rehearsal_table import rehearsal_table
-    from lowmem_ft.reports.wording import short_name
 
     recipe = request.recipe
     doing = f"{short_name(recipe.model.name_or_path or '')}: rehearsing"

@@ -1,4 +1,4 @@
-"""The beginning of a command: what it asks is settled, and only then libraries are imported, which takes seconds."""
+"""The start of a command: check the request, then import the slow libraries."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ANSWERS = {
 """For each command, what answers it, and imports the libraries."""
 
 _READ_DATA = ("data", "rehearse")
-"""Commands that read the data, so that a small one is looked at before torch is imported."""
+"""Commands that read data. Small local data is checked before torch is imported."""
 
 
 def settled(
@@ -35,7 +35,7 @@ def settled(
     problems: Iterable[str] = (),
     further: Callable[[Request], None] | None = None,
 ) -> Request:
-    """Return the question of a command, with nothing wrong that is known before torch is imported.
+    """Return the request of a command, after every check that needs no torch.
 
     Args:
         purpose: the name of the command.

@@ -69,9 +69,9 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
     from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
     from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
     from lowmem_ft.reports.estimate_table import way_to_a_plan
+    from lowmem_ft.reports.estimate_words import short_name
     from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
     from lowmem_ft.reports.text.document import Document
-    from lowmem_ft.reports.wording import short_name
 
     model = request.recipe.model.name_or_path or ""
     is_all = request.gpu == ALL_GPUS

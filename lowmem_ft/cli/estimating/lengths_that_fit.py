@@ -80,9 +80,9 @@ def longest_rows_of_recipe(request: Request, options: argparse.Namespace) -> int
     from lowmem_ft.planning.estimator.device_target import choose_gpu
     from lowmem_ft.planning.estimator.longest_rows import longest_rows
     from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.reports.length_table import length_table, length_words
+    from lowmem_ft.reports.estimate_words import short_name
+    from lowmem_ft.reports.longest_rows_table import length_table, length_words
     from lowmem_ft.reports.text.document import Document
-    from lowmem_ft.reports.wording import short_name
 
     recipe = request.recipe
     gpu, _ = choose_gpu(request.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
@@ -119,9 +119,9 @@ def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespac
     from lowmem_ft.recipe.command_lines import command_line
     from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
     from lowmem_ft.recipe.space.search_space import with_settings
-    from lowmem_ft.reports.length_table import length_words
+    from lowmem_ft.reports.estimate_words import short_name
+    from lowmem_ft.reports.longest_rows_table import length_words
     from lowmem_ft.reports.text.document import Command, Document
-    from lowmem_ft.reports.wording import short_name
 
     model, kept = request.recipe.model.name_or_path or "", KeptTraces.of_user()
     name = short_name(model)
@@ -208,7 +208,7 @@ def longest_rows_of_script(
     """
     from lowmem_ft.planning.estimator.longest_rows import MOST_TOKENS, search_length
     from lowmem_ft.planning.script_runs import estimate_script
-    from lowmem_ft.reports.length_table import length_table, length_words
+    from lowmem_ft.reports.longest_rows_table import length_table, length_words
     from lowmem_ft.reports.text.document import Document
 
     place, first, before = length_argument(arguments)

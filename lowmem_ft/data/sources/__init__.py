@@ -1,1 +1,1 @@
-"""Sources of rows: local files, the hub, splits."""
+"""Sources of rows: the list of them, and their splits."""

@@ -12,7 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from lowmem_ft.foundation.memory.cpu_seconds import TimedStep, with_seconds
+from lowmem_ft.foundation.memory.cpu_step_time import TimedStep, with_seconds
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.memory.step_work import StepWork
 from lowmem_ft.foundation.system.cores import usable_cores

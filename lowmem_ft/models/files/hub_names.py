@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture, load_architectures
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture, load_architectures
 from lowmem_ft.foundation.errors import ModelError, did_you_mean
 from lowmem_ft.foundation.hub_connection import OFFLINE_ADVICE, hub_is_reachable
 from lowmem_ft.foundation.user_paths import expand_user

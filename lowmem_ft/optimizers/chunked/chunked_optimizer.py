@@ -22,8 +22,8 @@ from lowmem_ft.foundation.host.copy_engine import CopyEvent
 from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.foundation.tensors.local_shards import first_element, is_sharded, local_part
+from lowmem_ft.optimizers.chunked.saved_state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.chunked.slice_update import ChunkUpdate, SliceUpdate
-from lowmem_ft.optimizers.chunked.state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.chunked.triton_trial import in_kernel
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
 from lowmem_ft.optimizers.counter_random import CounterRandom

@@ -25,7 +25,7 @@ from lowmem_ft.foundation.tensors.local_shards import (
     parts_of,
 )
 from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
-from lowmem_ft.optimizers.chunked.state_conversion import SavedState, take_state
+from lowmem_ft.optimizers.chunked.saved_state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.state.state_parts import StateParts, state_here
 from lowmem_ft.optimizers.updates.bitsandbytes_optimizers import AllocatesState
 

@@ -1,1 +1,1 @@
-"""Optimizer state: its storage, the names by which it is saved, conversion between formats and shards."""
+"""Optimizer state of one parameter: its parts, and where they are stored."""

@@ -16,7 +16,6 @@ from lowmem_ft.foundation.memory.allocator.replay import replay
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.models.hf_config import load_model_config, weights_dtype
 from lowmem_ft.planning.estimator.device_target import capped_bytes, limits
-from lowmem_ft.planning.rehearsal.interpolation import SecondsByTokens
 from lowmem_ft.planning.rehearsal.records import Records, Traced
 from lowmem_ft.planning.rehearsal.result import (
     DISK_BYTES_PER_SECOND,
@@ -25,6 +24,7 @@ from lowmem_ft.planning.rehearsal.result import (
     RunTime,
     TracedShape,
 )
+from lowmem_ft.planning.rehearsal.seconds_by_tokens import SecondsByTokens
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.virtual_gpu.calls.trace import Trace

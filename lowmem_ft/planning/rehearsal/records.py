@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from lowmem_ft.data.batches.batch import Batch
-from lowmem_ft.planning.estimator.answers import TracedAnswer
+from lowmem_ft.planning.estimator.traced_answers import TracedAnswer
 from lowmem_ft.planning.rehearsal.host_waits import HostWaits
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU

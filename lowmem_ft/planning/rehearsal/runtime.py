@@ -17,8 +17,8 @@ from lowmem_ft.foundation.tensors.live_tensors import storage_key
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.saving import save_tokenizer
 from lowmem_ft.optimizers import export_optimizer_state
-from lowmem_ft.planning.estimator.answers import trace_answer
 from lowmem_ft.planning.estimator.runtime import NoValues, VirtualMachine, VirtualRanks
+from lowmem_ft.planning.estimator.traced_answers import trace_answer
 from lowmem_ft.planning.estimator.traces.tracing import NUM_MICRO_BATCHES
 from lowmem_ft.planning.rehearsal.host import RehearsedHost
 from lowmem_ft.planning.rehearsal.records import Records, Saved

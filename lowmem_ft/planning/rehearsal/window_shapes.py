@@ -21,7 +21,7 @@ MOST_SHAPES, MOST_EVALUATION_SHAPES = 6, 4
 """Most shapes that are traced separately, as a step of an 8B takes seconds to trace.
 
 Later ones count as the smallest traced shape that holds them, except a new largest one. Their seconds are interpolated
-between those of the traced shapes (``interpolation.py``)."""
+between those of the traced shapes (``seconds_by_tokens.py``)."""
 
 SHORTEST = 64
 """Tokens of a row below which lengths are not distinguished."""

@@ -16,7 +16,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from lowmem_ft.foundation.catalog.architectures import find_architecture
+from lowmem_ft.foundation.catalog.model_architectures import find_architecture
 from lowmem_ft.foundation.errors import RecipeError, did_you_mean
 from lowmem_ft.foundation.user_paths import address_problem, expand_user, neighbours, recipes_folder
 from lowmem_ft.recipe.reading.ambiguous_numbers import ambiguity, ambiguous_numbers

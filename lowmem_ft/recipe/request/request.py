@@ -1,7 +1,6 @@
 """A question about a run: its recipe, its GPUs and its budget, with all that is wrong with them at once.
 
-A command, the page and Python make it of the same words, and nothing else does what it does. It imports no torch. What
-has to be traced, such as the fastest recipe of a method, is no part of it.
+Commands, the page and Python make it of the same words. Nothing here imports torch, or traces a model.
 """
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ class Request:
     def of(
         cls, purpose: Purpose, words: Sequence[str], gpu: str | None = None, problems: Iterable[str] = ()
     ) -> Request:
-        """Read a question; :meth:`check` then asks what its files, the catalogue and arithmetic know.
+        """Parse a question. :meth:`check` then validates it against files, the catalogue and arithmetic.
 
         Args:
             purpose: the name of the command that answers it.
@@ -117,7 +116,7 @@ class Request:
 
     @property
     def is_of_processor(self) -> bool:
-        """True if it is surely about a processor."""
+        """True if the question is certainly about a CPU."""
         return self.gpu == CPU or (self.gpu is None and self.recipe.training.use_cpu)
 
     @property
@@ -131,7 +130,7 @@ class Request:
         return replace(self, recipe=load_recipe(None, self.settings))
 
     def check(self, *further: Check) -> None:
-        """Refuse what no device, or not this one, can do, and files that are not there.
+        """Refuse missing files, and settings that the device cannot run.
 
         Args:
             further: checks of the caller's own, to be listed before these.
@@ -173,7 +172,7 @@ class Request:
             check_device_of_estimate(self.recipe, self.named_gpu)
 
     def _check_methods(self) -> None:
-        """Refuse what needs a recipe, and settings that no method goes with."""
+        """Refuse what needs a recipe, and settings that fit no method."""
         methods, model = methods_with(self.settings), self.recipe.model.name_or_path
         count = None if self.devices in (None, ALL_GPUS) else split_count(self.devices)[0]
         problems = []

@@ -11,9 +11,7 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.memory.playback import StepClock
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.reports.plots.figure import Band, Layer, Limit, MemoryFigure, Part, Use
-from lowmem_ft.reports.plots.memory_moments import STACKED, Moment, moments_of, thinned
-from lowmem_ft.reports.wording import (
+from lowmem_ft.reports.estimate_words import (
     CATEGORY_WORDS,
     HOST_PART_WORDS,
     PHASE_WORDS,
@@ -24,6 +22,8 @@ from lowmem_ft.reports.wording import (
     short_name,
     verdict,
 )
+from lowmem_ft.reports.plots.figure import Band, Layer, Limit, MemoryFigure, Part, Use
+from lowmem_ft.reports.plots.memory_moments import STACKED, Moment, moments_of, thinned
 
 __all__ = ["memory_figure"]
 

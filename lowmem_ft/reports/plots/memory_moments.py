@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowmem_ft.foundation.memory.category import Category, Phase
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.reports.wording import CATEGORY_WORDS
+from lowmem_ft.reports.estimate_words import CATEGORY_WORDS
 
 STACKED: tuple[Category, ...] = tuple(CATEGORY_WORDS)
 """The categories from the bottom of the stack to its top."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from lowmem_ft.foundation.memory.category import Phase
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.reports.estimate_words import PHASE_WORDS
 from lowmem_ft.reports.plots.figure import Band, MemoryFigure
 from lowmem_ft.reports.plots.svg import (
     FONT,
@@ -26,7 +27,6 @@ from lowmem_ft.reports.plots.svg import (
     width_of,
     wrapped,
 )
-from lowmem_ft.reports.wording import PHASE_WORDS
 
 __all__ = ["memory_svg"]
 

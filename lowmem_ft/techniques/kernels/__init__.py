@@ -1,1 +1,1 @@
-"""Fused operators of Liger's in place of the several that transformers' layers run one after the other."""
+"""Liger's fused operators in place of the several that transformers' layers run one after the other."""

@@ -15,7 +15,7 @@ MLP_NAMES = ("mlp", "feed_forward", "ffn", "block_sparse_moe", "shared_mlp")
 """Attributes by which decoder layers hold the parts that treat each token by itself."""
 
 _WORDS = {"vision": ("vision", "visual", "image"), "audio": ("audio", "speech")}
-"""Words in the names of what reads something other than text."""
+"""Words in the names of parts that read images or audio."""
 
 
 class ModelParts:
@@ -57,7 +57,7 @@ class ModelParts:
 
     @property
     def stacks_by_kind(self) -> dict[str, nn.ModuleList]:
-        """The stacks of ``language``, ``vision`` and ``audio``; a kind that several may be is left out."""
+        """The stacks of ``language``, ``vision`` and ``audio``; a kind with several stacks is left out."""
         by_kind: dict[str, list[nn.ModuleList]] = defaultdict(list)
         for name, stack in self.stacks.items():
             kinds = (kind for kind, words in _WORDS.items() if any(word in name for word in words))

@@ -50,7 +50,7 @@ from lowmem_ft.training.folder.checkpoint_folders import (
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.folder.saved_files import MANIFEST
+from lowmem_ft.training.folder.own_files import MANIFEST
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.step.random_state import export_random_state

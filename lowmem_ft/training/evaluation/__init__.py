@@ -1,1 +1,1 @@
-"""Evaluations of a run: the loss on held-out data, the best model so far, and what is written of them."""
+"""Evaluations of a run: the loss on held-out data, the best model so far, and their records."""

@@ -24,7 +24,6 @@ from lowmem_ft.models.quantizing.quantization import check_quantization, keep_on
 from lowmem_ft.models.saving import quiet_transformers, save_model, save_tokenizer
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
-from lowmem_ft.training.export.compared_answers import Answer, Comparison, greedy_answer
 from lowmem_ft.training.export.disk_room import (
     FREE_SPACE_AND_REPEAT,
     gguf_bytes,
@@ -32,6 +31,7 @@ from lowmem_ft.training.export.disk_room import (
     plain_bytes,
     require_room,
 )
+from lowmem_ft.training.export.exported_answers import Answer, Comparison, greedy_answer
 from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged
 from lowmem_ft.training.export.model_card import merged_model_card

@@ -9,7 +9,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from lowmem_ft.training.folder.saved_files import replace_saved
+from lowmem_ft.training.folder.own_files import replace_saved
 
 
 def incomplete_name(target: Path) -> Path:

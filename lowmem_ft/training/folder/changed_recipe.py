@@ -30,8 +30,8 @@ _MUST_STAY = re.compile(
 those of newly enabled techniques.
 
 State is converted to other formats, exactly if both hold float32 weights in full
-(``optimizers/chunked/state_conversion.py``). Paths may change, because a run may move to another machine: model and
-tokenizer come from the checkpoint, and other data is detected by its tokens.
+(``optimizers/chunked/saved_state_conversion.py``). Paths may change, because a run may move to another machine: model
+and tokenizer come from the checkpoint, and other data is detected by its tokens.
 """
 
 _DECIDES_THE_BASE = re.compile(r"model\.(weights|revision|gguf_file)")

@@ -21,7 +21,7 @@ from lowmem_ft.foundation.errors import CheckpointError
 from lowmem_ft.models.files.model_files import damage
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.folder.micro_batch_limit import MicroBatchLimit
-from lowmem_ft.training.folder.saved_files import MANIFEST, delete_saved
+from lowmem_ft.training.folder.own_files import MANIFEST, delete_saved
 
 logger = logging.getLogger(__name__)
 

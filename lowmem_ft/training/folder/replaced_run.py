@@ -1,7 +1,7 @@
 """The files that a run writes into its folder, and the replacement of an earlier run there.
 
 A replaced run is moved into ``replaced-N/``, and deleted once the new one has succeeded. Files that no run wrote are
-neither moved nor deleted, whatever their names and places: ``saved_files.py`` tells them apart.
+neither moved nor deleted, whatever their names and places: ``own_files.py`` tells them apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowmem_ft.recipe.rules.output_folder import METRICS_FILE, RECIPE_FILE, hold
 from lowmem_ft.training.folder.atomic_io import incomplete_name
 from lowmem_ft.training.folder.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.folder.generations_file import GENERATIONS_FILE
-from lowmem_ft.training.folder.saved_files import delete_saved, move_saved
+from lowmem_ft.training.folder.own_files import delete_saved, move_saved
 
 logger = logging.getLogger(__name__)
 

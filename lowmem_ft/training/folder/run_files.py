@@ -18,7 +18,7 @@ from lowmem_ft.models.other_parts import language_names_in
 from lowmem_ft.models.saving import save_model, save_tokenizer, verify_saved_model
 from lowmem_ft.optimizers import OptimizerState, StateParts, export_optimizer_state, import_optimizer_state
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.folder.saved_files import copy_model_files
+from lowmem_ft.training.folder.own_files import copy_model_files
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.step.session import Session
 

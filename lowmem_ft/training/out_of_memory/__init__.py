@@ -1,1 +1,1 @@
-"""Out-of-memory errors: budget limits, step retries and the error message."""
+"""Out-of-memory errors: their diagnosis, retries of a step, and the message."""

@@ -28,7 +28,7 @@ from lowmem_ft.training.processes.rendezvous import RankInfo, refusals
 
 
 class Ranks:
-    """A single process; ranks of several override what has to cross from one to another.
+    """A single process. Ranks of several processes override all communication.
 
     Args:
         device: the device of this process.

@@ -30,8 +30,8 @@ from lowmem_ft.training.checkpoints.run_checkpoints import RunCheckpoints
 from lowmem_ft.training.evaluation.best_model import BestModel
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.evaluation.run_evaluations import RunEvaluations
-from lowmem_ft.training.export.finished_model import save_finished_model
 from lowmem_ft.training.export.model_card import model_card
+from lowmem_ft.training.export.saving_finished_model import save_finished_model
 from lowmem_ft.training.export.train_result import TrainResult
 from lowmem_ft.training.folder.run_folder import RunFolder
 from lowmem_ft.training.out_of_memory.diagnosis import does_not_fit_here, report_of

@@ -24,7 +24,7 @@ from lowmem_ft.foundation.memory.comparison import (
     peaks_in,
     typical_seconds,
 )
-from lowmem_ft.foundation.memory.cpu_seconds import TimedStep
+from lowmem_ft.foundation.memory.cpu_step_time import TimedStep
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.system.malloc import keep_few_kernels, keep_tensors_out_of_the_heap
 from lowmem_ft.foundation.system.phase_peaks import PhasePeaks

@@ -2,7 +2,7 @@
 
 A run reaches everything outside itself through the four parts of a :class:`Runtime`, so that a real run, a rehearsal
 and a trace execute the same loop and the same step. The class of each part is the plain case of one process; others
-override what differs: ``accelerate_runtime.py`` for several processes, ``distributed/deepspeed_runtime.py`` for
+override what differs: ``accelerate_runtime.py`` for several processes, ``deepspeed_runtime.py`` for
 DeepSpeed, ``planning/estimator/runtime.py`` for traces, ``planning/rehearsal/runtime.py`` for rehearsals. A part that
 needs another gets it in its constructor, and what needs one part takes that part alone.
 """
@@ -31,7 +31,7 @@ class Runtime:
         machine: the device, its precision, and memory of the host.
         ranks: the processes of the run, and how they share the model.
         files: the files and records that the run puts out.
-        values: what loads weights and computes with them, or stands for that where tensors have no values.
+        values: what loads weights and computes with them, or takes their place where tensors have none.
     """
 
     machine: Machine

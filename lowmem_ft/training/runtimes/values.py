@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Values:
-    """Real values; a trace and a rehearsal, whose tensors have none, override what reads or makes them.
+    """The plain case, with real values. Traces and rehearsals have none, and override what reads or makes values.
 
     Args:
         machine: holds the model.

@@ -67,7 +67,7 @@ T = TypeVar("T", bound=Technique)
 
 @dataclasses.dataclass(kw_only=True)
 class Build:
-    """A model, what a recipe's techniques are enabled with, and those that are enabled already.
+    """A model, what its techniques need, and those that are enabled so far.
 
     Args:
         model: a causal LM, or a PEFT model around one.
@@ -126,7 +126,7 @@ class Spec:
 
     Args:
         on: tells whether the technique is enabled, from the recipe and what is enabled already.
-        enable: enables it; None: there is nothing to do after all, and a line of the log or an error says why.
+        enable: enables it, and returns it; None if the entry adds none, such as one that only checks.
     """
 
     on: Callable[[Build], bool]

@@ -11,7 +11,7 @@ from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_se
 from lowmem_ft.foundation.catalog.clock_rates import host_range, unmeasured_share
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
-from lowmem_ft.foundation.memory.cpu_seconds import NO_SECONDS
+from lowmem_ft.foundation.memory.cpu_step_time import NO_SECONDS
 from lowmem_ft.foundation.memory.memory_estimate import (
     BudgetVerdict,
     DeviceLimit,
@@ -203,7 +203,7 @@ def estimate_on_cpu(
 
     Returns:
         The estimate; what the heap keeps of freed tensors counts as reserved. It has the work of a step, and no
-        seconds, which ``foundation/memory/cpu_seconds.py`` adds where a step was timed on the processor.
+        seconds, which ``foundation/memory/cpu_step_time.py`` adds where a step was timed on the processor.
     """
     allocated = list(trace.timeline.live_bytes())
     sizes = [allocation.size_bytes for allocation in trace.timeline.allocations]

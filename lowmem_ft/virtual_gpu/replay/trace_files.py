@@ -15,7 +15,7 @@ from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import GrowingSize, GrowingWork, Repetition
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import Layers
 
 Arrays = Mapping[str, NDArray[Any]]
 

@@ -24,7 +24,7 @@ import torch
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.packages import own_folder
-from lowmem_ft.virtual_gpu.values.control_flow import answer_that_passes, innermost_loop, returns_answer
+from lowmem_ft.virtual_gpu.values.branch_bytecode import answer_that_passes, innermost_loop, returns_answer
 
 MOST_ROUNDS = 1000
 """Times that a ``while`` loop may ask for one unknown value: more will not end it."""

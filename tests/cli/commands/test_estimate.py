@@ -31,7 +31,7 @@ from lowmem_ft.foundation.memory.memory_estimate import (
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE, kernel_packages_left_out
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planning.estimator.fitting_recipe import ShippedRecipe
+from lowmem_ft.planning.estimator.fitting_shipped_recipe import ShippedRecipe
 from lowmem_ft.planning.estimator.method_estimates import MethodEstimate
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with
@@ -284,7 +284,7 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
             settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
         )
 
-    monkeypatch.setattr("lowmem_ft.planning.estimator.fitting_recipe.shipped_recipe_that_fits", fits)
+    monkeypatch.setattr("lowmem_ft.planning.estimator.fitting_shipped_recipe.shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
     assert "A shipped recipe fits on small, with its own rows and steps" in " ".join(out.split())

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PreTr
 pytest.importorskip("peft")
 
 from lowmem_ft.cli import main
-from lowmem_ft.training.export import compared_answers, exporting
+from lowmem_ft.training.export import exported_answers, exporting
 
 KEPT_RUNS = Path(__file__).parents[2] / "data" / "kept_runs"
 SOURCE_PACKAGE = "https://pypi.org/simple/llama-cpp-python/"
@@ -70,10 +70,10 @@ def test_a_quantized_adapter_is_a_folder_that_from_pretrained_loads_in_four_bits
     assert not torch.equal(loaded(ids).logits, adapted(ids).logits)
     said = capsys.readouterr().out
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    source = compared_answers.greedy_answer(merged, AutoTokenizer.from_pretrained(TINY))
-    exported = compared_answers.greedy_answer(loaded, AutoTokenizer.from_pretrained(tmp_path / "out"))
+    source = exported_answers.greedy_answer(merged, AutoTokenizer.from_pretrained(TINY))
+    exported = exported_answers.greedy_answer(loaded, AutoTokenizer.from_pretrained(tmp_path / "out"))
     assert (
-        f"the first {compared_answers.Comparison(source, exported).num_agreeing} of {len(source.ids)}" in said
+        f"the first {exported_answers.Comparison(source, exported).num_agreeing} of {len(source.ids)}" in said
     )
     verdict = next(line for line in said.splitlines() if line.startswith("verdict"))
     assert "the same model, rounded: " in verdict
@@ -212,9 +212,9 @@ def test_code_that_a_model_brings_is_never_run(folders, capsys):
 )
 def test_a_comparison_ends_with_its_verdict(ids, difference, says):
     logits_V = torch.linspace(-1.7, 1.7, 101)  # of about 1 standard deviation
-    source = compared_answers.Answer([0], [1, 2, 3], "one", logits_V)
-    exported = compared_answers.Answer([0], ids, "other", logits_V + difference)
-    label, verdict = compared_answers.Comparison(source, exported).rows("`measure`")[-1]
+    source = exported_answers.Answer([0], [1, 2, 3], "one", logits_V)
+    exported = exported_answers.Answer([0], ids, "other", logits_V + difference)
+    label, verdict = exported_answers.Comparison(source, exported).rows("`measure`")[-1]
     assert label == "verdict"
     assert re.search(says, verdict)
 
@@ -229,7 +229,7 @@ def test_an_export_that_answers_like_another_model_is_refused(folders, monkeypat
         return (
             answer
             if prompt_ids is None
-            else compared_answers.Answer(answer.prompt_ids, answer.ids, answer.text, -answer.logits_V)
+            else exported_answers.Answer(answer.prompt_ids, answer.ids, answer.text, -answer.logits_V)
         )
 
     monkeypatch.setattr(exporting, "greedy_answer", other)
@@ -299,9 +299,9 @@ def test_llama_cpp_itself_computes_the_logits_of_the_exported_file(tmp_path, lla
             assert "differ by at most 0," in said
         assert (target / "Modelfile").read_text() == f"FROM ./{gguf_type}-{gguf_type}.gguf\n"
         ids, logits_V = llama_cpp_logits(
-            libraries, target / f"{gguf_type}-{gguf_type}.gguf", compared_answers.PROMPT
+            libraries, target / f"{gguf_type}-{gguf_type}.gguf", exported_answers.PROMPT
         )
-        assert [id for id in ids if id != tokenizer.bos_token_id] == tokenizer(compared_answers.PROMPT)[
+        assert [id for id in ids if id != tokenizer.bos_token_id] == tokenizer(exported_answers.PROMPT)[
             "input_ids"
         ]
         with torch.no_grad():

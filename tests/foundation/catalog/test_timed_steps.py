@@ -8,7 +8,7 @@ import json
 import pytest
 
 from lowmem_ft.foundation.catalog.timed_steps import FILE_NAME, MOST_KEPT, keep_timed_step, timed_steps
-from lowmem_ft.foundation.memory.cpu_seconds import TimedStep
+from lowmem_ft.foundation.memory.cpu_step_time import TimedStep
 from lowmem_ft.foundation.memory.step_work import StepWork
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
 

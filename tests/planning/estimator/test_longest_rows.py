@@ -12,7 +12,7 @@ from lowmem_ft.foundation.units import GIB, parse_bytes
 from lowmem_ft.planning.estimator import longest_rows as module
 from lowmem_ft.planning.estimator.longest_rows import GRID_TOKENS, RESOLUTION, longest_rows
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.reports.length_table import length_words
+from lowmem_ft.reports.longest_rows_table import length_words
 
 GPU = dataclasses.replace(load_gpus()["rtx-4090"], memory_bytes=24 * GIB)
 

@@ -21,7 +21,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.planning.estimator import device_target, estimate_memory
-from lowmem_ft.planning.rehearsal import interpolation
+from lowmem_ft.planning.rehearsal import seconds_by_tokens
 from lowmem_ft.planning.rehearsal.host_waits import HostWaits
 from lowmem_ft.planning.rehearsal.result import DISK_BYTES_PER_SECOND
 from lowmem_ft.planning.rehearsal.runtime import _bytes_in_files
@@ -254,7 +254,9 @@ def test_it_says_where_the_host_waits(whole):
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 
-@pytest.mark.parametrize("between", [interpolation, device_target, registration], ids=lambda m: m.__name__)
+@pytest.mark.parametrize(
+    "between", [seconds_by_tokens, device_target, registration], ids=lambda m: m.__name__
+)
 def test_lines_that_stand_for_those_of_the_program_do_not_wait(between):
     work = WorkLog(Timeline())
     waits = HostWaits(work)

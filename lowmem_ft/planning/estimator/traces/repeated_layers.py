@@ -18,7 +18,7 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import key_with, recipe_keys
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.techniques.modules.model_parts import decoder_layers
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import Layers
 
 LONGEST_PERIOD = 8
 """The longest period to look for, in layers: 6 in Gemma 3 (five with a sliding window, one without), 4 in Llama 4."""

@@ -25,7 +25,7 @@ from lowmem_ft.planning.estimator.traces.traced_recipe import ShortTrace, Traced
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers, structure_of
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import Layers, structure_of
 from lowmem_ft.virtual_gpu.replay.trace_files import arrays_of, trace_of
 
 logger = logging.getLogger(__name__)

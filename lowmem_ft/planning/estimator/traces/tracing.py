@@ -28,8 +28,8 @@ from lowmem_ft.foundation.packages import is_installed
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.models.files.model_files import num_layers_of
 from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
-from lowmem_ft.planning.estimator.answers import trace_answer
 from lowmem_ft.planning.estimator.runtime import model_on_meta, virtual_runtime
+from lowmem_ft.planning.estimator.traced_answers import trace_answer
 from lowmem_ft.planning.estimator.traces.forked_trace import Take, forked_trace
 from lowmem_ft.planning.estimator.traces.repeated_layers import ShallowModel, stand_ins, with_num_layers
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
@@ -44,8 +44,8 @@ from lowmem_ft.training.step.deterministic_kernels import deterministic_kernels
 from lowmem_ft.training.step.session import Session
 from lowmem_ft.training.step.step import evaluation_loss
 from lowmem_ft.virtual_gpu.costs.one_process import one_of_several
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import NotRegularError
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import NotRegularError
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 logger = logging.getLogger(__name__)

@@ -22,7 +22,7 @@ from lowmem_ft.foundation.memory.timeline import Allocation
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition, work_behind
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import (
     ALIVE,
     OUTSIDE,
     Integers,

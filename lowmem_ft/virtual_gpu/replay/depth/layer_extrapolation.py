@@ -23,7 +23,7 @@ from lowmem_ft.foundation.host.pinned_memory import PAGE_BYTES
 from lowmem_ft.foundation.memory.timeline import Allocation, Event, Timeline
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import Work
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import (
     ALIVE,
     OUTSIDE,
     Integers,
@@ -98,7 +98,8 @@ class Repetition:
 
     Args:
         layers: how the layers repeat.
-        structure: structure of the short trace, see :func:`~lowmem_ft.virtual_gpu.replay.depth.sweeps.structure_of`.
+        structure: structure of the short trace, see
+            :func:`~lowmem_ft.virtual_gpu.replay.depth.layer_passes.structure_of`.
         is_relative: for each birth, whether the layer in whose turn it dies is as far from its own in every copy.
         goes_with: for each birth and each stretch, whether that layer moves on as the stretch gets longer.
         sizes: sizes of births that are larger in deeper models.

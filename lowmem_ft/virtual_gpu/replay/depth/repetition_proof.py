@@ -22,7 +22,7 @@ from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import (
     costs_of,
     work_behind,
 )
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import (
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import (
     ALIVE,
     OUTSIDE,
     Integers,

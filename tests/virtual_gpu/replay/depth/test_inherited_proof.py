@@ -11,8 +11,8 @@ from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, Work, WorkLog
 from lowmem_ft.virtual_gpu.replay.depth.inherited_proof import Outline, inherit, outline_of
 from lowmem_ft.virtual_gpu.replay.depth.layer_extrapolation import Repetition
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import Layers
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import prove
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers
 
 LAYERS = Layers(stack="model.layers", lead=0, period=1)
 SHORT, DEEP = 4, 12

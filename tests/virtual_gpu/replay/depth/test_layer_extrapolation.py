@@ -11,8 +11,8 @@ from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import Work, WorkLog
+from lowmem_ft.virtual_gpu.replay.depth.layer_passes import Layers, NotRegularError
 from lowmem_ft.virtual_gpu.replay.depth.repetition_proof import extend
-from lowmem_ft.virtual_gpu.replay.depth.sweeps import Layers, NotRegularError
 
 EVERY_LAYER_ALIKE = Layers(stack="model.layers", lead=0, period=1)
 

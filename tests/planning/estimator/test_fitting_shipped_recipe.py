@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.planning.estimator import estimate_memory, fitting_recipe
-from lowmem_ft.planning.estimator.fitting_recipe import shipped_recipe_that_fits
+from lowmem_ft.planning.estimator import estimate_memory, fitting_shipped_recipe
+from lowmem_ft.planning.estimator.fitting_shipped_recipe import shipped_recipe_that_fits
 from lowmem_ft.recipe import load_recipe
 
 
@@ -23,7 +23,7 @@ def asked(monkeypatch):
             raise UserError("its model is unknown")
         return dataclasses.replace(plain, fits=fits[recipe.name])
 
-    monkeypatch.setattr(fitting_recipe, "estimate_memory", estimated)
+    monkeypatch.setattr(fitting_shipped_recipe, "estimate_memory", estimated)
     return fits, names
 
 

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from lowmem_ft import estimate_memory
-from lowmem_ft.foundation.memory.cpu_seconds import (
+from lowmem_ft.foundation.memory.cpu_step_time import (
     NO_SECONDS,
     OTHER_SHARE,
     SAME_SHARE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
-from lowmem_ft.planning.estimator import answers, estimate_memory
+from lowmem_ft.planning.estimator import estimate_memory, traced_answers
 from lowmem_ft.planning.rehearsal import rehearse
 from lowmem_ft.recipe import load_recipe
 
@@ -40,13 +40,13 @@ def test_the_cache_of_the_longest_answer_is_counted(recipe):
 def test_the_longest_answer_that_a_row_can_begin_is_traced(recipe, monkeypatch):
     """Its last two tokens apart, it is the prompt: a row of 128 tokens, and six of the eight new ones."""
     load, prompts = recipe
-    lengths, generate = [], answers.generate_greedily
+    lengths, generate = [], traced_answers.generate_greedily
 
     def noted(session, prompt_BT, *args, **kwargs):
         lengths.append(prompt_BT.shape[1])
         return generate(session, prompt_BT, *args, **kwargs)
 
-    monkeypatch.setattr(answers, "generate_greedily", noted)
+    monkeypatch.setattr(traced_answers, "generate_greedily", noted)
     estimate_memory(load(prompts, "data.max_length=128", "training.max_new_tokens=8"), "rtx-4090")
     assert set(lengths) == {128 + 8 - 2}
 

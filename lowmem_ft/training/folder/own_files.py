@@ -35,7 +35,7 @@ _NAMES = re.compile(
 _OF_THE_RUN = re.compile(r"shard-.+\.safetensors|optimizer-\d{5}\.safetensors|random-state-\d+\.json")
 
 
-def saved_files(folder: Path) -> list[Path]:
+def _saved_files(folder: Path) -> list[Path]:
     """Return the files in a folder, and in those below it, that a run of lowmem_ft saved."""
     listed = _listed(folder)
     paths = [(path, path.relative_to(folder).as_posix()) for path in _files(folder)]
@@ -44,7 +44,7 @@ def saved_files(folder: Path) -> list[Path]:
 
 def _own_files(folder: Path) -> list[Path]:
     """Return all other files, which are a user's own."""
-    return sorted(set(_files(folder)) - set(saved_files(folder)))
+    return sorted(set(_files(folder)) - set(_saved_files(folder)))
 
 
 def delete_saved(target: Path) -> None:
@@ -54,7 +54,7 @@ def delete_saved(target: Path) -> None:
     elif _holds_nothing_else(target):
         shutil.rmtree(target)
     else:
-        saved = saved_files(target)
+        saved = _saved_files(target)
         for file in saved:
             file.unlink()
         _remove_emptied(saved, target)
@@ -68,7 +68,7 @@ def move_saved(source: Path, target: Path) -> None:
         OSError: if a file cannot be moved.
     """
     if source.is_dir() and not _holds_nothing_else(source):
-        saved = saved_files(source)
+        saved = _saved_files(source)
         _move(saved, source, target)
         _remove_emptied(saved, source)
     else:

@@ -8,7 +8,11 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
-from lowmem_ft.foundation.catalog.architectures import Architecture, find_architecture, load_architectures
+from lowmem_ft.foundation.catalog.model_architectures import (
+    Architecture,
+    find_architecture,
+    load_architectures,
+)
 
 ARCHITECTURES = load_architectures()
 OF_EXPERTS = [name for name, found in ARCHITECTURES.items() if found.published_active_parameters]

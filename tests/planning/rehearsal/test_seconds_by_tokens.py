@@ -10,7 +10,7 @@ from tiny_models import TINY
 from transformers import LlamaConfig
 
 from lowmem_ft.planning.rehearsal import runtime, window_shapes
-from lowmem_ft.planning.rehearsal.interpolation import SecondsByTokens
+from lowmem_ft.planning.rehearsal.seconds_by_tokens import SecondsByTokens
 
 
 def test_seconds_are_read_on_the_line_through_the_traced_shapes():

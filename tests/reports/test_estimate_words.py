@@ -8,7 +8,7 @@ from lowmem_ft.foundation.memory.category import CATEGORIES, PHASES
 from lowmem_ft.foundation.memory.memory_estimate import BudgetVerdict, DeviceLimit, ProcessRange
 from lowmem_ft.foundation.memory.uncertainty import Uncertainty
 from lowmem_ft.foundation.units import GIB, MIB
-from lowmem_ft.reports.wording import CATEGORY_WORDS, PHASE_WORDS, caution, module_words, verdict
+from lowmem_ft.reports.estimate_words import CATEGORY_WORDS, PHASE_WORDS, caution, module_words, verdict
 
 
 @pytest.mark.parametrize(
