@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.summary import Outcome
 from lowmem_ft.data.text import tokenizing
+from lowmem_ft.data.text.summary import Outcome
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lowmem_ft.data.length_profile import LengthProfile
-from lowmem_ft.data.summary import Outcome
+from lowmem_ft.data.text.summary import Outcome
 from lowmem_ft.foundation.errors import DataError
 
 CHATS = [

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from lowmem_ft.data.batches.batch import Batch, merged
-from lowmem_ft.data.batches.row import IGNORED_LABEL
+from lowmem_ft.data.row import IGNORED_LABEL
 
 
 def batch(num_rows, length, *, packed=False, first_sample=0):

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.early_checks import check_small_local_data
 from lowmem_ft.data.mixing import drawn
-from lowmem_ft.data.sources.early_checks import check_small_local_data
 from lowmem_ft.data.sources.listed import listed_sources
 from lowmem_ft.foundation.errors import DataError
 

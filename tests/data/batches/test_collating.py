@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from transformers.modeling_flash_attention_utils import _is_packed_sequence
 
 from lowmem_ft.data.batches.collating import Collator
-from lowmem_ft.data.batches.row import TokenizedExample
+from lowmem_ft.data.row import TokenizedExample
 
 VOCABULARY = 50
 

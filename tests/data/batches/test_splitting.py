@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lowmem_ft.data.batches.batch import LabelledRows
-from lowmem_ft.data.batches.row import IGNORED_LABEL
 from lowmem_ft.data.batches.splitting import half_of, pieces
+from lowmem_ft.data.row import IGNORED_LABEL
 
 
 def rows(*documents, padding=0):

@@ -7,10 +7,10 @@ import pytest
 from tiny_models import TINY
 from transformers import AutoTokenizer
 
+from lowmem_ft.data import early_checks
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.early_checks import check_small_local_data
 from lowmem_ft.data.loading import load_data
-from lowmem_ft.data.sources import early_checks
-from lowmem_ft.data.sources.early_checks import check_small_local_data
 from lowmem_ft.foundation.errors import DataError
 
 

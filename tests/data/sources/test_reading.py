@@ -10,9 +10,9 @@ import datasets
 import pytest
 from datasets.exceptions import DatasetNotFoundError
 
-from lowmem_ft.data.sources import files
-from lowmem_ft.data.sources.full_cache import full_cache
-from lowmem_ft.data.sources.reading import Source, malformed_json, open_rows
+from lowmem_ft.data.files import files
+from lowmem_ft.data.files.full_cache import full_cache
+from lowmem_ft.data.files.reading import Source, malformed_json, open_rows
 from lowmem_ft.foundation.errors import DataError
 
 
@@ -235,7 +235,7 @@ def test_a_folder_of_several_kinds_is_warned_about_and_csv_cells_stay_text(tmp_p
 
 
 def test_without_a_hub_a_name_fails_at_once_and_leaves_no_setting_behind(tmp_path, monkeypatch):
-    monkeypatch.setattr("lowmem_ft.data.sources.reading.hub_is_reachable", lambda: False)
+    monkeypatch.setattr("lowmem_ft.data.files.reading.hub_is_reachable", lambda: False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gsm.jsonl").write_text("{}")

@@ -7,8 +7,8 @@ import logging
 
 import pytest
 
+from lowmem_ft.data import early_checks
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.sources import early_checks
 from lowmem_ft.data.text.unused_fields import ALL, fields_of
 from lowmem_ft.foundation.errors import DataError
 
