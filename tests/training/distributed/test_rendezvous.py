@@ -96,7 +96,7 @@ def test_other_data_are_named(run_two, tmp_path):
     link = tmp_path / "data.jsonl"
     link.symlink_to(tmp_path / "one" / "data.jsonl")
     read_other = f"""
-from lowmem_ft.training.run import start
+from lowmem_ft.training.runtimes import reading_data as start
 load = start.load_data
 import dataclasses
 start.load_data = lambda config, *args, **options: load(
