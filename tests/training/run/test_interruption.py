@@ -19,8 +19,9 @@ from lowmem_ft.foundation.system.signals import Interruption
 from lowmem_ft.training.callbacks.callbacks import FAIL
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.evaluation import run_evaluations
-from lowmem_ft.training.run import health, loop, start
+from lowmem_ft.training.run import health, loop
 from lowmem_ft.training.run.loop import train
+from lowmem_ft.training.runtimes import reading_data
 from lowmem_ft.training.runtimes.accelerate_runtime import AccelerateFiles, AccelerateRanks
 
 SHORT = ("training.max_steps=6", "training.save_steps=null", "training.eval_steps=3")
@@ -166,7 +167,7 @@ def test_a_run_whose_terminal_is_gone_saves_and_stops(tmp_path):
 
 def test_a_signal_before_the_first_step_ends_the_process_at_once(tiny, tmp_path, monkeypatch):
     """There is nothing to save, and reading data or weights can take long."""
-    monkeypatch.setattr(start, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
+    monkeypatch.setattr(reading_data, "load_data", lambda *args, **kwargs: send(signal.SIGINT))
     with pytest.raises(KeyboardInterrupt) as stop:
         train(tiny(*SHORT, output_dir=tmp_path / "run"))
     assert stop.type is KeyboardInterrupt
