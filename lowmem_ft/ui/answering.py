@@ -251,12 +251,12 @@ def _settled(asked: Asked, on_progress: OnProgress) -> tuple[Request, Gpu]:
 
 def _gpu_of(asked: Asked) -> Gpu:
     """Return the named GPU, or the cheapest with the budget."""
+    if asked.devices is not None:
+        return find_gpu(split_count(asked.devices)[1])
     words = asked.settings if asked.of_method else (f"recipe={asked.recipe}", *asked.settings)
-    request = Request.of("estimate", words, asked.devices)
-    if request.named_gpu is not None:
-        return request.named_gpu
-    refuse_budget_beyond_all(request.recipe)
-    gpu, _ = choose_gpu(None, request.recipe.budget, use_cpu=False)
+    recipe = Request.of("estimate", words).recipe
+    refuse_budget_beyond_all(recipe)
+    gpu, _ = choose_gpu(None, recipe.budget, use_cpu=False)
     assert gpu is not None, "the form has a GPU or a budget"
     return gpu
 

@@ -5,6 +5,7 @@ Commands, the page and Python make it of the same words. Nothing here imports to
 
 from __future__ import annotations
 
+import functools
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -81,7 +82,8 @@ class Request:
         raise_problems([*gpu_problems(purpose, devices), *problems])
         if name is None and purpose == "train":
             recipe = load_recipe(None, ["plan.mode=auto", *with_defaults_of_plan(settings)])
-            recipe = named_as_planned(recipe, settings, recipe.budget.device or "")
+            if recipe.budget.device is not None:
+                recipe = named_as_planned(recipe, settings, recipe.budget.device)
         elif name is None and purpose == "plan":
             recipe = load_recipe(None, with_defaults_of_plan(settings))
         elif name is None and not is_for_processor(settings, devices):
@@ -119,7 +121,7 @@ class Request:
         """True if the question is certainly about a CPU."""
         return self.gpu == CPU or (self.gpu is None and self.recipe.training.use_cpu)
 
-    @property
+    @functools.cached_property
     def is_by_method(self) -> bool:
         """True for an estimate of a model alone, by each method that fits the settings."""
         is_of_model = self.purpose == "estimate" and self.recipe_name is None

@@ -13,12 +13,12 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import values_of
 
 Purpose = Literal["estimate", "plan", "rehearse", "data", "train"]
 
-_NAMES = {
-    "estimate": "An estimate",
-    "plan": "A plan",
-    "rehearse": "A rehearsal",
-    "data": "A look at the data",
-    "train": "Training",
+_NEEDS = {
+    "estimate": "An estimate needs one recipe=NAME|PATH, or model=NAME,",
+    "plan": "A plan needs one recipe=NAME|PATH, or model=NAME,",
+    "rehearse": "A rehearsal needs one recipe=NAME|PATH,",
+    "data": "A look at the data needs one recipe=NAME|PATH,",
+    "train": "Training needs one recipe=NAME|PATH, or model=X data=X budget=X to plan for;",
 }
 _TAKES_MODEL_ALONE = ("estimate", "plan")
 
@@ -43,16 +43,10 @@ def split_words(purpose: Purpose, words: Sequence[str]) -> tuple[str | None, tup
     if not choices and _is_enough(purpose, settings):
         return None, settings
     seen = " ".join(choices or words) or "nothing"
-    other, lists = ("", "` lists the names.")
-    if purpose in _TAKES_MODEL_ALONE:
-        other, lists = ", or model=NAME", "` and `lowmem-ft models` list the names."
-    elif purpose == "train":
-        other = ", or model=X data=X budget=X to plan for"
     meant = meant_by(settings) or (" Write for instance recipe=demo;" if purpose == "train" else "")
-    comma = ";" if purpose == "train" else ","
-    raise RecipeError(
-        f"{_NAMES[purpose]} needs one recipe=NAME|PATH{other}{comma} got {seen}.{meant} `lowmem-ft recipes{lists}"
-    )
+    both = purpose in _TAKES_MODEL_ALONE
+    lists = "`lowmem-ft recipes` and `lowmem-ft models` list" if both else "`lowmem-ft recipes` lists"
+    raise RecipeError(f"{_NEEDS[purpose]} got {seen}.{meant} {lists} the names.")
 
 
 def _is_enough(purpose: Purpose, settings: Sequence[str]) -> bool:
