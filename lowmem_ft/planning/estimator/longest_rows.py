@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import parse_bytes
 from lowmem_ft.models.hf_config import load_model_config, max_positions
 from lowmem_ft.planning.estimator.estimate import estimate_memory
+from lowmem_ft.planning.estimator.most_that_fits import MostThatFits
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.rules.run_rules import oversized_steps
@@ -22,8 +24,6 @@ GRID_TOKENS = 64
 
 RESOLUTION = 0.03
 """The search ends once its bracket is this share of the length."""
-
-MOST_ESTIMATES = 10
 
 MOST_TOKENS = 1 << 20
 """The longest row that is tried where nothing else limits it."""
@@ -67,9 +67,8 @@ def longest_rows(
 ) -> LongestRows:
     """Find the longest rows with which a recipe fits, with all else unchanged.
 
-    The search brackets the length, beginning with the recipe's own: the next one is where a line through the two
-    nearest peaks meets the limit. It assumes that longer rows take no less memory; what it returns was estimated to
-    fit.
+    The search begins with the recipe's own length and assumes that longer rows take no less memory. What it returns
+    was estimated to fit.
 
     Args:
         recipe: the recipe, with its processes as ``on_gpus`` fills them in.
@@ -119,25 +118,40 @@ def search_length(
     Returns:
         The length, with what was tried.
     """
-    search = _Search(estimate_at, on_estimate)
-    low, high = 0, most + GRID_TOKENS
-    tokens = min(_on_grid(first) or most, most)
-    while len(search.found) < MOST_ESTIMATES:
-        low, high = (tokens, high) if search.fits(tokens) else (low, tokens)
-        if low >= most or high - low <= max(GRID_TOKENS, RESOLUTION * low) or high <= GRID_TOKENS:
-            break
-        tokens = min(search.next_between(low, high), most)
-    over = search.found.get(high)
+    grid = min(GRID_TOKENS, most)
+
+    def estimate(number: int) -> MemoryEstimate:
+        on_estimate(len(search.answers), number * grid)
+        return estimate_at(number * grid)
+
+    def begin(known: tuple[int, float] | None) -> float:
+        if known is None:
+            return min(first, most) // grid
+        number, room = known
+        return 2 * number if room >= 0 else number / 2
+
+    search = MostThatFits(estimate, _room, (1, most // grid), begin, RESOLUTION)
+    longest, beyond = search.find() or 0, next(iter(search.beyond), None)
+    over = None if beyond is None else search.answers[beyond]
     return LongestRows(
-        tokens=low,
-        over_tokens=None if high > most else high,
+        tokens=longest * grid,
+        over_tokens=None if beyond is None else beyond * grid,
         most_tokens=most,
         process_bytes=tuple(
-            (tokens, found.process_high_bytes) for tokens, found in sorted(search.found.items())
+            (number * grid, found.process_high_bytes) for number, found in sorted(search.answers.items())
         ),
         over_device_bytes=0 if over is None else _over(over.process_high_bytes, over.budget.device_bytes),
         over_host_bytes=0 if over is None else _over(over.host_peak_bytes, over.budget.host_bytes),
     )
+
+
+def _room(found: MemoryEstimate) -> float:
+    """Return the bytes of device or host memory that are left, whichever has less; infinite without a limit."""
+    limits = (
+        (found.budget.device_bytes, found.process_high_bytes),
+        (found.budget.host_bytes, found.host_peak_bytes),
+    )
+    return min((limit - peak for limit, peak in limits if limit is not None), default=math.inf)
 
 
 def _over(peak: int, limit: int | None) -> int:
@@ -147,45 +161,6 @@ def _over(peak: int, limit: int | None) -> int:
 def with_more(gpu: Gpu, extra_bytes: int) -> Gpu:
     """Return a GPU with more memory, and all else the same."""
     return dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes + extra_bytes)
-
-
-class _Search:
-    """Estimates by the tokens of a row."""
-
-    def __init__(
-        self, estimate_at: Callable[[int], MemoryEstimate], on_estimate: Callable[[int, int], object]
-    ) -> None:
-        self._estimate_at, self._on_estimate = estimate_at, on_estimate
-        self.found: dict[int, MemoryEstimate] = {}
-
-    def fits(self, tokens: int) -> bool:
-        """Return whether rows of so many tokens fit; False for none."""
-        if not tokens:
-            return False
-        if tokens not in self.found:
-            self._on_estimate(len(self.found), tokens)
-            self.found[tokens] = self._estimate_at(tokens)
-        return self.found[tokens].fits
-
-    def next_between(self, low: int, high: int) -> int:
-        """Return the next length to try, between one that fits and one that does not.
-
-        A line through the peaks of both, or of the two nearest to the limit until there are both, tells where it should
-        end. First a length just short of that is tried, then one beyond it, which closes the bracket where it is right.
-        """
-        limit = next(iter(self.found.values())).budget.device_bytes
-        if len(self.found) == 1 or limit is None:
-            return 2 * low if low else _on_grid(high / 2) or GRID_TOKENS
-        peaks = {tokens: found.process_high_bytes for tokens, found in self.found.items()}
-        near = sorted(peaks, key=lambda tokens: abs(peaks[tokens] - limit))[:2]
-        first, second = (low, high) if {low, high} <= peaks.keys() else sorted(near)
-        rise = peaks[second] - peaks[first]
-        end = (low + high) / 2 if high in peaks else 2 * low / (1 - RESOLUTION / 3)
-        if rise > 0:
-            end = first + (limit - peaks[first]) * (second - first) / rise
-        short, beyond = end * (1 - RESOLUTION / 3), end * (1 + RESOLUTION)
-        wanted = short if short > low + GRID_TOKENS else beyond
-        return min(max(_on_grid(wanted), low + GRID_TOKENS), max(high - GRID_TOKENS, low + GRID_TOKENS))
 
 
 def most_tokens(recipe: Recipe) -> int:

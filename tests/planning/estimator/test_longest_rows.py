@@ -51,8 +51,13 @@ def stepped(tokens):
     return 15 * GIB + (tokens * 600_000 // (300 << 20)) * (300 << 20)
 
 
+def curved(tokens):
+    """Memory that short rows do not change, and long rows take by the square of their length."""
+    return 15 * GIB + max(0, tokens - 9000) ** 2 * 40
+
+
 @pytest.mark.parametrize("start", [64, 2048, 16384, 60000])
-@pytest.mark.parametrize("bytes_of", [lambda tokens: 15 * GIB + tokens * 600_000, stepped])
+@pytest.mark.parametrize("bytes_of", [lambda tokens: 15 * GIB + tokens * 600_000, stepped, curved])
 def test_the_end_is_found_from_any_length_in_few_estimates(search, bytes_of, start):
     found, tried = search(bytes_of, start=start)
     assert bytes_of(found.tokens) <= 24 * GIB < bytes_of(found.over_tokens)
@@ -83,6 +88,11 @@ def test_the_models_limit_ends_it_too(search):
     found, tried = search(lambda tokens: GIB, start=1024, most=4096)
     assert (found.tokens, found.over_tokens) == (4096, None)
     assert tried == [1024, 2048, 4096]
+
+
+def test_a_limit_shorter_than_the_grid_is_tried(search):
+    found, tried = search(lambda tokens: GIB, most=48)
+    assert (found.tokens, found.over_tokens, tried) == (48, None, [48])
 
 
 def test_where_nothing_fits_there_is_no_length(search):

@@ -16,9 +16,9 @@ attention, and every kind of stack would need a knob of its own. Experts after d
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 
+from lowmem_ft.planning.estimator.most_that_fits import MostThatFits
 from lowmem_ft.planning.planner.search.estimated_needs import Limits, Need
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
@@ -57,8 +57,8 @@ def with_most_layers(
             limits=limits,
             expected=(expected[0], (expected[1] - expected[0]) / max(1, most)),
         )
-        number = layers.find()
-        found, least = layers.needs[number], least or layers.least()
+        number = layers.find() or 0
+        found, least = layers.answers[number], least or layers.least()
         if not found.fits:
             break
         settled = with_settings(settled, {key: number})
@@ -69,12 +69,8 @@ def with_most_layers(
     return dataclasses.replace(found, least=least, one_more=one_more)
 
 
-class _MostLayers:
+class _MostLayers(MostThatFits[Need]):
     """The search for the largest number of layers whose needs fit.
-
-    The first layers may cost nothing, as the peak is elsewhere, and each of the last ones costs most. So a line through
-    two numbers is above the bytes between them and below those beyond: linear interpolation never overestimates the
-    number at which memory ends, and linear extrapolation never underestimates it.
 
     Args:
         need_at: estimates a number of layers.
@@ -86,70 +82,34 @@ class _MostLayers:
     def __init__(
         self, need_at: Callable[[int], Need], most: int, limits: Limits, expected: tuple[float, float]
     ) -> None:
-        self._need_at = need_at
-        self._most = most
-        self._limits = limits
-        self._expected = expected
-        self.needs: dict[int, Need] = {}
-
-    def find(self) -> int:
-        """Return the largest number that fits; 0 if none does."""
-        while (number := self._next()) is not None:
-            self.needs[number] = self._need_at(number)
-        return max(self._fitting, default=0)
+        super().__init__(need_at, limits.room, (0, most), self._expected_end)
+        self._limits, self._expected = limits, expected
 
     def least(self) -> Need:
         """Return the needs without such layers, by a line through the fewest that were estimated."""
-        first, *others = sorted(self.needs)
+        first, *others = sorted(self.answers)
         if first and not others:
-            need, (_, each) = self.needs[first], self._expected
+            need, (_, each) = self.answers[first], self._expected
             return dataclasses.replace(need, device_bytes=need.device_bytes - first * each)
-        return self._on_a_line(first, others[0], 0) if first else self.needs[0]
+        return self._on_a_line(first, others[0], 0) if first else self.answers[0]
 
     def needed(self, number: int) -> Need:
         """Return the needs of one layer more than fit: as estimated, or the least, which do not fit either."""
-        return self.needs.get(number) or dataclasses.replace(
-            self._on_a_line(self._fitting[-2], self._fitting[-1], number), fits=False, estimate=None
+        return self.answers.get(number) or dataclasses.replace(
+            self._on_a_line(self.fitting[-2], self.fitting[-1], number), fits=False, estimate=None
         )
 
-    @property
-    def _fitting(self) -> list[int]:
-        return sorted(number for number, need in self.needs.items() if need.fits)
-
-    def _next(self) -> int | None:
-        """Return the number to estimate next; None once the largest that fits is known."""
-        fitting = self._fitting
-        fits = fitting[-1] if fitting else -1
-        beyond = sorted(number for number in self.needs if number not in fitting)
-        end = min(beyond, default=self._most + 1)
-        if end - fits == 1 or (len(fitting) > 1 and self._end_of_room(*fitting[-2:]) < fits + 1):
-            return None
-        if len(self.needs) < 2:
-            guess = self._expected_end(*self.needs)
-        elif fitting:
-            sides = [(fits, end)] if beyond else []
-            sides += [tuple(fitting[-2:])] if len(fitting) > 1 else []
-            guess = sum(min(self._end_of_room(*side), end) for side in sides) / len(sides)
-        else:  # below two that do not fit, a line through them never underestimates, either
-            guess = self._end_of_room(*beyond) if len(beyond) == 2 else 0
-        return math.floor(min(max(guess, fits + 1), end - 1))
-
-    def _end_of_room(self, fewer: int, more: int) -> float:
-        """Return the number of layers at which memory ends, by a line through two numbers."""
-        room, less = (self._limits.room(self.needs[number]) for number in (fewer, more))
-        return fewer + room / (room - less) * (more - fewer) if less < room else math.inf
-
-    def _expected_end(self, known: int | None = None) -> float:
+    def _expected_end(self, known: tuple[int, float] | None) -> float:
         """Return where memory should end, by what is expected of each layer and what is known of one number."""
         none, each = self._expected
-        room = self._limits.device_bytes - none if known is None else self._limits.room(self.needs[known])
+        number, room = known or (0, self._limits.device_bytes - none)
         if each <= 0:
             return self._most if room >= 0 else 0
-        return (known or 0) + room / each
+        return number + room / each
 
     def _on_a_line(self, one: int, other: int, number: int) -> Need:
         """Return the needs of a number by a line through those of two others."""
-        need, further = self.needs[one], self.needs[other]
+        need, further = self.answers[one], self.answers[other]
         share = (number - one) / (other - one)
         return dataclasses.replace(
             need,
