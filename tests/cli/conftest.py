@@ -245,7 +245,7 @@ def _write_recipes(folder: Path) -> None:
         "environment": "model: {name_or_path: '${oc.env:HOME}'}\n",
         "base_of_environment": "base: environment.yaml\n",
         "base_by_environment": "base: ${oc.env:HOME}/environment.yaml\n",
-        "many_references": "a0: x\n" + "".join(f"a{n + 1}: {f'${{a{n}}}' * 10}\n" for n in range(12)),
+        "many_references": f"name: {'x' * 2000}\ntraining: {{run_name: '{'${name}' * 2000}'}}\n",
         "many_aliases": "a0: &a0 [x]\n"
         + "".join(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]\n" for n in range(9)),
         "many_digits": f"training: {{seed: {'1' * 6000}}}\n",

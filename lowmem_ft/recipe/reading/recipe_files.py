@@ -136,7 +136,7 @@ def _read(path: Path) -> RecipeFile:
     """Read the file's settings, with references resolved; ``${recipe_dir}`` is the folder that contains the file."""
     try:
         written = _read_yaml(path)
-        resolved = resolve_references(written, {"recipe_dir": str(path.parent.resolve())})
+        resolved = resolve_references(written, str(path.parent.resolve()))
     except yaml.YAMLError as error:
         raise RecipeError(_yaml_problem(path, error)) from error
     except RecursionError as error:

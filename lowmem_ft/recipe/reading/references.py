@@ -1,23 +1,23 @@
 """``${...}`` in a recipe file: the folder that contains the file, or a key of the same file, and nothing else.
 
 A recipe file may come from another user. If its text could name an environment variable, it could copy that into the
-name of a folder or a model card, so no resolver of OmegaConf is called, neither a built-in nor a registered one.
+name of a folder or a model card, so no resolver of OmegaConf is called, neither a built-in nor a registered one. The
+value of a key that is named holds no reference but ``${recipe_dir}``, so that nothing refers to itself.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_ft.foundation.errors import did_you_mean
 
 MOST_CHARACTERS = 1_000_000
-"""Limit on all values of a file with references written out, as a few lines can double it thirty times."""
+"""Limit on the values that references are replaced by in a file, as many of them may name one long value."""
 
-_OPENING = re.compile(r"(\\*)\$\{")
-_NAME = re.compile(r"(\.*)([^\s.:{}$\[\]]+(?:\.[^\s.:{}$\[\]]+|\[\d+\])*)")
+_REFERENCE = re.compile(r"(?<!\\)(?P<pairs>(?:\\\\)*)(?:(?P<escape>\\)\$\{|\$\{(?P<body>[^{}]*)(?P<end>\}?))")
 _RESOLVER = re.compile(r"\s*([\w.]+)\s*:")
 
 
@@ -34,26 +34,21 @@ class ResolvedSettings:
     problems: dict[str, str]
 
 
-def resolve_references(settings: Mapping[str, Any], variables: Mapping[str, str]) -> ResolvedSettings:
+def resolve_references(settings: Mapping[str, Any], recipe_dir: str) -> ResolvedSettings:
     r"""Replace each ``${...}``; one after a backslash (``\${``) is text.
 
     Args:
         settings: nested plain values, as the file has them.
-        variables: other names that may occur, such as ``recipe_dir``.
+        recipe_dir: the folder that contains the file.
 
     Returns:
         The settings, and what is wrong with them.
 
     Raises:
-        TooLongError: if they would come to more than ``MOST_CHARACTERS``.
+        TooLongError: if the values of references come to more than ``MOST_CHARACTERS``.
     """
-    resolver = _Resolver(settings=settings, variables=variables)
-    resolved = {
-        key: value
-        for key, inner in settings.items()
-        if (value := resolver.value((key,), inner)) is not _UNKNOWN
-    }
-    return ResolvedSettings(settings=resolved, problems=resolver.problems)
+    resolver = _Resolver(settings=settings, recipe_dir=recipe_dir)
+    return ResolvedSettings(settings=resolver.value((), dict(settings)), problems=resolver.problems)
 
 
 def escape_references(value: Any) -> Any:
@@ -68,7 +63,7 @@ def escape_references(value: Any) -> Any:
 
 
 class TooLongError(Exception):
-    """The values of a file come to more than a recipe may hold."""
+    """The values of references come to more than a recipe may hold."""
 
 
 class _Unknown:
@@ -82,104 +77,89 @@ _Path = tuple[str | int, ...]
 @dataclass(kw_only=True)
 class _Resolver:
     settings: Mapping[str, Any]
-    variables: Mapping[str, str]
+    recipe_dir: str
     problems: dict[str, str] = field(default_factory=dict)
-    under_way: list[_Path] = field(default_factory=list)
     num_characters: int = 0
 
     def value(self, path: _Path, value: Any) -> Any:
         """Return the value of that path with its references replaced, or ``_UNKNOWN``."""
-        self._count(1, path)
         if isinstance(value, dict):
             found = {name: self.value((*path, name), inner) for name, inner in value.items()}
             return {name: inner for name, inner in found.items() if inner is not _UNKNOWN}
         if isinstance(value, list):
             items = [self.value((*path, index), inner) for index, inner in enumerate(value)]
             return _UNKNOWN if any(item is _UNKNOWN for item in items) else items
+        if not isinstance(value, str):
+            return value
         try:
-            resolved = self._text(path, value) if isinstance(value, str) else value
+            return _replaced(value, self._named)
         except _WrongReferenceError as error:
-            self.problems.setdefault(_written(path), f"{_written(path)}: {error}")
+            written = _written(path)
+            self.problems[written] = f"{written}: {error} {_RULE} {_way_out(path)}"
             return _UNKNOWN
-        self._count(len(resolved) if isinstance(resolved, str) else 0, path)
-        return resolved
 
-    def _count(self, num_characters: int, path: _Path) -> None:
-        self.num_characters += num_characters
+    def _named(self, name: str) -> Any:
+        """Return the value that a reference names."""
+        if name == "recipe_dir":
+            return self.recipe_dir
+        value: Any = self.settings
+        for part in name.split("."):
+            if not isinstance(value, dict) or part not in value:
+                raise _WrongReferenceError(
+                    f"${{{name}}} is not a key of this file.{did_you_mean(name, self._names())}"
+                )
+            value = value[part]
+        if value is None or isinstance(value, (dict, list)):
+            raise _WrongReferenceError(
+                f"${{{name}}} must name a text, a number or a switch, got {value!r:.200}."
+            )
+        found = _replaced(value, self._only_the_folder) if isinstance(value, str) else value
+        self.num_characters += len(str(found))
         if self.num_characters > MOST_CHARACTERS:
             raise TooLongError(
-                f"With its references expanded, a recipe file may have {MOST_CHARACTERS:,} characters, got more at "
-                f"{_written(path)}. Write fewer ${{...}}."
+                f"The values that ${{...}} names in a file may have {MOST_CHARACTERS:,} characters together, got more "
+                f"at ${{{name}}}. Write fewer ${{...}}."
             )
+        return found
 
-    def _text(self, path: _Path, text: str) -> Any:
-        parts = [part if isinstance(part, str) else self._named(path, part) for part in _parts(text)]
-        if len(parts) == 1:
-            return parts[0]
-        for part in parts:
-            if part is None or isinstance(part, (dict, list)):
-                raise _WrongReferenceError(
-                    f"only text and numbers can be part of a text, got {part!r} in {text!r}."
-                )
-        return "".join(map(str, parts))
-
-    def _named(self, path: _Path, reference: _Reference) -> Any:
-        target = reference.target(path)
-        if target in self.under_way or target == path[: len(target)]:
-            raise _WrongReferenceError(f"{reference} refers to itself. Write the value.")
-        if len(target) == 1 and target[0] in self.variables:
-            return self.variables[str(target[0])]
-        value: Any = self.settings
-        for name in target:
-            try:
-                value = value[name]
-            except (KeyError, IndexError, TypeError):
-                raise _WrongReferenceError(
-                    f"{reference} is not a key of this file.{did_you_mean(_written(target), self._names())} {_RULE} "
-                    f"{_way_out(path)}"
-                ) from None
-        self.under_way.append(target)
-        try:
-            resolved = self.value(target, value)
-        finally:
-            self.under_way.pop()
-        if resolved is _UNKNOWN:
-            raise _WrongReferenceError(f"{reference} cannot be resolved.")
-        return resolved
+    def _only_the_folder(self, name: str) -> str:
+        if name == "recipe_dir":
+            return self.recipe_dir
+        raise _WrongReferenceError(
+            f"the value of a key that is named holds no reference but ${{recipe_dir}}, got ${{{name}}}."
+        )
 
     def _names(self) -> Iterator[str]:
-        yield from self.variables
+        yield "recipe_dir"
         for name, inner in self.settings.items():
             yield from (f"{name}.{key}" for key in inner) if isinstance(inner, dict) else (name,)
 
 
+def _replaced(text: str, value_of: Callable[[str], Any]) -> Any:
+    """Return a text with the values of its references; one that is the whole text has the value's own type."""
+
+    def value(found: re.Match[str]) -> Any:
+        body = found["body"]
+        if resolver := _RESOLVER.match(body):
+            raise _WrongReferenceError(f"{found[0]} calls the resolver {resolver[1]}.")
+        if not found["end"]:
+            raise _WrongReferenceError(
+                rf"${{{body} is not closed. Add the }}, or write \${{ for the characters."
+            )
+        return value_of(body.strip())
+
+    def written(found: re.Match[str]) -> str:
+        before = found["pairs"][::2]
+        return f"{before}${{" if found["escape"] else f"{before}{value(found)}"
+
+    whole = _REFERENCE.fullmatch(text)
+    if whole and not whole["escape"] and not whole["pairs"]:
+        return value(whole)
+    return _REFERENCE.sub(written, text)
+
+
 class _WrongReferenceError(Exception):
     """A wrong reference, described in words."""
-
-
-@dataclass(frozen=True)
-class _Reference:
-    """One ``${...}``, with the text between its braces."""
-
-    body: str
-
-    def __str__(self) -> str:
-        return f"${{{self.body}}}"
-
-    def target(self, path: _Path) -> _Path:
-        """Return the path that it names in the value of ``path``: from the top, or, after dots, from its own group."""
-        if (name := _NAME.fullmatch(self.body.strip())) is None:
-            raise _WrongReferenceError(f"{self._why_not()} {_RULE} {_way_out(path)}")
-        dots, names = name.groups()
-        parts = tuple(int(part) if part.isdigit() else part for part in re.split(r"[.\[\]]+", names) if part)
-        return (*path[: max(0, len(path) - len(dots))], *parts) if dots else parts
-
-    def _why_not(self) -> str:
-        if resolver := _RESOLVER.match(self.body):
-            return f"{self} calls the resolver {resolver[1]}."
-        if "${" in self.body:
-            return f"{self} contains another reference."
-        return f"{self} is not the name of a key."
 
 
 _RULE = (
@@ -196,37 +176,6 @@ def _way_out(path: _Path) -> str:
 def recipe_key_of(path: str) -> str:
     """Return the key whose value a path leads into: ``data.data_files`` for ``data.data_files[1]``."""
     return ".".join(path.partition("[")[0].split(".")[:2])
-
-
-def _parts(text: str) -> list[str | _Reference]:
-    """Split the text at its references; a text without any is one part."""
-    parts: list[str | _Reference] = []
-    plain, position = "", 0
-    while opening := _OPENING.search(text, position):
-        backslashes = opening[1]
-        plain += text[position : opening.start()] + "\\" * (len(backslashes) // 2)
-        position = opening.end()
-        if len(backslashes) % 2:
-            plain += "${"
-            continue
-        parts += [plain] if plain else []
-        end = _end(text, position)
-        parts.append(_Reference(text[position:end]))
-        plain, position = "", end + 1
-    plain += text[position:]
-    return [*parts, plain] if plain or not parts else parts
-
-
-def _end(text: str, start: int) -> int:
-    """Return the position of the brace that closes the one before ``start``."""
-    depth = 1
-    for position in range(start, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[position], 0)
-        if depth == 0:
-            return position
-    raise _WrongReferenceError(
-        rf"${{{text[start:]} is not closed. Add the }}, or write \${{ for the characters."
-    )
 
 
 def _written(path: _Path) -> str:
