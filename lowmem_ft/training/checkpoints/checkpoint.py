@@ -35,14 +35,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.foundation.units import MIB, format_bytes
-from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
-from lowmem_ft.training.folder.atomic_io import (
+from lowmem_ft.foundation.system.atomic_write import (
     abandon_folder,
     begin_folder,
     complete_folder,
     incomplete_name,
 )
+from lowmem_ft.foundation.units import MIB, format_bytes
+from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
 from lowmem_ft.training.folder.checkpoint_folders import (
     FORMAT,
     FORMAT_OF_SHARDS,
@@ -50,7 +50,7 @@ from lowmem_ft.training.folder.checkpoint_folders import (
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.folder.own_files import MANIFEST
+from lowmem_ft.training.folder.own_files import MANIFEST, replace_saved
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.step.random_state import export_random_state
@@ -106,11 +106,11 @@ def folder_of_all(target: Path, ranks: Ranks) -> Iterator[Path]:
     try:
         with one_step_of_all(target, ranks):
             if ranks.is_main:
-                begin_folder(target)
+                begin_folder(target, replace_saved)
         yield incomplete_name(target)
         with one_step_of_all(target, ranks):
             if ranks.is_main:
-                complete_folder(target)
+                complete_folder(target, replace_saved)
     except BaseException:
         if ranks.is_main:
             abandon_folder(target)
