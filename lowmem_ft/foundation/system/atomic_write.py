@@ -74,16 +74,6 @@ def begin_folder(target: Path, replace: Replace) -> Path:
     return partial
 
 
-def complete_folder(target: Path, replace: Replace) -> None:
-    """Flush everything written since :func:`begin_folder` to disk, and rename the folder."""
-    partial = incomplete_name(target)
-    _give_usual_modes(partial)
-    for path in (*partial.rglob("*"), partial):
-        flush_to_disk(path)
-    _put_in_place(partial, target, replace)
-    flush_to_disk(target.parent)
-
-
 def abandon_folder(target: Path) -> None:
     """Remove everything written since :func:`begin_folder`."""
     shutil.rmtree(incomplete_name(target), ignore_errors=True)
@@ -102,10 +92,20 @@ def whole_folder(target: Path, replace: Replace) -> Iterator[Path]:
     """
     try:
         yield begin_folder(target, replace)
-        complete_folder(target, replace)
+        _complete_folder(target, replace)
     except BaseException:
         abandon_folder(target)
         raise
+
+
+def _complete_folder(target: Path, replace: Replace) -> None:
+    """Flush everything written since :func:`begin_folder` to disk, and rename the folder."""
+    partial = incomplete_name(target)
+    _give_usual_modes(partial)
+    for path in (*partial.rglob("*"), partial):
+        flush_to_disk(path)
+    _put_in_place(partial, target, replace)
+    flush_to_disk(target.parent)
 
 
 def _give_usual_modes(folder: Path) -> None:
