@@ -38,16 +38,9 @@ class ProcessHere:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def ask(self, function: Any, *arguments: Any, tells_progress: bool = False) -> None:
+    def call(self, function: Any, *arguments: Any, **callbacks: Any) -> Any:
         function, arguments = pickle.loads(pickle.dumps((function, arguments)))
-        self._told: list[Any] = []
-        options = {"on_progress": self._told.append} if tells_progress else {}
-        self._result = function(*arguments, **options)
-
-    def answer(self, on_progress: Any = lambda progress: None) -> Any:
-        for progress in self._told:
-            on_progress(progress)
-        return pickle.loads(pickle.dumps(self._result))
+        return pickle.loads(pickle.dumps(function(*arguments, **callbacks)))
 
     def close(self) -> None:
         pass

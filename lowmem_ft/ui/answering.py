@@ -222,12 +222,21 @@ def measure_rows(asked: Asked, data: Path, tokenizer: Path, on_progress: OnProgr
     }
 
 
-def isolate_process(on_progress: OnProgress) -> None:
-    """Cut the process that answers off from the network, and bound its memory: no answer needs either.
+def isolated(function: Callable[..., Any], *arguments: Any, on_progress: OnProgress) -> Any:
+    """Call a function of this module in a process without a network, and with a bound on its memory.
 
     Args:
-        on_progress: not told anything.
+        function: the function; no answer needs more.
+        *arguments: its arguments.
+        on_progress: its last one.
     """
+    _isolate_process()
+    on_progress("reading the settings")
+    return function(*arguments, on_progress=on_progress)
+
+
+@functools.cache  # an audit hook stays
+def _isolate_process() -> None:
     sys.addaudithook(_refuse_connections)
     if sys.platform != "win32":
         hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

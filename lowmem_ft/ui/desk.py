@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.planning.estimator.child_process import ChildFailedError, EstimatingProcess
-from lowmem_ft.ui.answering import isolate_process
+from lowmem_ft.foundation.system.child_process import ChildFailedError
+from lowmem_ft.planning.estimator.estimating_processes import EstimatingProcess
+from lowmem_ft.ui.answering import isolated
 
 LIMIT_SECONDS = 1800.0
 """The most seconds of one answer, after which its process is ended."""
@@ -69,7 +70,7 @@ class Desk:
         self,
         *,
         limit_seconds: float = LIMIT_SECONDS,
-        make_process: Callable[[], EstimatingProcess] = EstimatingProcess,
+        make_process: Callable[[], EstimatingProcess] = lambda: EstimatingProcess("lowmem_ft.ui.answering"),
     ) -> None:
         self._limit_seconds = limit_seconds
         self._make_process = make_process
@@ -79,9 +80,6 @@ class Desk:
         self._numbers = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._process: EstimatingProcess | None = None
-        self._ready: EstimatingProcess | None = (
-            None  # the one whose first answer, that it is alone, was taken
-        )
 
     def ask(
         self, tab: str, kind: str, function: Callable[..., Any], *arguments: Any
@@ -142,7 +140,6 @@ class Desk:
         with self._lock:
             if self._process is None:
                 self._process = self._make_process()
-                self._process.ask(isolate_process, tells_progress=True)
 
     def close(self) -> None:
         """End the process."""
@@ -180,14 +177,13 @@ class Desk:
         assert process is not None
         since, doing, is_done = time.monotonic(), "loading torch and transformers", False
 
+        def tell(text: str) -> None:
+            said.put(("doing", text))
+
         def wait() -> None:
             try:
-                if self._ready is not process:
-                    process.answer()
-                    self._ready = process
-                said.put(("doing", "reading the settings"))
-                process.ask(function, *arguments, tells_progress=True)
-                said.put(("answer", process.answer(lambda text: said.put(("doing", text)))))
+                answer = process.call(isolated, function, *arguments, on_progress=tell)
+                said.put(("answer", answer))
             except Exception as error:
                 said.put(("error", error))
 

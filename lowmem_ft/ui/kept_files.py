@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.system.atomic_write import whole_file
 
 MOST_CONFIG_BYTES, MOST_TOKENIZER_BYTES, MOST_DATA_BYTES = 1 << 18, 1 << 26, 1 << 26
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -116,7 +117,8 @@ class KeptFiles:
         name = f"{kind}-{hashlib.sha256(content).hexdigest()[:16]}"
         folder = self._folder / name
         folder.mkdir(exist_ok=True)
-        (folder / file_name).write_bytes(content)
+        with whole_file(folder / file_name, is_cache=True) as stream:
+            stream.write(content)
         kept = sorted(self._folder.glob(f"{kind}-*"), key=lambda each: each.stat().st_mtime_ns, reverse=True)
         for old in kept[MOST_FILES:]:
             shutil.rmtree(old, ignore_errors=True)

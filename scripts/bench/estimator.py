@@ -201,7 +201,8 @@ def _git(*arguments: str) -> None:
 
 def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
     """Return wall-clock seconds of the process that estimates before a run, twice with, twice without its imports."""
-    from lowmem_ft.planning.estimator.child_process import EstimatingProcess, estimate_without_timeline
+    from lowmem_ft.planning.estimator.estimate import estimate_without_timeline
+    from lowmem_ft.planning.estimator.estimating_processes import EstimatingProcess
     from lowmem_ft.recipe import load_recipe
 
     recipe = load_recipe(recipe_name)
@@ -213,11 +214,9 @@ def time_preflight(recipe_name: str, gpu: str) -> dict[str, Any]:
                 start = time.perf_counter()
                 process = EstimatingProcess()
                 if are_imports_over:
-                    process.ask(estimate_without_timeline, load_recipe("tiny"), gpu)
-                    process.answer()
+                    process.call(estimate_without_timeline, load_recipe("tiny"), gpu)
                     start = time.perf_counter()
-                process.ask(estimate_without_timeline, recipe, gpu)
-                process.answer()
+                process.call(estimate_without_timeline, recipe, gpu)
                 name = f"{traces}{'' if are_imports_over else '_with_imports'}_seconds"
                 seconds[name] = round(time.perf_counter() - start, 2)
                 process.close()

@@ -27,6 +27,7 @@ from lowmem_ft.foundation.catalog.clock_rates import host_range
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
+from lowmem_ft.foundation.system.atomic_write import whole_file
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.chunked import chunked_optimizer
@@ -162,9 +163,8 @@ class TracedRow:
         if not file.exists():
             works = [work_of(row.run, num_layers) for num_layers in (FEW, MORE)]
             folder.mkdir(parents=True, exist_ok=True)
-            partial = file.with_suffix(".partial")
-            partial.write_bytes(pickle.dumps(works))
-            partial.rename(file)
+            with whole_file(file, is_cache=True) as stream:
+                pickle.dump(works, stream)
         works = pickle.loads(file.read_bytes())
         self._clocks = [(Clock(work), _last_step(work)) for work in works]
         self._gpu = find_gpu(row.gpu).in_its_rows_machine

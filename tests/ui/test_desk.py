@@ -7,9 +7,8 @@ import threading
 import pytest
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.planning.estimator.child_process import ChildFailedError
+from lowmem_ft.foundation.system.child_process import ChildFailedError
 from lowmem_ft.ui import desk as desk_module
-from lowmem_ft.ui.answering import isolate_process
 from lowmem_ft.ui.desk import Answer, Desk, Progress, SupersededError
 
 
@@ -21,26 +20,15 @@ class Process:
     def __init__(self) -> None:
         type(self).made += 1
         self.closed = threading.Event()
-        self.questions = []
 
-    def ask(self, function, *arguments, tells_progress=False):
-        assert tells_progress
-        self.questions.append((function, arguments))
-
-    def answer(self, on_progress=lambda progress: None):
-        function, arguments = self.questions.pop(0)
-        if function is isolate_process:
-            self.begin()
-            return None
+    def call(self, _, function, *arguments, on_progress):
+        on_progress("reading the settings")
         for argument in arguments:
             if isinstance(argument, threading.Event):
                 while not argument.wait(0.01):
                     if self.closed.is_set():
                         raise ChildFailedError("it ended with exit code -9")
         return function(*arguments, on_progress=on_progress)
-
-    def begin(self):
-        """Do nothing; a real process imports its libraries here."""
 
     def close(self):
         self.closed.set()
@@ -155,28 +143,6 @@ def test_a_closed_iterator_ends_the_work(desk):
     events.close()
     assert answer_of(desk.ask("tab", "estimate", double, 5)) == 10
     assert Process.made == 2
-
-
-def test_a_process_that_begins_late_does_not_shift_the_answers_of_the_next(desk):
-    """Its first answer may be on the way when it is ended."""
-    begins, ends = threading.Event(), threading.Event()
-
-    class Late(Process):
-        def begin(self):
-            if self.made == 1:
-                begins.set()
-                ends.wait(10)
-
-    desk._make_process = Late
-    events = desk.ask("tab", "estimate", double, 1)
-    next(events)
-    assert begins.wait(10)
-    old = desk._process
-    events.close()
-    ends.set()
-    while desk._ready is not old:  # the thread of the old process has taken its first answer
-        threading.Event().wait(0.01)
-    assert answer_of(desk.ask("tab", "estimate", double, 5)) == 10
 
 
 def test_too_many_questions_are_refused(desk, monkeypatch):

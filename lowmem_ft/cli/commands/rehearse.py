@@ -130,9 +130,9 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
 
 def _kept(recipe: Recipe, values: dict[str, Any]) -> str:
     """Write the results into the run's folder, for ``lowmem-ft report``; return a sentence on that."""
+    from lowmem_ft.foundation.system.atomic_write import write_whole_file
     from lowmem_ft.recipe.command_lines import command_line, quoted
     from lowmem_ft.recipe.rules.output_folder import run_folder_of
-    from lowmem_ft.training.folder.atomic_io import write_whole_file
     from lowmem_ft.training.folder.replaced_run import REHEARSAL_FILE
 
     file = run_folder_of(recipe) / REHEARSAL_FILE

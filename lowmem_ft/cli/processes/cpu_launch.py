@@ -29,6 +29,8 @@ class _Asked(NamedTuple):
 def start_requested_processes(*, use_cpu: bool) -> None:
     """Replace this process by torch's launcher with N processes, if Accelerate was asked for N and started one.
 
+    The launcher is no child: it takes this process's place and id, so that signals and exit codes are its own.
+
     Args:
         use_cpu: whether the recipe trains on the CPU.
 

@@ -1,4 +1,8 @@
-"""A process of its own for a user's program; if a signal kills it, the error explains that in a sentence."""
+"""A process of its own for a user's program; if a signal kills it, the error explains that in a sentence.
+
+It is the command itself, forked: it has the terminal, prints what the command prints, and returns an exit code alone.
+So it is no ``foundation/system/child_process.py``, which answers questions and is killed.
+"""
 
 from __future__ import annotations
 

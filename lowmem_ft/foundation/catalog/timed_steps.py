@@ -15,8 +15,8 @@ from typing import Any
 from lowmem_ft.foundation.memory.cpu_step_time import TimedStep, with_seconds
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.memory.step_work import StepWork
+from lowmem_ft.foundation.system.atomic_write import whole_file
 from lowmem_ft.foundation.system.cores import usable_cores
-from lowmem_ft.foundation.system.whole_files import whole_file
 from lowmem_ft.foundation.user_paths import kept_folder
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
 def _write(file: Path, steps: Iterable[tuple[_Machine, TimedStep]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     rows = [asdict(machine) | asdict(step) for machine, step in steps]
-    with whole_file(file) as stream:
+    with whole_file(file, is_cache=True) as stream:
         stream.write(json.dumps(rows, indent=1).encode())
 
 

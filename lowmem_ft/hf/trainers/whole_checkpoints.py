@@ -21,8 +21,9 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.system.atomic_write import incomplete_name, whole_folder
 from lowmem_ft.techniques.modules.patching import call_around
-from lowmem_ft.training.folder.atomic_io import incomplete_name, whole_folder
+from lowmem_ft.training.folder.own_files import replace_saved
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ def _save_whole(trainer: Any, save: Callable[..., None], model: Any, trial: Any)
     with contextlib.ExitStack() as writing:
         if trainer.args.should_save:
             _delete_cut_short(Path(run_dir))
-            writing.enter_context(whole_folder(Path(folder)))
+            writing.enter_context(whole_folder(Path(folder), replace_saved))
         trainer.accelerator.wait_for_everyone()
         with Handle(*_written_elsewhere(trainer, folder, finish=writing.close)):
             save(model, trial)

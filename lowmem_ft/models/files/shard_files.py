@@ -10,7 +10,6 @@ Reading names and headers imports no torch.
 from __future__ import annotations
 
 import json
-import os
 import re
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.system.atomic_write import flush_to_disk
 from lowmem_ft.foundation.units import GIB
 
 if TYPE_CHECKING:
@@ -116,11 +116,7 @@ class ShardWriter:
             _SHAPES: json.dumps({name: list(part.shape) for name, part in parts.items()}),
         }
         save_file({name: part.values.detach().contiguous() for name, part in parts.items()}, file, metadata)
-        descriptor = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)  # on the writer: another machine's kernel does not know of these pages
-        finally:
-            os.close(descriptor)
+        flush_to_disk(file)  # on the writer: another machine's kernel does not know of these pages
 
 
 class CutTensor:

@@ -113,6 +113,11 @@ def _estimated(
     return dataclasses.replace(_with_last_rank(estimate, last), trace_seconds=time.perf_counter() - start)
 
 
+def estimate_without_timeline(recipe: Recipe, gpu: str | Gpu) -> MemoryEstimate:
+    """Call :func:`estimate_memory` and drop the single allocations, a lot of data for another process to hand over."""
+    return estimate_memory(recipe, gpu, kept=KeptTraces.of_user()).without_timeline()
+
+
 def _of_most_memory(uneven: MemoryEstimate, balanced: MemoryEstimate) -> MemoryEstimate:
     """Return the estimate of the routing that needs more memory, with the balanced one's time, and its peak."""
     most = max(uneven, balanced, key=lambda estimate: estimate.process_peak_bytes)

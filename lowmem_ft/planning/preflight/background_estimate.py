@@ -10,12 +10,10 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.planning.estimator.child_process import (
-    ChildFailedError,
-    EstimatingProcess,
-    estimate_without_timeline,
-)
+from lowmem_ft.foundation.system.child_process import ChildFailedError
 from lowmem_ft.planning.estimator.device_target import CPU
+from lowmem_ft.planning.estimator.estimate import estimate_without_timeline
+from lowmem_ft.planning.estimator.estimating_processes import EstimatingProcess
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.training.run.preflight import with_rows_of
 
@@ -59,10 +57,9 @@ class BackgroundEstimate:
             return known
         if self._process is None:
             return None
-        self._process.ask(estimate_without_timeline, recipe, self._gpu)
         logger.info("Estimating the run's memory.")
         try:
-            return self._process.answer()
+            return self._process.call(estimate_without_timeline, recipe, self._gpu)
         except (ChildFailedError, UserError) as error:
             _warn(error)
             return None

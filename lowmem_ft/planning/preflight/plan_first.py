@@ -14,10 +14,11 @@ from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.memory.uncertainty import TIGHT_SHARE
+from lowmem_ft.foundation.system.child_process import ChildFailedError
 from lowmem_ft.foundation.system.host_limits import tightest_host_limit
 from lowmem_ft.foundation.units import format_bytes
-from lowmem_ft.planning.estimator.child_process import ChildFailedError, EstimatingProcess
 from lowmem_ft.planning.estimator.device_target import CPU, limits
+from lowmem_ft.planning.estimator.estimating_processes import EstimatingProcess
 from lowmem_ft.planning.planner import MemoryPlan, PlanProgress, plan, plan_checkpointing
 from lowmem_ft.planning.planner.automatic_checkpointing import chosen_in_words
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -123,8 +124,7 @@ def _searched(recipe: Recipe, gpu: str | Gpu) -> MemoryPlan:
     logger.info("Choosing the %s for this machine.", what)
     try:
         with EstimatingProcess() as process:
-            process.ask(search, recipe, budget, gpu, tells_progress=True)
-            return process.answer(tell)
+            return process.call(search, recipe, budget, gpu, on_progress=tell)
     except ChildFailedError as error:
         raise UserError(f"Choosing the {what} failed: {error}. {_WAYS_OUT[what]}") from error
 

@@ -35,14 +35,9 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.system.atomic_write import incomplete_name, whole_folder
 from lowmem_ft.foundation.units import MIB, format_bytes
 from lowmem_ft.models.files.shard_files import OPTIMIZER, shard_files
-from lowmem_ft.training.folder.atomic_io import (
-    abandon_folder,
-    begin_folder,
-    complete_folder,
-    incomplete_name,
-)
 from lowmem_ft.training.folder.checkpoint_folders import (
     FORMAT,
     FORMAT_OF_SHARDS,
@@ -50,7 +45,7 @@ from lowmem_ft.training.folder.checkpoint_folders import (
     random_state_file,
     read_manifest,
 )
-from lowmem_ft.training.folder.own_files import MANIFEST
+from lowmem_ft.training.folder.own_files import MANIFEST, replace_saved
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.step.random_state import export_random_state
@@ -103,18 +98,13 @@ def folder_of_all(target: Path, ranks: Ranks) -> Iterator[Path]:
     Raises:
         CheckpointError: if a process cannot write the folder.
     """
-    try:
+    with contextlib.ExitStack() as writing:
         with one_step_of_all(target, ranks):
             if ranks.is_main:
-                begin_folder(target)
+                writing.enter_context(whole_folder(target, replace_saved))
         yield incomplete_name(target)
         with one_step_of_all(target, ranks):
-            if ranks.is_main:
-                complete_folder(target)
-    except BaseException:
-        if ranks.is_main:
-            abandon_folder(target)
-        raise
+            writing.close()
 
 
 FREE_SPACE_AND_RESUME = (

@@ -14,6 +14,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from lowmem_ft.foundation.errors import CheckpointError, ModelError
+from lowmem_ft.foundation.system.atomic_write import (
+    abandon_folder,
+    begin_folder,
+    incomplete_name,
+    whole_folder,
+)
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import INDEX_FILE, WEIGHTS_FILE, packed_format_of
@@ -36,12 +42,7 @@ from lowmem_ft.training.export.llama_cpp import convert_to_gguf, refuse_own_code
 from lowmem_ft.training.export.merging import load_merged
 from lowmem_ft.training.export.model_card import merged_model_card
 from lowmem_ft.training.export.model_source import ModelSource
-from lowmem_ft.training.folder.atomic_io import (
-    abandon_folder,
-    begin_folder,
-    incomplete_name,
-    whole_folder,
-)
+from lowmem_ft.training.folder.own_files import replace_saved
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ def export_quantized(
     with (
         explaining_write_errors(target, FREE_SPACE_AND_REPEAT),
         _plain_folder(source, model, tokenizer, target, dtype) as folder,
-        whole_folder(target) as partial,
+        whole_folder(target, replace_saved) as partial,
     ):
         del model
         gc.collect()
@@ -168,7 +169,7 @@ def export_gguf(
     with (
         explaining_write_errors(target, FREE_SPACE_AND_REPEAT),
         _plain_folder(source, model, tokenizer, target) as folder,
-        whole_folder(target) as partial,
+        whole_folder(target, replace_saved) as partial,
     ):
         del model
         gc.collect()
@@ -247,7 +248,7 @@ def _plain_folder(
         return
     staged = target.with_name(f"{target.name}.staged")
     try:
-        partial = begin_folder(staged)
+        partial = begin_folder(staged, replace_saved)
         save_model(model, tokenizer, partial)
         yield partial
     finally:

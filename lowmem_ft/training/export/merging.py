@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lowmem_ft.foundation.system.atomic_write import whole_folder
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.stored_quantization import FORMATS
 from lowmem_ft.models.hf_config import load_model_config
@@ -25,7 +26,7 @@ from lowmem_ft.training.checkpoints.checkpoint import explaining_write_errors
 from lowmem_ft.training.export.adapter_rows import resize_for_adapter
 from lowmem_ft.training.export.disk_room import FREE_SPACE_AND_REPEAT, plain_bytes, require_room
 from lowmem_ft.training.export.model_card import merged_model_card
-from lowmem_ft.training.folder.atomic_io import whole_folder
+from lowmem_ft.training.folder.own_files import replace_saved
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,10 @@ def merge_into_base(
     config = check_merge(adapter, target, base=base)
     require_room(target, {"the merged model": plain_bytes(config, dtype)})
     model, tokenizer = load_merged(config, adapter, dtype=dtype, track=track)
-    with explaining_write_errors(target, FREE_SPACE_AND_REPEAT), whole_folder(target) as partial:
+    with (
+        explaining_write_errors(target, FREE_SPACE_AND_REPEAT),
+        whole_folder(target, replace_saved) as partial,
+    ):
         save_model(model, tokenizer, partial)
         card = merged_model_card(target.name, adapter, config.name_or_path or "")
         (partial / "README.md").write_text(card, "utf-8")

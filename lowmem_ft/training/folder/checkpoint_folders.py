@@ -18,6 +18,7 @@ from typing import Any
 
 from lowmem_ft.data.batches.position import DataPosition
 from lowmem_ft.foundation.errors import CheckpointError
+from lowmem_ft.foundation.system.atomic_write import INCOMPLETE
 from lowmem_ft.models.files.model_files import damage
 from lowmem_ft.models.files.shard_files import MODEL, OPTIMIZER, checkpoint_of, shard_files
 from lowmem_ft.training.folder.micro_batch_limit import MicroBatchLimit
@@ -211,8 +212,8 @@ def delete_old_checkpoints(output_dir: Path, keep: int | None, *, step: int, bes
             neither counted nor deleted.
         best: the step of the run's best checkpoint; None: it has none.
     """
-    for leftover in output_dir.glob("checkpoint-*.incomplete"):
-        if _NAME.fullmatch(leftover.name.removesuffix(".incomplete")):
+    for leftover in output_dir.glob(f"checkpoint-*{INCOMPLETE}"):
+        if _NAME.fullmatch(leftover.name.removesuffix(INCOMPLETE)):
             delete_saved(leftover)
     own = [
         folder
@@ -272,7 +273,7 @@ def checkpoints_after(output_dir: Path, step: int) -> list[Path]:
 def is_own_checkpoint(folder: Path) -> bool:
     """Check whether lowmem_ft wrote a folder called ``checkpoint-N``, complete or not: other trainers use that name."""
     first_written = folder / random_state_file(0)
-    return folder.name.endswith(".incomplete") or (folder / MANIFEST).exists() or first_written.exists()
+    return folder.name.endswith(INCOMPLETE) or (folder / MANIFEST).exists() or first_written.exists()
 
 
 def random_state_file(process_index: int) -> str:

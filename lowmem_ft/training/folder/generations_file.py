@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import CheckpointError
-from lowmem_ft.training.folder.atomic_io import write_whole_file
+from lowmem_ft.foundation.system.atomic_write import write_whole_file
 from lowmem_ft.training.folder.checkpoint_folders import Progress, not_written
 
 GENERATIONS_FILE = "generations.jsonl"

@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.system.atomic_write import incomplete_name
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.recipe.rules.output_folder import METRICS_FILE, RECIPE_FILE, holds_a_run
-from lowmem_ft.training.folder.atomic_io import incomplete_name
 from lowmem_ft.training.folder.checkpoint_folders import SUSPECT, is_own_checkpoint
 from lowmem_ft.training.folder.generations_file import GENERATIONS_FILE
 from lowmem_ft.training.folder.own_files import delete_saved, move_saved

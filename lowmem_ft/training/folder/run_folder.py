@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from lowmem_ft.foundation.errors import CheckpointError, UserError
+from lowmem_ft.foundation.system.atomic_write import write_whole_file
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.recipe import Recipe, recipe_to_yaml
 from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.recipe.rules.output_folder import inputs_of, refuse_output_folder, run_folder_of
-from lowmem_ft.training.folder.atomic_io import write_whole_file
 from lowmem_ft.training.folder.changed_recipe import log_changes, may_continue, refuse_to_continue_another
 from lowmem_ft.training.folder.checkpoint_folders import (
     Progress,

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.errors import Interrupted, raise_problems
 from lowmem_ft.foundation.handle import Handle
+from lowmem_ft.foundation.system.atomic_write import write_whole_file
 from lowmem_ft.foundation.system.malloc import return_free_memory
 from lowmem_ft.monitoring.profiling.module_ranges import in_range
 from lowmem_ft.monitoring.profiling.step_profile import BACKWARD, CLIPPING, DATA, FETCH, UPDATE
 from lowmem_ft.monitoring.profiling.step_profiler import StepProfiler
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.techniques.modules.patching import call_around
-from lowmem_ft.training.folder.atomic_io import write_whole_file
 from lowmem_ft.training.folder.replaced_run import PROFILE_FILE, PROFILE_TABLE, PROFILE_TRACE
 from lowmem_ft.training.run.advice import advice_of
 

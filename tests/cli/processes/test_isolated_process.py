@@ -69,23 +69,6 @@ def test_what_it_returns_or_says_is_returned_and_said_once(work, code, words):
     assert output == ("done\n" if "print" in work else "")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("reaches_both", [True, False], ids=["both", "one"])
-def test_a_signal_to_the_command_ends_both_processes_tidily(number, reaches_both, tmp_path):
-    ready, tidied = tmp_path / "ready", tmp_path / "tidied"
-    process = start(
-        f"try:\n        open({str(ready)!r}, 'w').close()\n        time.sleep(600)\n"
-        f"    finally:\n        open({str(tidied)!r}, 'w').close()"
-    )
-    while not ready.exists():
-        time.sleep(0.01)
-    (os.killpg if reaches_both else os.kill)(process.pid, number)
-    _, errors = process.communicate()
-    assert process.returncode == 128 + number
-    assert errors == f"Stopped by {number.name} before it was finished: nothing was written.\n"
-    assert tidied.exists()
-
-
 SIGNALLED_AFTER_ITS_FORK = """
 import os, signal, time
 fork = os.fork
@@ -102,18 +85,29 @@ os.fork = fork_and_get_a_signal
 """
 
 
-def test_a_signal_between_the_fork_and_the_wait_ends_both_too(tmp_path):
+@pytest.mark.parametrize(
+    "number, reaches",
+    [
+        *((number, reaches) for number in (signal.SIGINT, signal.SIGTERM) for reaches in ("both", "one")),
+        (signal.SIGTERM, "the one that has just forked"),
+    ],
+)
+def test_a_signal_to_the_command_ends_both_processes_tidily(number, reaches, tmp_path):
     ready, tidied = tmp_path / "ready", tmp_path / "tidied"
     process = start(
         f"try:\n        open({str(ready)!r}, 'w').close()\n        time.sleep(600)\n"
         f"    finally:\n        open({str(tidied)!r}, 'w').close()",
-        before=SIGNALLED_AFTER_ITS_FORK.format(ready=str(ready)),
+        before=SIGNALLED_AFTER_ITS_FORK.format(ready=str(ready)) if "fork" in reaches else "",
     )
+    while not ready.exists():
+        time.sleep(0.01)
+    if "fork" not in reaches:
+        (os.killpg if reaches == "both" else os.kill)(process.pid, number)
     try:
         _, errors = process.communicate(timeout=LIMIT_SECONDS)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert errors == "Stopped by SIGTERM before it was finished: nothing was written.\n"
+    assert process.returncode == 128 + number
+    assert errors == f"Stopped by {number.name} before it was finished: nothing was written.\n"
     assert tidied.exists()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from typing import Any
 
 import pytest
@@ -12,8 +11,7 @@ from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planning.estimator.child_process import EstimatingProcess
-from lowmem_ft.planning.estimator.estimating_processes import PROCESSES_VARIABLE
+from lowmem_ft.planning.estimator.estimating_processes import PROCESSES_VARIABLE, EstimatingProcess
 from lowmem_ft.planning.planner import plan, planning
 from lowmem_ft.planning.planner.plan_target import Target
 from lowmem_ft.planning.planner.search import prefetch as ahead_module
@@ -127,8 +125,6 @@ def test_an_estimate_made_elsewhere_is_the_same_and_its_failure_costs_nothing(ah
 def test_nobody_waits_for_a_guess_that_is_not_asked_for(make_recipe, target):
     with contextlib.closing(EstimatesAhead(1, target)) as ahead:
         ahead.guess(iter([0]), lambda place: (make_recipe("data.max_length=1024"), ()))
-        while not ahead._processes:
-            time.sleep(0.01)
     assert ahead._processes[0]._process.returncode, "it was not killed"
     assert ahead._guessed[0].exception() is not None, "it was waited for"
 

@@ -7,7 +7,7 @@ import logging
 import shutil
 
 import pytest
-from typing_extensions import Self
+from stock_scripts import ProcessHere
 
 import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
@@ -52,19 +52,10 @@ def chosen_here(monkeypatch):
     """The search that a run starts in another process, in this one; what was asked."""
     asked = []
 
-    class Here:
-        def __enter__(self) -> Self:
-            return self
-
-        def __exit__(self, *_) -> None:
-            pass
-
-        def ask(self, function, *arguments, tells_progress) -> None:
+    class Here(ProcessHere):
+        def call(self, function, *arguments, **callbacks):
             asked.append(function.__name__)
-            self._found = function(*arguments)
-
-        def answer(self, on_progress):
-            return self._found
+            return super().call(function, *arguments, **callbacks)
 
     monkeypatch.setattr(plan_first, "EstimatingProcess", Here)
     return asked
@@ -147,10 +138,7 @@ def test_what_was_estimated_to_choose_is_not_estimated_again(
 class NoAnswer:
     """Another process that says nothing."""
 
-    def ask(self, *_) -> None:
-        pass
-
-    def answer(self) -> None:
+    def call(self, *_) -> None:
         return None
 
     def close(self) -> None:

@@ -11,8 +11,8 @@ import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.system import child_process
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planning.estimator.child_process import EstimatingProcess
 from lowmem_ft.planning.planner import MemoryPlan
 from lowmem_ft.planning.preflight import plan_first
 from lowmem_ft.planning.preflight.plan_first import with_plan
@@ -161,7 +161,7 @@ def test_less_than_that_is_refused(capsys, left_out):
 
 
 def test_a_search_that_dies_is_told_of_without_a_traceback(tiny, monkeypatch):
-    monkeypatch.setattr(EstimatingProcess, "ask", lambda self, *_, **__: self._process.kill())
+    monkeypatch.setattr(child_process, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(UserError, match="failed: it ended with exit code -9"):
         with_plan(tiny())
 

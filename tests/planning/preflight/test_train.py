@@ -17,12 +17,9 @@ import lowmem_ft
 from lowmem_ft import estimate_memory, load_recipe
 from lowmem_ft.foundation.errors import DoesNotFitError, ModelError
 from lowmem_ft.foundation.memory.timeline import Timeline
-from lowmem_ft.planning.estimator.child_process import (
-    ChildFailedError,
-    EstimatingProcess,
-    _environment,
-    estimate_without_timeline,
-)
+from lowmem_ft.foundation.system import child_process
+from lowmem_ft.planning.estimator.estimate import estimate_without_timeline
+from lowmem_ft.planning.estimator.estimating_processes import EstimatingProcess
 from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.planning.preflight import background_estimate
 from lowmem_ft.planning.preflight.background_estimate import BackgroundEstimate
@@ -49,43 +46,25 @@ def tiny(tmp_path):
 
 @pytest.mark.parametrize("gpu", ["cpu", pytest.param("t4", marks=pytest.mark.slow)])
 def test_the_other_process_says_what_this_one_would(process, tiny, gpu):
-    process.ask(estimate_without_timeline, tiny, gpu)
+    there = process.call(estimate_without_timeline, tiny, gpu)
     here = dataclasses.replace(estimate_memory(tiny, gpu), timeline=Timeline(), trace_seconds=0.0)
-    assert dataclasses.replace(process.answer(), trace_seconds=0.0) == here
+    assert dataclasses.replace(there, trace_seconds=0.0) == here
 
 
 def test_an_error_there_is_one_here_and_the_next_question_is_answered(process, tiny):
     nowhere = dataclasses.replace(tiny, model=dataclasses.replace(tiny.model, name_or_path="./nowhere"))
-    process.ask(estimate_without_timeline, nowhere, "cpu")
-    process.ask(estimate_without_timeline, tiny, "cpu")
     with pytest.raises(ModelError, match="nowhere"):
-        process.answer()
-    assert process.answer().model.parameters > 0
+        process.call(estimate_without_timeline, nowhere, "cpu")
+    assert process.call(estimate_without_timeline, tiny, "cpu").model.parameters > 0
 
 
 def test_a_trace_that_takes_long_there_is_said_here(process, caplog):
-    process.ask(tracing._say_that_it_takes_long, "some/rwkv", "rwkv", 2048)
-    process.answer()
+    process.call(tracing._say_that_it_takes_long, "some/rwkv", "rwkv", 2048)
     assert "Tracing some/rwkv (rwkv) takes long." in caplog.text
 
 
-def test_a_process_that_dies_is_told_of(tiny):
-    with EstimatingProcess() as process:
-        process._process.kill()
-        process.ask(estimate_without_timeline, tiny, "cpu")
-        with pytest.raises(ChildFailedError, match="exit code -9"):
-            process.answer()
-
-
 def test_it_imports_what_this_process_would(process):
-    process.ask(importlib.util.find_spec, "lowmem_ft")
-    assert process.answer().origin == lowmem_ft.__file__
-
-
-def test_it_takes_itself_for_no_part_of_a_launch_and_sees_no_gpu():
-    own = {"RANK": "1", "WORLD_SIZE": "2", "PYTHONPATH": "mine", "HF_HOME": "there"}
-    expected = {"PYTHONPATH": "mine", "HF_HOME": "there", "CUDA_VISIBLE_DEVICES": ""}
-    assert _environment(own) == expected
+    assert process.call(importlib.util.find_spec, "lowmem_ft").origin == lowmem_ft.__file__
 
 
 def test_a_run_is_trained_where_no_process_can_be_started(tiny, monkeypatch, caplog):
@@ -119,7 +98,7 @@ def test_what_does_not_fit_is_not_trained(process, tiny, tmp_path, monkeypatch):
 
 
 def test_a_run_that_cannot_be_estimated_is_trained_all_the_same(tiny, monkeypatch, caplog):
-    monkeypatch.setattr(EstimatingProcess, "ask", lambda self, *_: self._process.kill())
+    monkeypatch.setattr(child_process, "_PROGRAM", "import os; os.kill(os.getpid(), 9)")
     recipe = dataclasses.replace(tiny, training=dataclasses.replace(tiny.training, max_steps=1))
     with caplog.at_level(logging.WARNING):
         result = lowmem_ft.train(recipe)

@@ -3,6 +3,9 @@
 It forks only where that is cheap and safe: on Linux, with a core to spare, in a process that does not drive a CUDA
 device, and for its first trace: once a backward pass has run on a device, virtual or not, torch lets no fork run
 another. If the other process gives no trace, for whatever reason, this process makes it.
+
+It is no ``foundation/system/child_process.py``: that imports torch and transformers for seconds, and would have to be
+sent what is here already, as far as it can be pickled. As a daemon of ``multiprocessing`` it ends with its parent.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from lowmem_ft.foundation.system.whole_files import whole_file
+from lowmem_ft.foundation.system.atomic_write import whole_file
 from lowmem_ft.foundation.user_paths import kept_folder
 from lowmem_ft.planning.estimator.traces.trace_key import TraceKey
 from lowmem_ft.planning.estimator.traces.traced_recipe import ShortTrace, TracedRecipe
@@ -220,5 +220,5 @@ def _write(file: Path, key: TraceKey, short: ShortTrace) -> None:
         "copied_weight_bytes": traced.copied_weight_bytes,
     }
     arrays = arrays_of(traced.trace, short.repetition, **notes)
-    with whole_file(file) as stream:
+    with whole_file(file, is_cache=True) as stream:
         np.savez_compressed(stream, allow_pickle=False, **arrays)

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.system.child_process import ChildFailedError
 from lowmem_ft.foundation.system.host_limits import tightest_host_limit
 from lowmem_ft.foundation.units import GIB
-from lowmem_ft.planning.estimator.child_process import ChildFailedError, EstimatingProcess
-from lowmem_ft.planning.estimator.estimating_processes import PROCESSES_VARIABLE, processes_at_once
+from lowmem_ft.planning.estimator.estimating_processes import (
+    PROCESSES_VARIABLE,
+    EstimatingProcess,
+    processes_at_once,
+)
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.planner.plan_target import Target
 from lowmem_ft.planning.planner.search.estimated_needs import Need
@@ -51,10 +53,9 @@ class EstimatesAhead:
         # Rules are functions of this process, and traces are kept on disk.
         self._target = dataclasses.replace(target, rules=(), kept=KeptTraces())
         self._threads = ThreadPoolExecutor(max(1, num_processes), thread_name_prefix="estimate-ahead")
-        self._of_thread = threading.local()
-        self._lock = threading.Lock()
         self._processes: list[EstimatingProcess] = []
-        self._is_closed = False
+        self._latest: dict[int, Future[Need]] = {}
+        """Latest estimate that each process was asked for, by its number."""
         self._guessed: dict[int, Future[Need]] = {}
 
     def guess(self, places: Iterable[int], asked_of: Callable[[int], Asked]) -> None:
@@ -64,10 +65,19 @@ class EstimatesAhead:
             places: indices that the search may ask for, the likeliest first.
             asked_of: returns the recipe of an index, and of which numbers of layers it takes as many as fit.
         """
-        under_way = sum(not future.done() for future in self._guessed.values())
+        numbers = range(self._num_processes)
+        idle = [number for number in numbers if number not in self._latest or self._latest[number].done()]
         new = (place for place in places if place not in self._guessed)
-        for place in itertools.islice(new, max(0, self._num_processes - under_way)):
-            self._guessed[place] = self._threads.submit(self._estimate, asked_of(place))
+        try:
+            for number, place in zip(idle, new, strict=False):  # looks for no place without a process
+                asked = asked_of(place)
+                if number == len(self._processes):
+                    self._processes.append(EstimatingProcess())
+                call = self._processes[number].call
+                estimate = self._threads.submit(call, _estimate_there, self._target, *asked)
+                self._guessed[place] = self._latest[number] = estimate
+        except ChildFailedError as error:
+            self._guess_no_more(error)
 
     def take(self, place: int) -> Need | None:
         """Return an estimate that was guessed right, waiting for it if it is under way; None if it was not guessed.
@@ -80,34 +90,20 @@ class EstimatesAhead:
         try:
             return future.result()
         except ChildFailedError as error:
-            logger.info("No more estimates ahead: %s.", error)
-            self._num_processes = 0
+            self._guess_no_more(error)
             return None
         except UserError:
             return None
 
     def close(self) -> None:
         """End all processes, whatever is under way."""
-        with self._lock:
-            self._is_closed = True
         for process in self._processes:
             process.close()
         self._threads.shutdown(cancel_futures=True)
 
-    def _estimate(self, asked: Asked) -> Need:
-        process = self._process()
-        process.ask(_estimate_there, self._target, *asked)
-        return process.answer()
-
-    def _process(self) -> EstimatingProcess:
-        """Return the process of the calling thread."""
-        with self._lock:
-            if self._is_closed:
-                raise ChildFailedError("no caller waits for it")
-            if not hasattr(self._of_thread, "process"):
-                self._of_thread.process = EstimatingProcess()
-                self._processes.append(self._of_thread.process)
-        return self._of_thread.process
+    def _guess_no_more(self, error: ChildFailedError) -> None:
+        logger.info("No more estimates ahead: %s.", error)
+        self._num_processes = 0
 
 
 def num_processes_ahead() -> int:

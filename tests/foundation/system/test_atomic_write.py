@@ -8,12 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from lowmem_ft.training.folder.atomic_io import whole_folder, write_whole_file
+from lowmem_ft.foundation.system.atomic_write import whole_file, whole_folder, write_whole_file
+from lowmem_ft.training.folder.own_files import replace_saved
 
 
 def test_a_folder_gets_its_name_once_it_is_whole(tmp_path):
     target = tmp_path / "deep" / "model"
-    with whole_folder(target) as folder:
+    with whole_folder(target, replace_saved) as folder:
         (folder / "inner").mkdir()
         (folder / "inner" / "weights").write_text("new")
         assert not target.exists()
@@ -28,7 +29,7 @@ def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, error
     (target / "weights").write_text("old")
 
     def fail():
-        with whole_folder(target) as folder:
+        with whole_folder(target, replace_saved) as folder:
             (folder / "weights").write_text("half")
             raise error
 
@@ -42,7 +43,7 @@ def test_a_folder_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, error
 def test_what_a_killed_process_left_half_written_does_not_get_in(tmp_path, name):
     (tmp_path / "model.incomplete").mkdir()
     (tmp_path / "model.incomplete" / name).write_text("half")
-    with whole_folder(tmp_path / "model") as folder:
+    with whole_folder(tmp_path / "model", replace_saved) as folder:
         (folder / "weights").write_text("new")
     assert [path.name for path in (tmp_path / "model").iterdir()] == ["weights"]
 
@@ -57,7 +58,7 @@ def test_files_of_a_new_folder_are_read_by_whom_the_umask_lets(tmp_path, umask, 
     own.chmod(0o600)
     before = os.umask(umask)
     try:
-        with whole_folder(tmp_path / "model") as folder:
+        with whole_folder(tmp_path / "model", replace_saved) as folder:
             save_file({"weight": torch.zeros(2)}, folder / "model.safetensors")
             (folder / "inner").mkdir()
             for name in ("config.json", "inner/private", "run.sh"):
@@ -87,7 +88,7 @@ def test_somebodys_own_files_are_in_the_new_folder_too(tmp_path, place):
         if not name.endswith("/"):
             own.write_text("mine")
     (tmp_path / place / "model.safetensors").write_text("old")
-    with whole_folder(target) as folder:
+    with whole_folder(target, replace_saved) as folder:
         (folder / "config.json").write_text("new")
     assert (target / "notes.txt").read_text() == (target / "mine" / "config.json").read_text() == "mine"
     assert (target / "mine" / "empty").is_dir()
@@ -108,3 +109,14 @@ def test_a_file_that_fails_leaves_the_old_one_and_nothing_else(tmp_path, monkeyp
         write_whole_file(file, "new")
     assert file.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_two_writers_of_a_cache_do_not_meet_and_the_later_one_stays(tmp_path):
+    file = tmp_path / "kept"
+    with whole_file(file, is_cache=True) as first:
+        first.write(b"first")
+        with whole_file(file, is_cache=True) as second:
+            second.write(b"second")
+        assert file.read_bytes() == b"second"
+    assert file.read_bytes() == b"first"
+    assert list(tmp_path.iterdir()) == [file]
