@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.recipe.trainers.shared_settings import CHECKPOINTING_OPTIONS
 from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 
@@ -20,6 +19,9 @@ if TYPE_CHECKING:
 
 _FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument, and its older name."""
+
+_INSTEAD = {"offload": "offload.activations=inputs", "selective": "checkpointing.mode=selective"}
+"""The recipe's settings that do the same as an option of ``gradient_checkpointing_kwargs``."""
 
 
 def asked_by_flag(agreement: Agreement, args: Any) -> Iterator[str]:
@@ -34,7 +36,7 @@ def asked_by_flag(agreement: Agreement, args: Any) -> Iterator[str]:
         if value:
             yield (
                 f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
-                f"{CHECKPOINTING_OPTIONS.get(name, 'checkpointing.mode=full')} does it."
+                f"{_INSTEAD.get(name, 'checkpointing.mode=full')} does it."
             )
     if config.mode == "none":
         agreement.set("checkpointing.mode", "full")
