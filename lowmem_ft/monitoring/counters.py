@@ -144,23 +144,11 @@ class _CudaCounters(Counters):
 
     def now(self) -> MemoryUsage:
         """See :class:`Counters`."""
-        process_bytes, self.notes["process"] = self._process.read()
-        return super().now().highest(_of_allocator(self._device, "current", process_bytes))
+        return super().now().highest(self._read("current"))
 
     def peak(self) -> MemoryUsage:
-        """See :class:`Counters`. Memory outside the allocator does not shrink while the process lives."""
-        now = self.now()
-        assert now.process_bytes is not None
-        assert now.reserved_bytes is not None
-        peak = _of_allocator(self._device, "peak", None)
-        assert peak.reserved_bytes is not None
-        outside_bytes = now.process_bytes - now.reserved_bytes
-        return (
-            super()
-            .peak()
-            .highest(peak)
-            .highest(MemoryUsage(process_bytes=outside_bytes + peak.reserved_bytes))
-        )
+        """See :class:`Counters`."""
+        return super().peak().highest(self._read("peak"))
 
     def peak_since_start(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -172,15 +160,29 @@ class _CudaCounters(Counters):
         begin_phase(self._device)
         super().reset_peak()
 
+    def _read(self, which: str) -> MemoryUsage:
+        """Read ``current`` or ``peak``: memory outside the allocator does not shrink while the process lives."""
+        stats = torch.cuda.memory_stats(self._device)
+        reserved_bytes = stats[f"reserved_bytes.all.{which}"]
+        return MemoryUsage(
+            allocated_bytes=stats[f"allocated_bytes.all.{which}"],
+            reserved_bytes=reserved_bytes,
+            process_bytes=self._outside_bytes(stats["reserved_bytes.all.current"]) + reserved_bytes,
+        )
 
-class _VirtualCounters(Counters):
+    def _outside_bytes(self, reserved_bytes: int) -> int:
+        process_bytes, self.notes["process"] = self._process.read()
+        return process_bytes - reserved_bytes
+
+
+class _VirtualCounters(_CudaCounters):
     """Counters of a virtual GPU's trace so far. Host memory belongs to the tracing process, and is not counted."""
 
     def __init__(self, device: VirtualDevice) -> None:
-        super().__init__()
+        Counters.__init__(self)
         self.notes["process"] = "the virtual GPU: reserved and the catalogue's context"
         self._device = torch.device("cuda", 0)
-        self._outside_bytes = device.outside_bytes()
+        self._outside = device.outside_bytes()
 
     def now(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -199,19 +201,8 @@ class _VirtualCounters(Counters):
         peaks_will_be_reset()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _read(self, which: str) -> MemoryUsage:
-        usage = _of_allocator(self._device, which, None)
-        assert usage.reserved_bytes is not None
-        return usage.highest(MemoryUsage(process_bytes=usage.reserved_bytes + self._outside_bytes))
-
-
-def _of_allocator(device: torch.device, which: str, process_bytes: int | None) -> MemoryUsage:
-    stats = torch.cuda.memory_stats(device)
-    return MemoryUsage(
-        allocated_bytes=stats[f"allocated_bytes.all.{which}"],
-        reserved_bytes=stats[f"reserved_bytes.all.{which}"],
-        process_bytes=process_bytes,
-    )
+    def _outside_bytes(self, reserved_bytes: int) -> int:
+        return self._outside
 
 
 def device_to_measure(device: torch.device | str | None) -> torch.device:
