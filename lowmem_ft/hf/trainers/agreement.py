@@ -16,8 +16,7 @@ import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.foundation.knob import as_typed
-from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
-from lowmem_ft.hf.trainers.liger_flag import liger_asked_by_flag
+from lowmem_ft.hf.trainers.trainer_flags import asked_by_flag, liger_asked_by_flag
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import text_fields
 from lowmem_ft.planning.script_recipes.script_model import quantization_of, weights_type
