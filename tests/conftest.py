@@ -252,13 +252,13 @@ def cuda_driver(monkeypatch):
 @pytest.fixture
 def linux_process(monkeypatch):
     """This process, as Linux would show it: the test says what is resident."""
-    from lowmem_ft.foundation.system import memory_meter, process_memory
+    from lowmem_ft.foundation.system import host_memory
     from lowmem_ft.foundation.units import MIB
 
     process = LinuxProcess(held=100 * MIB, of_files=50 * MIB)
-    monkeypatch.setattr(process_memory, "_STATUS", process)
-    monkeypatch.setattr(process_memory, "_CLEAR_REFS", process)
-    monkeypatch.setattr(memory_meter, "_peaks_before", {})
+    monkeypatch.setattr(host_memory, "_STATUS", process)
+    monkeypatch.setattr(host_memory, "_CLEAR_REFS", process)
+    monkeypatch.setattr(host_memory, "_peak_before", [])
     return process
 
 

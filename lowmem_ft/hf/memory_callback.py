@@ -14,7 +14,7 @@ from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.comparison import Row
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.foundation.system.memory_meter import read_device_memory
+from lowmem_ft.foundation.system.device_memory import read_device_memory
 from lowmem_ft.planning.preflight.background_estimate import BackgroundEstimate
 from lowmem_ft.planning.script_recipes.row_lengths import longest_row
 from lowmem_ft.planning.script_recipes.script_recipe import Script, is_sft, recipe_of, refuse_other_losses

@@ -3,26 +3,72 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass, fields
 
 import torch
 
 from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.devices import kernels_of, with_index
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.system.memory_meter import (
+from lowmem_ft.foundation.system.device_memory import (
+    ProcessBytes,
     begin_phase,
     peaks_will_be_reset,
     phase_peak_bytes,
     read_device_memory,
-    read_host_memory,
 )
+from lowmem_ft.foundation.system.host_memory import read_host_memory
 from lowmem_ft.foundation.tensors.live_tensors import live_tensors
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.virtual_device import VirtualDevice, active_device
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
-from lowmem_ft.monitoring.usage import MemoryUsage
 
 _CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryUsage:
+    """One reading, or the highest of several, separately for each number; None if it is not counted.
+
+    Attributes:
+        allocated_bytes: bytes of tensors on the device.
+        reserved_bytes: bytes that the device's caching allocator holds, for tensors and for later ones.
+        process_bytes: device memory that the process holds in all, with its context and memory of libraries.
+        host_bytes: host memory that the process holds.
+    """
+
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    process_bytes: int | None = None
+    host_bytes: int | None = None
+
+    @property
+    def fragmentation(self) -> float | None:
+        """The share of reserved bytes in no tensor: pieces between tensors, and memory cached for later ones.
+
+        For a peak it is a lower bound: both numbers are at their highest, which may be at two moments.
+        """
+        if not self.reserved_bytes or self.allocated_bytes is None:
+            return None
+        return 1 - self.allocated_bytes / self.reserved_bytes
+
+    def highest(self, other: MemoryUsage) -> MemoryUsage:
+        """Return the higher of each pair of numbers."""
+        return MemoryUsage(
+            **{
+                field.name: _higher(getattr(self, field.name), getattr(other, field.name))
+                for field in fields(self)
+            }
+        )
+
+    def as_dict(self) -> dict[str, float | None]:
+        """Return the numbers for JSON."""
+        numbers = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**numbers, "fragmentation": self.fragmentation}
+
+
+def _higher(one: int | None, other: int | None) -> int | None:
+    known = [number for number in (one, other) if number is not None]
+    return max(known, default=None)
 
 
 class Counters:
@@ -98,23 +144,11 @@ class _CudaCounters(Counters):
 
     def now(self) -> MemoryUsage:
         """See :class:`Counters`."""
-        process_bytes, self.notes["process"] = self._process.read()
-        return super().now().highest(_of_allocator(self._device, "current", process_bytes))
+        return super().now().highest(self._read("current"))
 
     def peak(self) -> MemoryUsage:
-        """See :class:`Counters`. Memory outside the allocator does not shrink while the process lives."""
-        now = self.now()
-        assert now.process_bytes is not None
-        assert now.reserved_bytes is not None
-        peak = _of_allocator(self._device, "peak", None)
-        assert peak.reserved_bytes is not None
-        outside_bytes = now.process_bytes - now.reserved_bytes
-        return (
-            super()
-            .peak()
-            .highest(peak)
-            .highest(MemoryUsage(process_bytes=outside_bytes + peak.reserved_bytes))
-        )
+        """See :class:`Counters`."""
+        return super().peak().highest(self._read("peak"))
 
     def peak_since_start(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -126,15 +160,29 @@ class _CudaCounters(Counters):
         begin_phase(self._device)
         super().reset_peak()
 
+    def _read(self, which: str) -> MemoryUsage:
+        """Read ``current`` or ``peak``: memory outside the allocator does not shrink while the process lives."""
+        stats = torch.cuda.memory_stats(self._device)
+        reserved_bytes = stats[f"reserved_bytes.all.{which}"]
+        return MemoryUsage(
+            allocated_bytes=stats[f"allocated_bytes.all.{which}"],
+            reserved_bytes=reserved_bytes,
+            process_bytes=self._outside_bytes(stats["reserved_bytes.all.current"]) + reserved_bytes,
+        )
 
-class _VirtualCounters(Counters):
+    def _outside_bytes(self, reserved_bytes: int) -> int:
+        process_bytes, self.notes["process"] = self._process.read()
+        return process_bytes - reserved_bytes
+
+
+class _VirtualCounters(_CudaCounters):
     """Counters of a virtual GPU's trace so far. Host memory belongs to the tracing process, and is not counted."""
 
     def __init__(self, device: VirtualDevice) -> None:
-        super().__init__()
+        Counters.__init__(self)
         self.notes["process"] = "the virtual GPU: reserved and the catalogue's context"
         self._device = torch.device("cuda", 0)
-        self._outside_bytes = device.outside_bytes()
+        self._outside = device.outside_bytes()
 
     def now(self) -> MemoryUsage:
         """See :class:`Counters`."""
@@ -153,19 +201,8 @@ class _VirtualCounters(Counters):
         peaks_will_be_reset()
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def _read(self, which: str) -> MemoryUsage:
-        usage = _of_allocator(self._device, which, None)
-        assert usage.reserved_bytes is not None
-        return usage.highest(MemoryUsage(process_bytes=usage.reserved_bytes + self._outside_bytes))
-
-
-def _of_allocator(device: torch.device, which: str, process_bytes: int | None) -> MemoryUsage:
-    stats = torch.cuda.memory_stats(device)
-    return MemoryUsage(
-        allocated_bytes=stats[f"allocated_bytes.all.{which}"],
-        reserved_bytes=stats[f"reserved_bytes.all.{which}"],
-        process_bytes=process_bytes,
-    )
+    def _outside_bytes(self, reserved_bytes: int) -> int:
+        return self._outside
 
 
 def device_to_measure(device: torch.device | str | None) -> torch.device:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.system.memory_meter import before_each_reset
-from lowmem_ft.monitoring.counters import Counters, counters_of, device_to_measure
+from lowmem_ft.foundation.system.device_memory import before_each_reset
+from lowmem_ft.monitoring.counters import Counters, MemoryUsage, counters_of, device_to_measure
 from lowmem_ft.monitoring.text_table import WIDTH, share, size, text_table
-from lowmem_ft.monitoring.usage import MemoryUsage
 
 if TYPE_CHECKING:
     from typing_extensions import Self

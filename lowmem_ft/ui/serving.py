@@ -19,7 +19,7 @@ from starlette.responses import PlainTextResponse  # pyright: ignore[reportMissi
 from starlette.types import ASGIApp, Message, Receive, Scope, Send  # pyright: ignore[reportMissingImports]
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.system.signals import if_stopped
+from lowmem_ft.foundation.system.interrupts import on_interrupt
 from lowmem_ft.ui.desk import Desk
 from lowmem_ft.ui.kept_files import MOST_DATA_BYTES, KeptFiles
 from lowmem_ft.ui.page import make_page
@@ -57,7 +57,7 @@ def serve(port: int, on_ready: Callable[[str], object]) -> None:
     try:
         with tempfile.TemporaryDirectory(prefix="uploads-", dir=kept.folder) as uploads:
             launch(page, Path(uploads), port, on_ready)
-            with if_stopped("and the page is closed."):
+            with on_interrupt("and the page is closed."):
                 while page.is_running:  # Gradio's own wait takes Ctrl-C for a good end
                     time.sleep(0.1)
     finally:

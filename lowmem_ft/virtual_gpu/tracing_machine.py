@@ -18,7 +18,7 @@ from lowmem_ft.foundation.memory.category import Category, Phase
 from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.repetition import abridged_for
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
-from lowmem_ft.foundation.system.signals import signals_wait_while
+from lowmem_ft.foundation.system.interrupts import defer_signals
 from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
 from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
@@ -126,7 +126,7 @@ class TracingMachine:
         stack.enter_context(collector_paused())
         # A backward pass on a virtual device is Python that C++ calls, and an exception would end the process there by
         # `std::terminate`, without a message.
-        stack.enter_context(signals_wait_while(is_in_backward))
+        stack.enter_context(defer_signals(is_in_backward))
         # Autograd's own threads would not see this thread's modes.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         stack.enter_context(errors_of_hooks_raised())

@@ -42,7 +42,7 @@ from measured_on import measured_on, require_device
 from measuring.constant_rows import caveat_of_the_clock
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.system.memory_meter import read_device_memory
+from lowmem_ft.foundation.system.device_memory import read_device_memory
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.hf_config import load_model_config

@@ -26,8 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
-from lowmem_ft.foundation.system.memory_meter import read_host_memory
-from lowmem_ft.foundation.system.process_memory import held_bytes
+from lowmem_ft.foundation.system.host_memory import held_bytes, read_host_memory
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.hf_config import load_model_config

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from measuring.measured_rows import Documents, MeasuredRows, name_of
@@ -20,10 +20,10 @@ from torch import nn
 
 from lowmem_ft.data.batches.batch import Batch
 from lowmem_ft.foundation.memory.category import Phase
-from lowmem_ft.foundation.system.memory_meter import read_host_memory
+from lowmem_ft.foundation.system.device_memory import ProcessBytes
+from lowmem_ft.foundation.system.host_memory import read_host_memory
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.models.hf_config import load_model_config
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
 from lowmem_ft.planning.estimator.worst_batch import documents_of_full_row, full_row_collator
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.techniques.modules.patching import call_around
@@ -57,69 +57,46 @@ class RealPeaks:
     rows: dict[str, Any] = field(default_factory=dict)
 
 
-class PhaseMeter(Protocol):
-    """Reads the peaks of one phase after the other."""
+class PhaseMeter:
+    """Reads the peaks of one phase after the other: every storage of a CPU, or the counters of CUDA's allocator.
 
-    peaks: RealPeaks
+    Those change when the host requests memory: no need to wait for kernels. The process's memory outside torch's
+    allocator does not shrink while it lives, and cached segments are freed only when memory runs out: reading at the
+    end of each phase finds the peak, as long as no allocation had to be retried.
+
+    Args:
+        device: the device of the run.
+        tracker: a running tracker of a CPU's storages; None on CUDA.
+    """
+
+    def __init__(self, device: torch.device, tracker: StorageTracker | None = None) -> None:
+        self.peaks = RealPeaks()
+        self._device, self._tracker = device, tracker
+        self._process = ProcessBytes(device) if tracker is None else None
+        self._phase: Phase | None = None
 
     def begin(self, phase: Phase) -> None:
         """End the current phase, and start the next from what is alive now."""
-        ...
+        self.end()
+        if self._tracker is None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self._tracker.reset_peak()
+        self._phase = phase
 
     def end(self) -> None:
         """End the current phase."""
-        ...
-
-
-class CpuMeter:
-    """Counts every storage on the CPU, exactly, and the process's bytes."""
-
-    def __init__(self, tracker: StorageTracker) -> None:
-        self.peaks = RealPeaks(process_read_by="resident, without pages of files")
-        self._tracker = tracker
-        self._phase: Phase | None = None
-
-    def begin(self, phase: Phase) -> None:
-        """See :class:`PhaseMeter`."""
-        self.end()
-        self._tracker.reset_peak()
-        self._phase = phase
-
-    def end(self) -> None:
-        """See :class:`PhaseMeter`."""
-        if self._phase is not None:
-            _raise_to(self.peaks.allocated, self._phase, self._tracker.peak_bytes)
-        self.peaks.process = read_host_memory().peak_bytes
-        self._phase = None
-
-
-class CudaMeter:
-    """Torch's own counters, which change when the host requests memory: no need to wait for kernels.
-
-    The process's memory outside torch's allocator does not shrink while it lives, and cached segments are freed only
-    when memory runs out: reading at the end of each phase finds the peak, as long as no allocation had to be retried.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.peaks = RealPeaks()
-        self._process = ProcessBytes(device)
-        self._phase: Phase | None = None
-
-    def begin(self, phase: Phase) -> None:
-        """See :class:`PhaseMeter`."""
-        self.end()
-        torch.cuda.reset_peak_memory_stats(self.device)
-        self._phase = phase
-
-    def end(self) -> None:
-        """See :class:`PhaseMeter`."""
-        if self._phase is not None:
-            _raise_to(self.peaks.allocated, self._phase, torch.cuda.max_memory_allocated(self.device))
-            _raise_to(self.peaks.reserved, self._phase, torch.cuda.max_memory_reserved(self.device))
-            used, self.peaks.process_read_by = self._process.read()
-            self.peaks.process = max(self.peaks.process, used)
-        self._phase = None
+        peaks, phase, self._phase = self.peaks, self._phase, None
+        if self._tracker is not None:
+            peaks.process = read_host_memory().peak_bytes
+            peaks.process_read_by = "resident, without pages of files"
+            if phase is not None:
+                _raise_to(peaks.allocated, phase, self._tracker.peak_bytes)
+        elif phase is not None and self._process is not None:
+            _raise_to(peaks.allocated, phase, torch.cuda.max_memory_allocated(self._device))
+            _raise_to(peaks.reserved, phase, torch.cuda.max_memory_reserved(self._device))
+            used, peaks.process_read_by = self._process.read()
+            peaks.process = max(peaks.process, used)
 
 
 def _tell_phases(runtime: Runtime, meter: PhaseMeter) -> None:
@@ -168,10 +145,8 @@ def run_for_real(
         scratch = stack.enter_context(tempfile.TemporaryDirectory())
         runtime = launched_runtime(recipe.training, Path(scratch))
         device = runtime.machine.device
-        if device.type == "cuda":
-            meter: PhaseMeter = CudaMeter(device)
-        else:
-            meter = CpuMeter(stack.enter_context(tracker or StorageTracker()))
+        on_gpu = device.type == "cuda"
+        meter = PhaseMeter(device, None if on_gpu else stack.enter_context(tracker or StorageTracker()))
         _tell_phases(runtime, meter)
         _run(recipe, runtime, meter, num_steps, documents, after_step)
         return meter.peaks

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.foundation.system.device_memory import ProcessBytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 

@@ -281,7 +281,7 @@ import signal
 from lowmem_ft.foundation.system import signals
 
 signals.ONE_REQUEST_SECONDS = -1
-with signals.stops_as_ctrl_c():
+with signals.raise_at_signals():
     try:
         signal.raise_signal(signal.SIGTERM)
     finally:

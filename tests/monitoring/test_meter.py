@@ -12,8 +12,9 @@ from torch import nn
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.system import memory_meter as process_meter
-from lowmem_ft.foundation.system.memory_meter import begin_phase, read_device_memory, read_host_memory
+from lowmem_ft.foundation.system import device_memory
+from lowmem_ft.foundation.system.device_memory import begin_phase, read_device_memory
+from lowmem_ft.foundation.system.host_memory import read_host_memory
 from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.monitoring import MemoryMeter
@@ -108,7 +109,7 @@ def test_of_this_system_it_says_something():
 @pytest.fixture
 def driver(cuda_driver, monkeypatch):
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(process_meter, "_peaks_before", {})
+    monkeypatch.setattr(device_memory, "_peaks_before", {})
     return cuda_driver(total_memory=1000)
 
 

@@ -27,7 +27,7 @@ def cuda(cuda_driver, monkeypatch):
 
 
 def test_cuda_peaks_belong_to_the_phase_that_made_them(cuda):
-    meter = real_run.CudaMeter(DEVICE)
+    meter = real_run.PhaseMeter(DEVICE)
     meter.begin("forward")
     cuda(60, 80)
     cuda(20, 80)

@@ -14,7 +14,8 @@ from lowmem_ft.cli.console.asking import source_and_recipe
 from lowmem_ft.cli.console.exit_codes import explains_user_errors, for_stderr
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError, raise_problems
-from lowmem_ft.foundation.system.signals import SIGNALLED, if_stopped, was_terminated
+from lowmem_ft.foundation.system.interrupts import on_interrupt
+from lowmem_ft.foundation.system.signals import SIGNALLED, was_terminated
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -59,7 +60,7 @@ def main(arguments: list[str]) -> int:
     conversation = _conversation(options, source, recipe)
     take_over_library_logs()
     if options.once is not None:
-        with if_stopped(_WHILE_IT_ANSWERED):
+        with on_interrupt(_WHILE_IT_ANSWERED):
             _answer(conversation, options.once)
         return 0
     return _talk(conversation)

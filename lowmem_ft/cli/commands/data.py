@@ -12,7 +12,7 @@ from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST
-from lowmem_ft.foundation.system.signals import if_stopped
+from lowmem_ft.foundation.system.interrupts import on_interrupt
 
 ROWS_SHOWN = 2
 
@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code: 0 if all is well; 4 if there is something that training warns of.
     """
-    with if_stopped("while reading data: only what was tokenized is kept, in the cache."):
+    with on_interrupt("while reading data: only what was tokenized is kept, in the cache."):
         return _show(arguments)
 
 

@@ -34,7 +34,7 @@ from lowmem_ft.cli.estimating.lengths_that_fit import (
     longest_rows_of_recipe,
 )
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError, raise_problems
-from lowmem_ft.foundation.system.signals import stops_remembered
+from lowmem_ft.foundation.system.interrupts import defer_signals
 
 if TYPE_CHECKING:
     from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
@@ -259,11 +259,11 @@ def _search(recipe: Recipe, gpu: str | None, tell: Callable[[ShippedRecipe], Non
     found: list[Change] = []
 
     def before_an_estimate(made: int) -> None:
-        raise_if_stopped()
+        raise_if_lost()
         say(f"searching for changes: {made} tried, {len(found)} found; Ctrl-C ends it")
 
     search: ChangeSearch | None = None
-    with stops_remembered() as raise_if_stopped:
+    with defer_signals() as raise_if_lost:
         try:
             outlook = outlook_for(recipe, gpu)
             search = ChangeSearch(recipe, gpu, kept=kept, on_estimate=before_an_estimate, outlook=outlook)

@@ -11,7 +11,7 @@ from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import raise_problems
-from lowmem_ft.foundation.system.signals import if_stopped
+from lowmem_ft.foundation.system.interrupts import on_interrupt
 
 if TYPE_CHECKING:
     from lowmem_ft.recipe import Recipe
@@ -39,7 +39,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code, 0.
     """
-    with if_stopped("while evaluating: nothing was written."):
+    with on_interrupt("while evaluating: nothing was written."):
         return _evaluate(arguments)
 
 

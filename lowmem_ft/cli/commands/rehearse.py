@@ -15,7 +15,7 @@ from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT
-from lowmem_ft.foundation.system.signals import if_stopped, stops_remembered
+from lowmem_ft.foundation.system.interrupts import defer_signals, on_interrupt
 
 if TYPE_CHECKING:
     from lowmem_ft.planning.rehearsal import Rehearsal
@@ -51,7 +51,7 @@ def main(arguments: list[str]) -> int:
     Returns:
         The exit code: 0 if it fits; 3 if it does not, or may not.
     """
-    with if_stopped("while rehearsing: nothing was kept."):
+    with on_interrupt("while rehearsing: nothing was kept."):
         return _rehearse(arguments)
 
 
@@ -101,14 +101,14 @@ def _mended(found: Rehearsal, values: dict[str, Any]) -> Document:
     tried: list[Fix] = []
     complete = False
     doing = "searching for a change with which it fits"
-    with stops_remembered() as raise_if_stopped, progress_line(doing) as say:
+    with defer_signals() as raise_if_lost, progress_line(doing) as say:
 
         def before_an_estimate(made: int) -> None:
-            raise_if_stopped()
+            raise_if_lost()
             say(f"{doing}: {made} estimated, {len(tried)} rehearsed; Ctrl-C ends it")
 
         def on_step(step: int, shapes: int) -> None:
-            raise_if_stopped()
+            raise_if_lost()
             say(f"rehearsing a change: step {step:,}, shapes traced {shapes}; Ctrl-C ends it")
 
         mending = FixSearch(

@@ -11,8 +11,9 @@ from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.foundation.errors import UserError, raise_problems
+from lowmem_ft.foundation.system.interrupts import on_interrupt
 from lowmem_ft.foundation.system.launch_variables import is_launched, is_main_process
-from lowmem_ft.foundation.system.signals import NOTHING_TRAINED, if_stopped
+from lowmem_ft.foundation.system.signals import NOTHING_TRAINED
 
 if TYPE_CHECKING:
     from lowmem_ft.training.export.train_result import TrainResult
@@ -45,7 +46,7 @@ def main(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         _parser().print_help()
         return 0
-    with if_stopped(NOTHING_TRAINED), _told_to_all_processes():
+    with on_interrupt(NOTHING_TRAINED), _told_to_all_processes():
         _train(arguments)
     return 0
 

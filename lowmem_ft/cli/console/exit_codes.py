@@ -24,9 +24,9 @@ from lowmem_ft.foundation.system.launch_variables import is_main_process
 from lowmem_ft.foundation.system.signals import (
     SIGNALLED,
     raise_at_ctrl_c,
+    raise_at_signals,
     stop_behind,
     stopped_by,
-    stops_as_ctrl_c,
     was_terminated,
     words_of,
 )
@@ -52,7 +52,7 @@ def explains_user_errors(command: Callable[[list[str]], int]) -> Command:
 
     @functools.wraps(command)
     def explained(argv: Sequence[str] | None = None) -> int:
-        with stops_as_ctrl_c():
+        with raise_at_signals():
             exit_code = _explained(command, list(sys.argv[1:] if argv is None else argv))
             return SIGNALLED + stopped_by() if was_terminated() else exit_code
 

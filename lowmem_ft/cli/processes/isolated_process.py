@@ -16,7 +16,8 @@ from types import FrameType
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.errors import CrashedError
-from lowmem_ft.foundation.system.signals import SIGNALLED, end_by_signals, handlers, stops_held_back
+from lowmem_ft.foundation.system.forked_signals import block_signals, end_by_signals
+from lowmem_ft.foundation.system.signals import SIGNALLED, handlers
 
 _GRACE_SECONDS = 2.0
 """Seconds that the child has to end after a signal of a terminal, which reaches both, before it gets that again."""
@@ -53,9 +54,7 @@ def in_own_process(work: Callable[[], int], program: str) -> int:
         return work()
     sys.stdout.flush()
     sys.stderr.flush()
-    with (
-        stops_held_back() as let_stops_come
-    ):  # one in between would end this process, and not reach the child
+    with block_signals() as let_stops_come:  # one in between would end this process, and not reach the child
         child = os.fork()
         if child == 0:
             end_by_signals()  # the inherited handlers take the child for a worker

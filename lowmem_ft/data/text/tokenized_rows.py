@@ -13,7 +13,7 @@ from datasets.fingerprint import Hasher
 from lowmem_ft.data.config import MOST_PROCESSES
 from lowmem_ft.data.text.tokenizing import TOKENIZED, Tokenization
 from lowmem_ft.foundation.system.cores import usable_cores
-from lowmem_ft.foundation.system.signals import forks_ignore_ctrl_c
+from lowmem_ft.foundation.system.forked_signals import forks_ignore_ctrl_c
 
 logger = logging.getLogger(__name__)
 

@@ -181,7 +181,7 @@ class MemoryEstimate:
         paged_peak_bytes: the part of that which is paged optimizer state, outside the allocator; not in the JSON.
         process_range: range of that number; None: not known.
         fits_at_low_end: whether it would fit at the lower end of the range, if it does not fit.
-        host_peak_bytes: host memory of the process, without pages of files (``foundation/system/process_memory.py``).
+        host_peak_bytes: host memory of the process, without pages of files (``foundation/system/host_memory.py``).
         host_pinned_bytes: the pinned part of it, at its own peak.
         host_by_part_at_peak: parts of the host's peak: tensors by category, and ``process``, ``heap`` (on a CPU),
             ``loading`` and ``saving``; they sum to it.

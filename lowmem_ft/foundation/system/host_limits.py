@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from lowmem_ft.foundation.system.memory_meter import read_host_memory
+from lowmem_ft.foundation.system.host_memory import read_host_memory
 from lowmem_ft.foundation.units import format_bytes
 
 SPARE_SHARE = 0.05

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 
 import torch
 
-from lowmem_ft.foundation.system.malloc import return_free_memory
-from lowmem_ft.foundation.system.memory_meter import (
+from lowmem_ft.foundation.system.device_memory import (
     before_each_reset,
     begin_phase,
     phase_peak_bytes,
     read_device_memory,
-    read_host_memory,
 )
+from lowmem_ft.foundation.system.host_memory import read_host_memory
+from lowmem_ft.foundation.system.malloc import return_free_memory
 
 
 class PhasePeaks:

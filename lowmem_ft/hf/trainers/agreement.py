@@ -16,8 +16,7 @@ import torch
 
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.foundation.knob import as_typed
-from lowmem_ft.hf.trainers.checkpointing_switch import asked_by_flag
-from lowmem_ft.hf.trainers.liger_flag import liger_asked_by_flag
+from lowmem_ft.hf.trainers.trainer_flags import asked_by_flag, liger_asked_by_flag
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import text_fields
 from lowmem_ft.planning.script_recipes.script_model import quantization_of, weights_type
@@ -163,7 +162,7 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
 
 _TRAINED_WITH = (
     "max_skipped_steps",
-    *(row.key.removeprefix("training.") for row in SHARED_SETTINGS if row.value and "training." in row.key),
+    *(row.key.removeprefix("training.") for row in SHARED_SETTINGS if row.in_step and "training." in row.key),
 )
 """Keys of ``training`` that an attached step depends on."""
 
@@ -188,7 +187,7 @@ def _take_settings(agreement: Agreement, trainer: Any) -> None:
             _take_micro_batches(agreement, row, args, window.setting_in(recipe))
         elif row.key in HYPERPARAMETERS:
             _take_hyperparameter(agreement, row, trainer)
-        elif row.value is not None:
+        elif row.in_step:
             agreement.take(row, row.value(trainer))
         else:
             _compare_arguments(agreement, row, fields, args)
@@ -219,7 +218,7 @@ def _take_hyperparameter(agreement: Agreement, row: SharedSetting, trainer: Any)
     values = {name: getattr(args, name) for name in HYPERPARAMETERS[row.key]}
     is_default = all(value == defaults[name] for name, value in values.items())
     if row.key.removeprefix("optimizer.") in optimizer.row.hyperparameters:
-        if row.value is not None and (names_optimizer(args, optimizer.name) or not is_default):
+        if names_optimizer(args, optimizer.name) or not is_default:
             agreement.take(row, row.value(trainer))
     elif not is_default and row.key != "optimizer.momentum":  # refusals.py has optim_args
         given = ", ".join(f"TrainingArguments.{name}={value}" for name, value in values.items())

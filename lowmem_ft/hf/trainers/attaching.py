@@ -17,12 +17,11 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
-from lowmem_ft.hf.trainers.checkpointing_switch import flags_off, take_switch
-from lowmem_ft.hf.trainers.liger_flag import liger_flag_off
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
 from lowmem_ft.hf.trainers.prepared_model import finer_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
+from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
 from lowmem_ft.hf.trainers.whole_checkpoints import save_whole
 from lowmem_ft.optimizers import ChunkedOptimizer
 from lowmem_ft.planning.script_recipes.script_plan import plan_for

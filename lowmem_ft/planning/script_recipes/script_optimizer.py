@@ -12,7 +12,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.optimizers import ChunkedOptimizer, OptimizerConfig
 from lowmem_ft.optimizers.table import OPTIMIZERS, OptimizerName
 from lowmem_ft.planning.script_recipes.untranslated import Reading, script_estimate
-from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, optim_args
+from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, plain, read_group
 
 
 def optimizer_config(
@@ -32,8 +32,8 @@ def optimizer_config(
         keeps_no_masters: whether all weights are trained in bfloat16, for which an optimizer of torch keeps no masters.
         reading: collects what has no counterpart.
     """
-    found = BY_HF_NAME.get(str(getattr(args.optim, "value", args.optim)))
-    asked = f"optim={getattr(args.optim, 'value', args.optim)}"
+    said = read_group(args, "optimizer")
+    found, asked = said["name"], f"optim={plain(args.optim)}"
     if own is not None and not _is_that_of_the_arguments(own, args, model):
         asked = f"{type(own).__module__}.{type(own).__qualname__}"
         found = _name_of(own)
@@ -44,11 +44,6 @@ def optimizer_config(
         )
         return OptimizerConfig()
     row = OPTIMIZERS[found]
-    said = {
-        "betas": (args.adam_beta1, args.adam_beta2),
-        "eps": args.adam_epsilon,
-        "momentum": float(optim_args(args).get("momentum", 0)),
-    }
     hyperparameters = {
         name: said[name] for name, default in row.hyperparameters.items() if said[name] != default
     }
@@ -62,7 +57,7 @@ def optimizer_config(
             "optim=adamw_torch updates all weights at once on a GPU and meanwhile holds additional memory as large as "
             "its second averages, which the estimate does not count; optim=adamw_torch_fused does not."
         )
-    return OptimizerConfig(name=found, weight_decay=args.weight_decay, **hyperparameters, **formats)
+    return OptimizerConfig(name=found, weight_decay=said["weight_decay"], **hyperparameters, **formats)
 
 
 def _is_that_of_the_arguments(own: torch.optim.Optimizer, args: Any, model: nn.Module) -> bool:

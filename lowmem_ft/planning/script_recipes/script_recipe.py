@@ -23,6 +23,7 @@ from lowmem_ft.planning.script_recipes.untranslated import Reading, script_estim
 from lowmem_ft.planning.script_runs.trainers import gathers_logits
 from lowmem_ft.recipe import Recipe, TrainingConfig, check_recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
+from lowmem_ft.recipe.trainers.shared_settings import read_group
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.loss.config import LossConfig
@@ -44,12 +45,6 @@ _UNLIKE: Mapping[str, tuple[Any, str]] = {
     "optim_target_modules": (None, "the optimizer keeps projections instead of full state"),
 }
 """Fields that change a step's memory and have no counterpart: the value that switches them off, and the consequence."""
-
-_SAME_NAME = (
-    "output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps learning_rate "
-    "num_train_epochs max_steps use_cpu seed full_determinism save_total_limit"
-)
-"""Keys of ``training`` that arguments have by the same name, with the same values."""
 
 _REFUSED = ("deepspeed", "fsdp", "optim_target_modules")
 
@@ -241,7 +236,15 @@ def _data(script: Script, max_length: int | None) -> DataConfig:
 
 def _training(script: Script, reading: Reading) -> TrainingConfig:
     args: Any = script.args
-    named = {name: getattr(args, name) for name in _SAME_NAME.split()}
+    named = read_group(args, "training")
+    if not script.evaluates:
+        named["eval_steps"] = None
+    if named["mixed_precision"] not in recipe_keys()["training.mixed_precision"].choices:
+        reading.problem(
+            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {named['mixed_precision']}. "
+            f"{script_estimate()}"
+        )
+        named["mixed_precision"] = "no"
     # HF accepts what a recipe refuses: a warmup in a schedule that has no warmup, or one longer than the run.
     named["warmup_steps"] = float(args.warmup_steps)
     if args.max_steps > 0:
@@ -255,30 +258,7 @@ def _training(script: Script, reading: Reading) -> TrainingConfig:
     else:
         named["warmup_steps"] = 0.0
         reading.warn(f"lr_scheduler_type={schedule} has no counterpart in a recipe. It takes no memory.")
-    return TrainingConfig(
-        **named,
-        max_grad_norm=args.max_grad_norm or None,
-        mixed_precision=_mixed_precision(args, reading),
-        eval_steps=_every(args.eval_strategy, args.eval_steps) if script.evaluates else None,
-        save_steps=_every(args.save_strategy, args.save_steps),
-        logging_steps=int(args.logging_steps) if args.logging_steps >= 1 else 1,
-    )
-
-
-def _every(strategy: Any, steps: Any) -> int | None:
-    """Return whole steps; None for epochs and shares of a run, whose length a recipe cannot know."""
-    return int(steps) if strategy == "steps" and steps is not None and steps >= 1 else None
-
-
-def _mixed_precision(args: Any, reading: Reading) -> Any:
-    """Return the arguments' final value, which a launcher's environment may have set."""
-    chosen = args.mixed_precision
-    if chosen not in recipe_keys()["training.mixed_precision"].choices:
-        reading.problem(
-            f"A recipe's mixed precision is bf16, fp16 or no, and the script's is {chosen}. {script_estimate()}"
-        )
-        return "no"
-    return chosen
+    return TrainingConfig(**named)
 
 
 def _note_unlike(script: Script, reading: Reading) -> None:

@@ -1,9 +1,10 @@
 """The table of settings that a recipe and a trainer's arguments both have, and of who decides where they differ.
 
 A recipe has the techniques, the optimizer and its formats, chunks, the window of micro-batches and clipping; a trainer
-has data, steps, schedule and precision. ``hf.training_arguments`` writes a recipe's side into arguments, and
-``hf.attach`` compares the two. A key that is not here has no argument: ``hf.prepare_model`` reads those of the model,
-``hf.attach`` those of the techniques, and the script has its own data.
+has data, steps, schedule and precision. ``hf.training_arguments`` writes a recipe's side into arguments,
+``hf.recipe_from`` reads a script's arguments as a recipe, and ``hf.attach`` compares the two. A key that is not here
+has no argument: ``hf.prepare_model`` reads those of the model, ``hf.attach`` those of the techniques, and the script
+has its own data.
 """
 
 from __future__ import annotations
@@ -37,15 +38,26 @@ class SharedSetting:
         fields: the recipe's value as arguments, by their names upstream; a class of arguments without such a name
             skips them.
         decides: whose value is used where they differ.
-        value: a trainer's value in the recipe's terms; None: no part of a step depends on it.
+        read: the arguments' value in the recipe's terms; None: it is not one value, or a recipe of a script needs none.
+        in_step: whether a part of a step depends on it, so that ``attach`` takes the trainer's value.
+        of_trainer: a trainer's value where that may be another than its arguments'; None: it is the same.
         follows_default: whether ``attach`` takes the trainer's value where the recipe has the default, which is off.
     """
 
     key: str
     fields: Callable[[Recipe], Fields]
     decides: Decides = "trainer"
-    value: Callable[[Any], Any] | None = None
+    read: Callable[[Any], Any] | None = None
+    in_step: bool = False
+    of_trainer: Callable[[Any], Any] | None = None
     follows_default: bool = False
+
+    def value(self, trainer: Any) -> Any:
+        """Return a trainer's value in the recipe's terms."""
+        if self.of_trainer is not None:
+            return self.of_trainer(trainer)
+        assert self.read is not None
+        return self.read(trainer.args)
 
 
 HF_OPTIMIZERS: Mapping[OptimizerName, str] = {
@@ -62,12 +74,6 @@ BY_HF_NAME: Mapping[str, OptimizerName] = {
     "adamw_8bit": "adamw_bnb_8bit",
 }
 """Upstream's optimizer names that have a counterpart of ours."""
-
-CHECKPOINTING_OPTIONS = {
-    "offload": "offload.activations=inputs",
-    "selective": "checkpointing.mode=selective",
-}
-"""Options of ``gradient_checkpointing_kwargs`` by the recipe's settings that do the same."""
 
 HYPERPARAMETERS = {
     "optimizer.betas": ("adam_beta1", "adam_beta2"),
@@ -125,7 +131,11 @@ def optim_args(args: Any) -> dict[str, str]:
 
 def names_optimizer(args: Any, name: OptimizerName) -> bool:
     """Return whether ``TrainingArguments.optim`` is this one of ours, which Trainer would make from its own fields."""
-    return BY_HF_NAME.get(str(plain(args.optim))) == name
+    return _optimizer(args) == name
+
+
+def _optimizer(args: Any) -> OptimizerName | None:
+    return BY_HF_NAME.get(str(plain(args.optim)))
 
 
 def _named(
@@ -135,14 +145,19 @@ def _named(
     argument: str = "",
     decides: Decides = "trainer",
     is_read: bool = False,
+    in_step: bool = False,
 ) -> SharedSetting:
-    """Return the row of a key whose argument has the same values, and the same name if no other is given."""
+    """Return the row of a key whose argument has the same values, and the same name if no other is given.
+
+    What is in a step is read, too.
+    """
     name = argument or key.rpartition(".")[2]
     return SharedSetting(
         key,
         fields or (lambda recipe: {name: recipe_keys()[key].value_in(recipe)}),
         decides,
-        value=(lambda trainer: getattr(trainer.args, name)) if is_read else None,
+        read=(lambda args: getattr(args, name)) if is_read or in_step else None,
+        in_step=in_step,
     )
 
 
@@ -175,7 +190,12 @@ def _every(moment: str) -> SharedSetting:
             return {f"{moment}_strategy": "no"}
         return {f"{moment}_strategy": "steps", f"{moment}_steps": steps}
 
-    return SharedSetting(f"training.{moment}_steps", fields)
+    def read(args: Any) -> int | None:
+        """Return whole steps; None for epochs and shares of a run, whose length a recipe cannot know."""
+        strategy, steps = getattr(args, f"{moment}_strategy"), getattr(args, f"{moment}_steps")
+        return int(steps) if strategy == "steps" and steps is not None and steps >= 1 else None
+
+    return SharedSetting(f"training.{moment}_steps", fields, read=read)
 
 
 def _resumed(recipe: Recipe) -> Fields:
@@ -202,11 +222,11 @@ def _adam(key: str) -> SharedSetting:
         values = value if isinstance(value, tuple) else (value,)
         return {} if value is None else dict(zip(names, values, strict=True))
 
-    def value(trainer: Any) -> Any:
-        values: tuple[Any, ...] = tuple(getattr(trainer.args, name) for name in names)
+    def read(args: Any) -> Any:
+        values: tuple[Any, ...] = tuple(getattr(args, name) for name in names)
         return values if len(values) > 1 else next(iter(values))
 
-    return SharedSetting(key, fields, "recipe", value)
+    return SharedSetting(key, fields, "recipe", read, in_step=True)
 
 
 def _momentum(recipe: Recipe) -> Fields:
@@ -230,35 +250,43 @@ def _order_of_rows(recipe: Recipe) -> Fields:
 
 
 SHARED_SETTINGS: tuple[SharedSetting, ...] = (
-    _named("training.learning_rate", is_read=True),
+    _named("training.learning_rate", in_step=True),
     _named("training.lr_scheduler_type"),
     _named("training.lr_scheduler_kwargs"),
     _named("training.warmup_steps"),
-    _named("training.num_train_epochs"),
-    _named("training.max_steps"),
-    _named("training.seed", is_read=True),
-    _named("training.full_determinism", is_read=True),
+    _named("training.num_train_epochs", is_read=True),
+    _named("training.max_steps", is_read=True),
+    _named("training.seed", in_step=True),
+    _named("training.full_determinism", in_step=True),
     SharedSetting(
         "training.use_cpu",
         lambda recipe: {"use_cpu": recipe.training.use_cpu},
-        value=lambda trainer: trainer.args.device.type == "cpu",
+        read=lambda args: args.use_cpu,
+        in_step=True,
+        of_trainer=lambda trainer: trainer.args.device.type == "cpu",
     ),
     SharedSetting(
         "training.mixed_precision",
         lambda recipe: {name: recipe.training.mixed_precision == name for name in ("bf16", "fp16")},
-        value=lambda trainer: trainer.accelerator.mixed_precision,
+        read=lambda args: args.mixed_precision,
+        in_step=True,
+        of_trainer=lambda trainer: trainer.accelerator.mixed_precision,
     ),
-    _named("training.per_device_train_batch_size", _batch, is_read=True),
-    _named("training.gradient_accumulation_steps", _batch, is_read=True),
-    _named("training.per_device_eval_batch_size", _evaluation_rows),
-    _named("training.output_dir", lambda recipe: {"output_dir": str(run_folder_of(recipe))}),
+    _named("training.per_device_train_batch_size", _batch, in_step=True),
+    _named("training.gradient_accumulation_steps", _batch, in_step=True),
+    _named("training.per_device_eval_batch_size", _evaluation_rows, is_read=True),
+    _named("training.output_dir", lambda recipe: {"output_dir": str(run_folder_of(recipe))}, is_read=True),
     _named("training.resume_from_checkpoint", _resumed),
     _named("training.report_to", lambda recipe: {"report_to": list(recipe.training.report_to)}),
-    _named("training.logging_steps"),
+    SharedSetting(
+        "training.logging_steps",
+        lambda recipe: {"logging_steps": recipe.training.logging_steps},
+        read=lambda args: int(args.logging_steps) if args.logging_steps >= 1 else 1,
+    ),
     _every("eval"),
     _named("training.eval_on_start"),
     _every("save"),
-    _named("training.save_total_limit"),
+    _named("training.save_total_limit", is_read=True),
     _named("training.load_best_model_at_end"),
     _named("training.metric_for_best_model"),
     _named(
@@ -283,20 +311,23 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
         "training.max_grad_norm",
         lambda recipe: {"max_grad_norm": recipe.training.max_grad_norm or 0.0},
         "recipe",
-        value=lambda trainer: trainer.args.max_grad_norm or None,
+        read=lambda args: args.max_grad_norm or None,
+        in_step=True,
     ),
-    _named("optimizer.weight_decay", decides="recipe", is_read=True),
+    _named("optimizer.weight_decay", decides="recipe", in_step=True),
     *map(_adam, ("optimizer.betas", "optimizer.eps")),
     SharedSetting(
         "optimizer.momentum",
         _momentum,
         "recipe",
-        value=lambda trainer: float(optim_args(trainer.args).get("momentum", 0)),
+        read=lambda args: float(optim_args(args).get("momentum", 0)),
+        in_step=True,
     ),
     SharedSetting(
         "optimizer.name",
         lambda recipe: _if_set("optim", HF_OPTIMIZERS.get(recipe.optimizer.name)),
         "technique",
+        read=_optimizer,
     ),
     _off("checkpointing.mode", "activation_checkpointing", "gradient_checkpointing"),
     _off("offload.activations", "activation_offloading"),
@@ -305,3 +336,9 @@ SHARED_SETTINGS: tuple[SharedSetting, ...] = (
     _named("loss.label_smoothing_factor", lambda _: {"label_smoothing_factor": 0.0}, decides="technique"),
 )
 """The table."""
+
+
+def read_group(args: Any, group: str) -> dict[str, Any]:
+    """Return what arguments set in one group of a recipe, such as ``training``, by the names of its keys."""
+    rows = [row for row in SHARED_SETTINGS if row.key.startswith(f"{group}.")]
+    return {row.key.removeprefix(f"{group}."): row.read(args) for row in rows if row.read is not None}

@@ -13,7 +13,7 @@ from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.devices import has_bfloat16
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.system.atomic_write import write_whole_file
-from lowmem_ft.foundation.system.memory_meter import read_device_memory
+from lowmem_ft.foundation.system.device_memory import read_device_memory
 from lowmem_ft.foundation.tensors.live_tensors import live_tensors, storage_key
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.out_of_memory_errors import is_failed_allocation
-from lowmem_ft.foundation.system.memory_meter import MemoryReading
+from lowmem_ft.foundation.system.host_memory import MemoryReading
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.space.remediations import remediations_for

@@ -32,7 +32,7 @@ from torch import nn
 from lowmem_ft.data.batches.batch import Batch, LabelledRows
 from lowmem_ft.data.batches.splitting import half_of, half_of_rows
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.foundation.system.memory_meter import free_device_bytes
+from lowmem_ft.foundation.system.device_memory import free_device_bytes
 from lowmem_ft.foundation.tensors.autograd_queue import EngineQueue
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.recipe import Recipe

@@ -24,8 +24,9 @@ import torch.distributed as dist
 import lowmem_ft
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.knob import as_typed
+from lowmem_ft.foundation.system.interrupts import on_interrupt
 from lowmem_ft.foundation.system.launch_variables import is_main_process
-from lowmem_ft.foundation.system.signals import NOTHING_TRAINED, signals_end_at_once
+from lowmem_ft.foundation.system.signals import NOTHING_TRAINED
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.training.processes.error_propagation import meeting_store
@@ -214,7 +215,7 @@ def explained_joining() -> Iterator[None]:
         UserError: for each such error.
     """
     try:
-        with signals_end_at_once(NOTHING_TRAINED):
+        with on_interrupt(NOTHING_TRAINED, in_native_code=True):
             yield
     except dist.DistError as error:
         raise UserError(_not_joined(str(error), os.environ)) from error

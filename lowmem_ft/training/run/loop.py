@@ -18,9 +18,9 @@ from typing import Any
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.out_of_memory_errors import library_that_did_not_start
+from lowmem_ft.foundation.system.device_memory import read_device_memory
+from lowmem_ft.foundation.system.interrupts import Interruption
 from lowmem_ft.foundation.system.launch_variables import is_main_process
-from lowmem_ft.foundation.system.memory_meter import read_device_memory
-from lowmem_ft.foundation.system.signals import Interruption
 from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.recipe import Recipe, check_recipe
 from lowmem_ft.training.callbacks.callbacks import FAIL, STOP, check_callbacks

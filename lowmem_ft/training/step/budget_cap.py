@@ -11,9 +11,9 @@ from lowmem_ft.foundation.budget import Budget, is_of_size
 from lowmem_ft.foundation.catalog.context_overhead import allocator_cap, process_overhead_bytes
 from lowmem_ft.foundation.catalog.this_machine import this_machines_gpu
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
+from lowmem_ft.foundation.system.device_memory import read_device_memory
 from lowmem_ft.foundation.system.host_limits import HostLimit, tightest_host_limit
-from lowmem_ft.foundation.system.memory_meter import read_device_memory, read_host_memory
-from lowmem_ft.foundation.system.process_memory import resident_file_bytes
+from lowmem_ft.foundation.system.host_memory import read_host_memory, resident_file_bytes
 from lowmem_ft.foundation.units import MIB, format_bytes, parse_bytes
 
 logger = logging.getLogger(__name__)
@@ -27,7 +27,7 @@ class Host:
     """Readings of the host memory of a run's process: this one; a rehearsal overrides them."""
 
     def held_bytes(self) -> int:
-        """Return the bytes held now, without pages of files; see ``foundation/system/process_memory.py``."""
+        """Return the bytes held now, without pages of files; see ``foundation/system/host_memory.py``."""
         return read_host_memory().now_bytes
 
     def peak_bytes(self, file_bytes: int) -> int:

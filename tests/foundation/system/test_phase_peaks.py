@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from lowmem_ft.foundation.system import phase_peaks
-from lowmem_ft.foundation.system.memory_meter import read_device_memory, read_host_memory
+from lowmem_ft.foundation.system.device_memory import read_device_memory
+from lowmem_ft.foundation.system.host_memory import read_host_memory
 from lowmem_ft.foundation.system.phase_peaks import PhasePeaks
 from lowmem_ft.foundation.units import GIB, MIB
 

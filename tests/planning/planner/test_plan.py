@@ -14,7 +14,7 @@ import lowmem_ft
 from lowmem_ft.foundation import packages
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.errors import RecipeError, UserError
-from lowmem_ft.foundation.system.signals import stops_as_ctrl_c
+from lowmem_ft.foundation.system.signals import raise_at_signals
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.estimator.traces import tracing
 from lowmem_ft.planning.planner import plan
@@ -356,7 +356,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(number, make_recipe, at_once):
             Pressed()
 
     before = signal.getsignal(number)
-    with stops_as_ctrl_c():
+    with raise_at_signals():
         result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
     assert result.interrupted
     assert len(asked) == 4

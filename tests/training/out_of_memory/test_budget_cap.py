@@ -13,7 +13,7 @@ from lowmem_ft.foundation.catalog.context_overhead import BITSANDBYTES_BYTES, NC
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import DoesNotFitError, UserError
 from lowmem_ft.foundation.system.host_limits import HostLimit
-from lowmem_ft.foundation.system.memory_meter import MemoryReading
+from lowmem_ft.foundation.system.host_memory import MemoryReading
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.recipe import TrainingConfig
 from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime

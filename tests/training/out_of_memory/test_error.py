@@ -8,7 +8,7 @@ from gpu_runs import running_out_while_loading
 
 from lowmem_ft.foundation.errors import DoesNotFitError
 from lowmem_ft.foundation.out_of_memory_errors import LIBRARY_BYTES, library_that_did_not_start
-from lowmem_ft.foundation.system.memory_meter import MemoryReading
+from lowmem_ft.foundation.system.host_memory import MemoryReading
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.training.out_of_memory.error import does_not_fit, is_out_of_memory
 from lowmem_ft.training.run import loop

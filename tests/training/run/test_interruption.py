@@ -15,7 +15,7 @@ import pytest
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.system import signals
-from lowmem_ft.foundation.system.signals import Interruption
+from lowmem_ft.foundation.system.interrupts import Interruption
 from lowmem_ft.training.callbacks.callbacks import FAIL
 from lowmem_ft.training.checkpoints import run_checkpoints
 from lowmem_ft.training.evaluation import run_evaluations

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
-from lowmem_ft.foundation.system.signals import stops_remembered
+from lowmem_ft.foundation.system.interrupts import defer_signals
 from lowmem_ft.planning.planner.plan_target import Target
 from lowmem_ft.planning.planner.search.candidates import Bytes, Candidates, prior_of
 from lowmem_ft.planning.planner.search.estimated_needs import Limits, Need
@@ -72,7 +72,7 @@ def search_in(
         return space.recipe_of(combination), space.counted(combination)
 
     def need_of(place: int) -> Need | str:
-        raise_if_stopped()
+        raise_if_lost()
         best = search.found.best
         on_progress(
             PlanProgress(
@@ -87,7 +87,7 @@ def search_in(
             return " ".join(error.problems)
 
     others = EstimatesAhead(num_ahead, target)
-    with stops_remembered() as raise_if_stopped, contextlib.closing(others) as ahead:
+    with defer_signals() as raise_if_lost, contextlib.closing(others) as ahead:
         search = Search(
             candidates,
             target.limits,

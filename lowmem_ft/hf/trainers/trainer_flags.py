@@ -1,7 +1,8 @@
-"""HF's own switch for activation checkpointing, replaced by ours.
+"""HF's own flags for activation checkpointing and for Liger's kernels, replaced by ours.
 
-``Trainer`` turns it on as training begins, TRL's trainers turn it off and on around passes without gradients: each time
-every layer would be recomputed in HF's way, whichever layers a recipe names.
+``Trainer`` turns checkpointing on as training begins, TRL's trainers turn it off and on around passes without
+gradients: each time every layer would be recomputed in HF's way, whichever layers a recipe names. Liger's kernels would
+be patched into the model as training begins.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from lowmem_ft.foundation.handle import Handle
-from lowmem_ft.recipe.trainers.shared_settings import CHECKPOINTING_OPTIONS
+from lowmem_ft.recipe.trainers.trainer_kinds import Kind
+from lowmem_ft.techniques.kernels.liger_patches import ARGUMENTS
 from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
 from lowmem_ft.techniques.modules.patching import set_attribute
 
@@ -20,6 +22,11 @@ if TYPE_CHECKING:
 
 _FLAGS = ("activation_checkpointing", "gradient_checkpointing")
 """The training argument, and its older name."""
+
+_LIGER, _LIGERS_LOSS = "use_liger_kernel", "fused_linear_cross_entropy"
+
+_INSTEAD = {"offload": "offload.activations=inputs", "selective": "checkpointing.mode=selective"}
+"""The recipe's settings that do the same as an option of ``gradient_checkpointing_kwargs``."""
 
 
 def asked_by_flag(agreement: Agreement, args: Any) -> Iterator[str]:
@@ -34,7 +41,7 @@ def asked_by_flag(agreement: Agreement, args: Any) -> Iterator[str]:
         if value:
             yield (
                 f"gradient_checkpointing_kwargs[{name!r}] has no counterpart in a recipe, got {value!r}. Leave it out; "
-                f"{CHECKPOINTING_OPTIONS.get(name, 'checkpointing.mode=full')} does it."
+                f"{_INSTEAD.get(name, 'checkpointing.mode=full')} does it."
             )
     if config.mode == "none":
         agreement.set("checkpointing.mode", "full")
@@ -95,3 +102,36 @@ def _switch(causal_lm: Any) -> Iterator[Callable[[], object]]:
         for name, switch in ((f"{flag}_enable", enable), (f"{flag}_disable", disable)):
             if hasattr(causal_lm, name):
                 yield set_attribute(causal_lm, name, switch)
+
+
+def liger_asked_by_flag(agreement: Agreement, args: Any, kind: Kind) -> Iterator[str]:
+    """Let the recipe take the operators that the trainer's flag asks for; yield what it cannot take over, in words."""
+    if not getattr(args, _LIGER, False):
+        return
+    config = args.liger_kernel_config or {}
+    left_out = [name for name, value in config.items() if name in ARGUMENTS and not value]
+    if left_out:
+        yield (
+            f"liger_kernel_config leaves out {', '.join(left_out)}, and model.kernels has no such choice. Leave "
+            "liger_kernel_config out, or set use_liger_kernel=False."
+        )
+    # TRL's trainers have losses of their own, and leave Liger's out.
+    if config.get(_LIGERS_LOSS, kind == "Trainer") and agreement.recipe.loss.chunk_tokens is None:
+        yield (
+            "TrainingArguments.use_liger_kernel=True replaces the loss too, which hf.attach does not take from Liger, "
+            f"and loss.chunk_tokens=null leaves the model's. Set loss.chunk_tokens=1024, or liger_kernel_config="
+            f"{{'{_LIGERS_LOSS}': False}}."
+        )
+    if agreement.recipe.model.kernels == "none":
+        agreement.set("model.kernels", "liger")
+
+
+def liger_flag_off(args: Any) -> Iterator[Callable[[], object]]:
+    """Turn the trainer's own flag off, and yield the call that restores it.
+
+    Args:
+        args: the trainer's arguments.
+    """
+    if getattr(args, _LIGER, False):
+        yield functools.partial(setattr, args, _LIGER, True)
+        setattr(args, _LIGER, False)

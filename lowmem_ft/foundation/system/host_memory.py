@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,22 @@ _STATUS = Path("/proc/self/status")
 _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET_PEAK = "5"
 """The value that makes Linux reset the peak of resident memory (proc(5), ``clear_refs``)."""
+
+_peak_before: list[int] = []
+"""The highest peak before the last reset, if there was one."""
+
+
+@dataclass(frozen=True)
+class MemoryReading:
+    """Bytes held at one moment and the most held since the process (on CUDA: the last reset) began."""
+
+    now_bytes: int
+    peak_bytes: int
+
+
+def read_host_memory() -> MemoryReading:
+    """Return host memory that this process holds, now and at its peak."""
+    return MemoryReading(held_bytes(), max([peak_held_bytes(), *_peak_before]))
 
 
 def held_bytes() -> int:
@@ -53,15 +70,17 @@ def peak_held_bytes() -> int:
 
 
 def reset_peak() -> bool:
-    """Reset the peak.
+    """Reset :func:`peak_held_bytes`; :func:`read_host_memory` keeps the peak of the whole run.
 
     Returns:
         True if it was reset: only Linux can, and not in every container.
     """
+    peak_bytes = read_host_memory().peak_bytes
     try:
         _CLEAR_REFS.write_text(_RESET_PEAK)
     except OSError:  # another system, or a container that keeps /proc to itself
         return False
+    _peak_before[:] = [peak_bytes]
     return True
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lowmem_ft.monitoring.process_bytes import ProcessBytes
+from lowmem_ft.foundation.system.device_memory import ProcessBytes
 
 DEVICE = torch.device("cuda", 0)
 

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from lowmem_ft.foundation.system import process_memory
-from lowmem_ft.foundation.system.process_memory import (
+from lowmem_ft.foundation.system import host_memory
+from lowmem_ft.foundation.system.host_memory import (
     held_bytes,
     peak_held_bytes,
     reset_peak,
@@ -19,7 +19,7 @@ from lowmem_ft.foundation.units import MIB
 
 PROGRAM = """
 import sys
-from lowmem_ft.foundation.system.process_memory import peak_held_bytes
+from lowmem_ft.foundation.system.host_memory import peak_held_bytes
 assert "torch" not in sys.modules
 print(peak_held_bytes())
 """
@@ -38,15 +38,15 @@ def test_a_system_that_tells_no_high_water_mark_has_another_counter(monkeypatch,
     file = tmp_path / "status"
     if status:
         file.write_text(status)
-    monkeypatch.setattr(process_memory, "_STATUS", file)
-    monkeypatch.setattr(process_memory, "_of_getrusage", lambda: 3 * 2**40)
+    monkeypatch.setattr(host_memory, "_STATUS", file)
+    monkeypatch.setattr(host_memory, "_of_getrusage", lambda: 3 * 2**40)
     assert peak_held_bytes() == 3 * 2**40
     assert 0 < held_bytes() < 3 * 2**40
 
 
 def test_it_counts_in_bytes_on_every_system():
     """More than a Python with torch in it could be if it were KiB, and less than any machine has if they were KiB."""
-    assert 10 * MIB < process_memory._of_getrusage() < 2**50
+    assert 10 * MIB < host_memory._of_getrusage() < 2**50
 
 
 def test_pages_of_files_are_not_held(linux_process):
@@ -68,4 +68,4 @@ def test_the_peak_is_what_was_held_before_it_was_let_go(linux_process):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere they have another name, or none")
 def test_linux_tells_what_is_asked_of_it():
-    assert {"VmHWM", "VmRSS", "RssFile"} <= process_memory._status().keys()
+    assert {"VmHWM", "VmRSS", "RssFile"} <= host_memory._status().keys()
