@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
@@ -48,7 +50,6 @@ from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_reco
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
-from lowmem_ft.techniques.loss.mean_of_means import refuse_mean_of_means
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
@@ -290,6 +291,27 @@ def _adds_adapters(build: Build) -> bool:
     return build.recipe.adapter.name == "lora" and not build.has_adapters
 
 
+def _refuse_mean_of_means(model: Any) -> None:
+    """Refuse a model whose own loss ignores the window's token count.
+
+    Args:
+        model: a causal LM, or a PEFT model around one, without a chunked loss.
+
+    Raises:
+        ModelError: if its forward does not take ``num_items_in_batch``.
+    """
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in inspect.signature(model.forward).parameters.values()
+    )
+    if not takes_any or getattr(model, "accepts_loss_kwargs", None) is False:
+        raise ModelError(
+            "loss.chunk_tokens=null needs a model whose own loss takes num_items_in_batch, but that of "
+            f"{type(model).__name__} does not: it would weight tokens by the size of their micro-batch. Set "
+            "loss.chunk_tokens=1024."
+        )
+
+
 ADAPTERS = (
     Spec(_adds_adapters, _lora),
     Spec(_adds_adapters, _refuse_untrained_rows),
@@ -318,7 +340,7 @@ FORWARD = (
     Spec(lambda build: build.recipe.accumulation.order == "vertical", _vertical_accumulation),
     Spec(
         lambda build: build.recipe.loss.chunk_tokens is None,
-        lambda build: refuse_mean_of_means(build.model),
+        lambda build: _refuse_mean_of_means(build.model),
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
     Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),
