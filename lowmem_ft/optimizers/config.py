@@ -133,7 +133,7 @@ class OptimizerConfig:
             "8bit: state rounded to 256 levels; every optimizer except AdamW: other mathematics and learning rates"
         ),
         effects=_EffectsOfRows(),
-        leaves={"state": _state_on_device},
+        remaining_bytes={"state": _state_on_device},
     )
     betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {_values_of('betas')}.")
     eps: float | None = knob(None, f"Term that prevents division by zero; {_values_of('eps')}.")
@@ -146,8 +146,8 @@ class OptimizerConfig:
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4; of one of its two averages alone, half of that",
         costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
         effects=_EffectsOfState(),
-        tries=("fp32", "bf16", "8bit"),
-        leaves={"state": as_it_is},
+        search_values=("fp32", "bf16", "8bit"),
+        remaining_bytes={"state": as_it_is},
     )
     master: MasterName = knob(
         "fp32",
@@ -161,8 +161,8 @@ class OptimizerConfig:
             "stochastic_rounding": dataclasses.replace(_ROUNDED, consent="stochastic_rounding"),
             "none": Effect(fidelity="other mathematics", consent="plain_bf16"),
         },
-        tries=("fp32", "split16", "split24", "stochastic_rounding", "none"),
-        leaves={"state": as_it_is},
+        search_values=("fp32", "split16", "split24", "stochastic_rounding", "none"),
+        remaining_bytes={"state": as_it_is},
     )
     in_backward: bool = knob(
         False,
@@ -173,8 +173,8 @@ class OptimizerConfig:
         ),
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", engines=("fsdp2",), traits=("updates in backward",))},
-        tries=(False, True),
-        leaves={"gradients": _gradients_that_wait, "sums": gone_unless(False)},
+        search_values=(False, True),
+        remaining_bytes={"gradients": _gradients_that_wait, "sums": gone_unless(False)},
     )
     weight_decay: float = knob(
         0.0, "Decoupled weight decay (sgd: L2 penalty), not applied to biases and norms."

@@ -77,7 +77,7 @@ class Build:
         has_adapters: whether the model has the recipe's adapters already.
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
-        finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
+        full_precision_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
         shard: shards the model's parameters over several processes, if they share them.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
             steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
@@ -93,7 +93,7 @@ class Build:
     has_adapters: bool = False
     rows_per_micro_batch: int = 1
     sums: bool = False
-    finer_weights: Callable[[], MasterWeights | None] = lambda: None
+    full_precision_weights: Callable[[], MasterWeights | None] = lambda: None
     shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
     reads_weights_flushed: bool = False
     optimizer: Any = None
@@ -171,7 +171,7 @@ def enable_techniques(build: Build) -> EnabledTechniques:
             build.enable(STATE, build.after_forward)
             if isinstance(optimizer, ChunkedOptimizer):  # bitsandbytes' allocate theirs in the first step
                 optimizer.allocate_state()
-                initialize_masters(optimizer, build.model, build.finer_weights)
+                initialize_masters(optimizer, build.model, build.full_precision_weights)
         build.enable(STEP, build.after_forward)
     except BaseException:
         Handle(build.in_forward.remove, build.after_forward.remove).remove()
