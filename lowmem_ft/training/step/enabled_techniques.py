@@ -205,7 +205,9 @@ def _fused_operators(build: Build) -> Technique:
 
 def _recomputed_activations(build: Build) -> Technique | None:
     if build.recipe.tiling.mlp > 1:
-        logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
+        logger.info(
+            "MLP tiling already recomputes the whole MLP, so checkpointing.mlp_activation has no effect."
+        )
         return None
     return enable_recomputed_activations(
         build.parts, build.recipe.checkpointing, device=build.host_memory.device
@@ -254,7 +256,7 @@ def _float32_accumulation(build: Build) -> Technique:
 
 def _fused_accumulation(build: Build) -> Technique | None:
     if not build.sums_gradients:
-        logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
+        logger.info("accumulation.fusion has no effect: a step has one micro-batch.")
         return None
     return enable_fused_accumulation(
         build.parts, device=build.host_memory.device, loss=build.find(ChunkedLoss)
