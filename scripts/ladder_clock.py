@@ -22,7 +22,7 @@ from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
-from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, allocator_config_of_runs, step_time
+from lowmem_ft.virtual_gpu.replay.trace_estimate import EstimateContext, allocator_config_of_runs, step_time
 
 RESIDENT = next(rung for rung in RUNGS if rung.name == "+ step in backward")
 """The last rung that keeps everything on the GPU; those below it compute the same updates."""
@@ -115,10 +115,10 @@ def _seconds_without_overlap(recipe: Recipe, gpu: Gpu) -> float | None:
 
 def _step(recipe: Recipe, trace: Trace, gpu: Gpu) -> StepTime:
     is_vertical = recipe.accumulation.order == "vertical"  # then a trace has all of a step's micro-batches
-    surroundings = Surroundings(
+    context = EstimateContext(
         micro_batches_per_step=None if is_vertical else recipe.training.gradient_accumulation_steps
     )
-    step = step_time(Replays(trace, allocator_config_of_runs(gpu)), gpu, surroundings)
+    step = step_time(Replays(trace, allocator_config_of_runs(gpu)), gpu, context)
     assert step is not None, "two steps are traced"
     return step
 

@@ -84,8 +84,8 @@ class DataConfig:
         frees="activations grow with the tokens of a micro-batch",
         costs="tokens beyond the limit are not learnt",
         effects=Effect(fidelity="other mathematics", consent="shorter_rows"),
-        tries=(4096, 2048, 1024, 512),
-        leaves=PARTS_BY_TOKENS,
+        search_values=(4096, 2048, 1024, 512),
+        remaining_bytes=PARTS_BY_TOKENS,
     )
     packing: bool = knob(
         False,

@@ -88,7 +88,7 @@ CountedLayers = Literal["", "period", "last"]
 Effects = Mapping[Any, Effect] | Effect
 """The effect of each value that has one, or one effect for every value except the one that switches the knob off."""
 
-Leaves = Mapping[Any, Callable[..., Any]]
+RemainingBytes = Mapping[Any, Callable[..., Any]]
 """A statement by part, see ``foundation/memory/least_memory.py``."""
 
 
@@ -101,9 +101,9 @@ def knob(
     effects: Effects | None = None,
     off: Any = None,
     counts_layers: CountedLayers = "",
-    tries: Sequence[Any] = (),
+    search_values: Sequence[Any] = (),
     planned: Sequence[Any] = (),
-    leaves: Leaves | None = None,
+    remaining_bytes: RemainingBytes | None = None,
     is_kernel: bool = False,
 ) -> Any:
     """Make a dataclass field with its documentation.
@@ -118,13 +118,13 @@ def knob(
         counts_layers: if the value is a number of decoder layers, how an estimate, which traces a model with fewer
             layers, accounts for it: as a ``period`` after which they repeat, with a margin at the end; or as the
             ``last`` layers, which repeat by themselves.
-        tries: the values that a planner may choose from, in addition to the recipe's own, from the one that needs most
-            memory to the one meant to need least; empty: the planner leaves the key alone.
+        search_values: the values that a planner may choose from, in addition to the recipe's own, from the one that
+            needs most memory to the one meant to need least; empty: the planner leaves the key alone.
         planned: the values for a planner alone, where it chooses between more than are worth an offer; empty:
-            those of ``tries``.
-        leaves: for a memory knob, the statement of what its value leaves of each part of a step's least memory that it
-            moves (``foundation/memory/least_memory.py``); None: unknown, so that nothing is proven not to fit while it
-            is on.
+            those of ``search_values``.
+        remaining_bytes: for a memory knob, the statement of what its value leaves of each part of a step's least memory
+            that it moves (``foundation/memory/least_memory.py``); None: unknown, so that nothing is proven not to fit
+            while it is on.
         is_kernel: whether its values compute the same mathematics by other kernels, which round differently: a resumed
             run keeps its own, unless ``training.resume_with_other_kernels`` lets it change.
 
@@ -138,9 +138,9 @@ def knob(
         "effects": effects,
         "off": off,
         "counts_layers": counts_layers,
-        "tries": tuple(tries),
-        "planned": tuple(planned or tries),
-        "leaves": leaves,
+        "search_values": tuple(search_values),
+        "planned": tuple(planned or search_values),
+        "remaining_bytes": remaining_bytes,
         "is_kernel": is_kernel,
     }
     if isinstance(default, (list, dict)):

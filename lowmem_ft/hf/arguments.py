@@ -174,7 +174,7 @@ def _unknown(class_name: str, overrides: Mapping[str, Any], known: set[str]) -> 
 
 
 def _refused(recipe: Recipe) -> Iterator[str]:
-    for setting in recipe.left_to_choose:
+    for setting in recipe.undecided_keys:
         yield (
             f"{setting} leaves a choice open, and a trainer's recipe must have all choices made. Run `lowmem-ft plan "
             "--write FILE.yaml`, or hf.attach(trainer, plan='auto', budget='24GiB')."

@@ -58,8 +58,8 @@ class ModelConfig:
             "optimizer.master)"
         ),
         effects={"bfloat16": _IN_16_BITS, "float16": _IN_16_BITS, "auto": _IN_16_BITS},
-        tries=("float32", "bfloat16", "float16"),
-        leaves=dict.fromkeys(PARTS, as_it_is),
+        search_values=("float32", "bfloat16", "float16"),
+        remaining_bytes=dict.fromkeys(PARTS, as_it_is),
     )
     quantization: Literal["none", "nf4", "int8", "dequantize"] = knob(
         "none",
@@ -73,8 +73,8 @@ class ModelConfig:
             "int8": dataclasses.replace(_QUANTIZED, consent="qlora", engines=("ddp",)),
             "dequantize": NO_EFFECT,  # of the values: plain weights, which take what any others take
         },
-        tries=("none", "nf4"),
-        leaves={"layers": _quantized, "gathered": _quantized},
+        search_values=("none", "nf4"),
+        remaining_bytes={"layers": _quantized, "gathered": _quantized},
     )
     quantize_partly: bool = knob(
         False, "Accept that model.quantization leaves more than 5% of the decoder's weights in their type."
@@ -85,7 +85,7 @@ class ModelConfig:
         "auto",
         "Attention kernel; auto picks the available one that needs least memory and logs why. varlen_attn: torch's "
         "own flash kernel, which needs no mask for packed rows.",
-        tries=("auto",),
+        search_values=("auto",),
     )
     kernels: Literal["auto", "liger", "none"] = knob(
         "none",
@@ -95,7 +95,7 @@ class ModelConfig:
         frees="most of what a norm, a rotary embedding and a gated activation keep for backward, and temporaries",
         costs="nothing: fewer, larger kernels; fewer roundings",
         effects=dict.fromkeys(("auto", "liger"), Effect(engines=("ddp", "fsdp2"))),
-        leaves=dict.fromkeys(PARTS, as_it_is),
+        remaining_bytes=dict.fromkeys(PARTS, as_it_is),
         is_kernel=True,
     )
     trust_remote_code: bool = knob(False, "Run Python code from the model's repository; also pin a revision.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +13,6 @@ from lowmem_ft.foundation.knob import Effect, as_typed, knob
 from lowmem_ft.foundation.memory.least_memory import NOTHING, Held, StepFacts, as_it_is, gone_unless
 from lowmem_ft.foundation.packages import require_package
 from lowmem_ft.foundation.wsl import is_wsl
-from lowmem_ft.optimizers.key_help import averages_by_optimizer, freed_state, values_of
 from lowmem_ft.optimizers.table import (
     DEFAULT_OPTIMIZER,
     MASTER_BYTES,
@@ -75,6 +75,49 @@ _SMALLEST_FLOAT32 = 2.0**-126
 """The smallest float32 with full precision; GPUs take less for 0."""
 
 
+def _freed_state() -> str:
+    """Return the bytes of state per parameter that each optimizer saves, from the fewest."""
+    most = OPTIMIZERS[DEFAULT_OPTIMIZER].state_bytes()
+    freed = {name: round(most - row.state_bytes()) for name, row in OPTIMIZERS.items()}
+    spared = _by_value({name: num_bytes for name, num_bytes in freed.items() if num_bytes})
+    of_each = "; ".join(f"{num_bytes} with {names}" for num_bytes, names in sorted(spared.items()))
+    return f"of {DEFAULT_OPTIMIZER}'s {most:g} bytes of state a parameter: {of_each}"
+
+
+def _values_of(hyperparameter: str) -> str:
+    """Return the meaning of null, and of 0 if it leaves no state; bitsandbytes' optimizers equal ours in both."""
+    takers = _takers(hyperparameter)
+    defaults = _by_value({name: row.hyperparameters[hyperparameter] for name, row in takers.items()})
+    clauses = [f"null: {'; '.join(f'{_typed(default)} for {names}' for default, names in defaults.items())}"]
+    stateless = tuple(name for name, row in takers.items() if row.stateless_at_zero == hyperparameter)
+    if stateless:
+        clauses.append(f"0: no state with {listed(stateless, 'and')}")
+    return "; ".join(clauses)
+
+
+def _averages_by_optimizer() -> str:
+    """Return the names of the running averages that each optimizer keeps in a format of choice."""
+    rows = {name: row for name, row in OPTIMIZERS.items() if row.takes_state_formats}
+    return "; ".join(f"{name}: {listed(row.averages, 'and')}" for name, row in rows.items())
+
+
+def _takers(hyperparameter: str) -> dict[str, OptimizerRow]:
+    rows = OPTIMIZERS.items()
+    return {name: row for name, row in rows if row.rule is not None and hyperparameter in row.hyperparameters}
+
+
+def _by_value(values: Mapping[str, Hashable]) -> dict[Any, str]:
+    """Group names by value, and list the names of each group in words."""
+    names: dict[Hashable, tuple[str, ...]] = defaultdict(tuple)
+    for name, value in values.items():
+        names[value] += (name,)
+    return {value: listed(alike, "and") for value, alike in names.items()}
+
+
+def _typed(value: Any) -> str:
+    return ", ".join(map(_typed, value)) if isinstance(value, tuple) else f"{value:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The optimizer by name and its hyperparameters; the learning rate is ``training.learning_rate``.
@@ -85,26 +128,26 @@ class OptimizerConfig:
     name: OptimizerName = knob(
         DEFAULT_OPTIMIZER,
         "Optimizer; 8bit and 32bit ones are from bitsandbytes, paged ones spill to host memory (CUDA only).",
-        frees=freed_state(),
+        frees=_freed_state(),
         costs=(
             "8bit: state rounded to 256 levels; every optimizer except AdamW: other mathematics and learning rates"
         ),
         effects=_EffectsOfRows(),
-        leaves={"state": _state_on_device},
+        remaining_bytes={"state": _state_on_device},
     )
-    betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {values_of('betas')}.")
-    eps: float | None = knob(None, f"Term that prevents division by zero; {values_of('eps')}.")
-    momentum: float | None = knob(None, f"Decay of the momentum; {values_of('momentum')}.")
+    betas: tuple[float, float] | None = knob(None, f"Decay of the running averages; {_values_of('betas')}.")
+    eps: float | None = knob(None, f"Term that prevents division by zero; {_values_of('eps')}.")
+    momentum: float | None = knob(None, f"Decay of the momentum; {_values_of('momentum')}.")
     state: StateName | dict[str, StateName] = knob(
         "fp32",
         f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages; a mapping such as "
         "{exp_avg: bf16, exp_avg_sq: fp32} says it of each by its name, and one that it does not name is in fp32 "
-        f"({averages_by_optimizer()}).",
+        f"({_averages_by_optimizer()}).",
         frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4; of one of its two averages alone, half of that",
         costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
         effects=_EffectsOfState(),
-        tries=("fp32", "bf16", "8bit"),
-        leaves={"state": as_it_is},
+        search_values=("fp32", "bf16", "8bit"),
+        remaining_bytes={"state": as_it_is},
     )
     master: MasterName = knob(
         "fp32",
@@ -118,8 +161,8 @@ class OptimizerConfig:
             "stochastic_rounding": dataclasses.replace(_ROUNDED, consent="stochastic_rounding"),
             "none": Effect(fidelity="other mathematics", consent="plain_bf16"),
         },
-        tries=("fp32", "split16", "split24", "stochastic_rounding", "none"),
-        leaves={"state": as_it_is},
+        search_values=("fp32", "split16", "split24", "stochastic_rounding", "none"),
+        remaining_bytes={"state": as_it_is},
     )
     in_backward: bool = knob(
         False,
@@ -130,8 +173,8 @@ class OptimizerConfig:
         ),
         costs="smaller kernels inside backward; with clipping and state on the host, gradients cross PCIe twice a step",
         effects={True: Effect(cost="time", engines=("fsdp2",), traits=("updates in backward",))},
-        tries=(False, True),
-        leaves={"gradients": _gradients_that_wait, "sums": gone_unless(False)},
+        search_values=(False, True),
+        remaining_bytes={"gradients": _gradients_that_wait, "sums": gone_unless(False)},
     )
     weight_decay: float = knob(
         0.0, "Decoupled weight decay (sgd: L2 penalty), not applied to biases and norms."

@@ -2,7 +2,7 @@
 
 Recipes are checked by these rows before torch is imported, so a row names its update and does not hold it. A new
 optimizer adds its name to :data:`OptimizerName` and a row to :data:`OPTIMIZERS`; nothing else lists optimizers:
-``key_help.py`` builds the help texts from the rows.
+``config.py`` builds the help texts from the rows.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class TrainingConfig:
         frees="a smaller micro-batch: activations, in proportion to its tokens",
         costs="a smaller micro-batch: less work per kernel; gradient_accumulation_steps keeps the sum",
         effects=NO_EFFECT,
-        leaves=PARTS_BY_TOKENS,
+        remaining_bytes=PARTS_BY_TOKENS,
     )
     per_device_eval_batch_size: int | None = knob(
         None, "The same for evaluation; null: per_device_train_batch_size."
@@ -41,7 +41,7 @@ class TrainingConfig:
         costs="n smaller passes instead of one; the gradients stay allocated between them",
         effects=NO_EFFECT,
         off=1,
-        leaves={**PARTS_BY_TOKENS, "sums": as_it_is},
+        remaining_bytes={**PARTS_BY_TOKENS, "sums": as_it_is},
     )
 
     learning_rate: float = knob(2e-5, "Peak learning rate.")
@@ -85,8 +85,8 @@ class TrainingConfig:
             "bf16": Effect(fidelity="unbiased rounding"),
             "fp16": Effect(fidelity="unbiased rounding"),
         },
-        tries=("no", "bf16", "fp16"),
-        leaves=PARTS_BY_TOKENS,
+        search_values=("no", "bf16", "fp16"),
+        remaining_bytes=PARTS_BY_TOKENS,
     )
     use_cpu: bool = knob(False, "Train on the CPU even if there is an accelerator.")
     seed: int = knob(42, "Seed of the data order, random weights and dropout.")

@@ -49,7 +49,7 @@ class Recipe:
     fitted: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def left_to_choose(self) -> tuple[str, ...]:
+    def undecided_keys(self) -> tuple[str, ...]:
         """The settings that leave a choice for a budget open; code above training makes it, before a model is built."""
         settings = {"plan.mode": self.plan.mode, "checkpointing.mode": self.checkpointing.mode}
         return tuple(f"{key}={value}" for key, value in settings.items() if value == "auto")

@@ -32,7 +32,7 @@ from lowmem_ft.recipe import load_recipe, recipe_to_yaml
 from lowmem_ft.recipe.command_lines import command_line
 from lowmem_ft.recipe.request.request import Request
 from lowmem_ft.recipe.rules.budget_limits import refuse_budget_beyond_all
-from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, untyped
+from lowmem_ft.recipe.shipped.fine_tuning_methods import FULL, unless_typed
 from lowmem_ft.reports.costs import with_cost
 from lowmem_ft.reports.estimate_table import facts, headline, labelled, uses
 from lowmem_ft.reports.method_table import methods_on_gpus
@@ -275,7 +275,7 @@ def _words(asked: Asked, gpu: Gpu, on_progress: OnProgress) -> tuple[str, ...]:
     if not asked.of_method:
         return (f"recipe={asked.recipe}", *asked.settings)
     count = None if asked.devices is None else split_count(asked.devices)[0]
-    own = (*asked.settings, *untyped(asked.of_method, asked.settings))
+    own = (*asked.settings, *unless_typed(asked.of_method, asked.settings))
     if count not in (None, 1) and asked.method == "full":
         return (f"recipe={FULL.shared}", *own)
     others = tuple(each for each in own if not each.startswith("model="))

@@ -29,7 +29,7 @@ from lowmem_ft.virtual_gpu.device.streams import number_anew
 from lowmem_ft.virtual_gpu.recurrent.package_functions import package_functions_as_installed
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
-    Surroundings,
+    EstimateContext,
     allocator_config_of_environment,
     estimate_on_gpu,
 )
@@ -148,7 +148,7 @@ class VirtualGPU(TracingMachine):
             self.trace(),
             self.spec,
             BudgetVerdict(device_bytes=self.spec.memory_bytes, host_bytes=None),
-            Surroundings(
+            EstimateContext(
                 outside_bytes=self._outside(),
                 tokens_per_step=tokens_per_step,
                 allowed_bytes=self.cap_bytes,

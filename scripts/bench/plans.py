@@ -41,7 +41,7 @@ from lowmem_ft.planning.estimator.estimate import CannotRun, SharedTraces
 from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
 from lowmem_ft.planning.planner import MemoryPlan, PlanProgress, plan
 from lowmem_ft.planning.planner.plan_target import Target
-from lowmem_ft.planning.planner.planning import only_looking
+from lowmem_ft.planning.planner.planning import quiet_logs
 from lowmem_ft.planning.planner.search.candidates import candidates_of
 from lowmem_ft.planning.planner.search.estimated_needs import Limits, need_from
 from lowmem_ft.recipe import Recipe, load_recipe
@@ -88,7 +88,7 @@ def main() -> None:
         compare(arguments.cases, arguments.host, write=arguments.write)
 
 
-@only_looking()
+@quiet_logs()
 def sample(out: Path, arguments: argparse.Namespace) -> None:
     """Estimate the combinations that the file does not hold yet."""
     recipe = plain_recipe(arguments.model)

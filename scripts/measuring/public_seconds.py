@@ -31,7 +31,7 @@ from lowmem_ft.foundation.system.atomic_write import whole_file
 from lowmem_ft.models.architecture import catalogue_config
 from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.optimizers.chunked import chunked_optimizer
-from lowmem_ft.planning.estimator.estimate import surroundings_of
+from lowmem_ft.planning.estimator.estimate import estimate_context_of
 from lowmem_ft.planning.estimator.traces.tracing import trace_recipe
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.virtual_gpu.calls.work import STEP_END, Work
@@ -222,7 +222,7 @@ class TracedRecipe:
         recipe = load_recipe(name.removeprefix("recipe="), settings)
         with updated_in_chunks_until(row.date):
             traced = trace_recipe(recipe, functools.partial(VirtualGPU, self.gpu))
-        self._surroundings = surroundings_of(recipe, traced, self.gpu, recipe.budget)
+        self._surroundings = estimate_context_of(recipe, traced, self.gpu, recipe.budget)
         self._replays = Replays(traced.trace, allocator_config_of_runs(self.gpu))
 
     def seconds(self, gpu: Gpu | None = None) -> float:

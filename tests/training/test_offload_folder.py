@@ -26,7 +26,7 @@ from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.run.loop import train
 from lowmem_ft.training.runtimes import build
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
-from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, step_time
+from lowmem_ft.virtual_gpu.replay.trace_estimate import EstimateContext, step_time
 
 HOST_STATE = ("offload.optimizer=host",)
 STREAMED = (
@@ -71,7 +71,7 @@ def seconds_of_a_step(folder, *settings):
     shape = ("data.max_length=2048", *rows, "checkpointing.mode=full")
     recipe = load_recipe(None, [f"model={folder}", "data=any", *shape, *STREAMED, *COMPACT, *settings])
     traced = trace_recipe(recipe, lambda: VirtualGPU(gpu))
-    step = step_time(Replays(traced.trace, AllocatorConfig()), gpu, Surroundings())
+    step = step_time(Replays(traced.trace, AllocatorConfig()), gpu, EstimateContext())
     return step.seconds
 
 

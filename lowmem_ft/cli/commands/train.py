@@ -92,7 +92,7 @@ def _train(words: list[str]) -> None:
 
         check_upload()
     # Before the imports below, which take seconds. A resumed run takes its plan from its folder before that is opened.
-    may_open = not recipe.left_to_choose or recipe.training.resume_from_checkpoint is None
+    may_open = not recipe.undecided_keys or recipe.training.resume_from_checkpoint is None
     folder = RunFolder.open(recipe) if may_open else None
 
     check_data(recipe.data)

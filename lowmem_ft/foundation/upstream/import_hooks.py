@@ -12,14 +12,14 @@ from typing import Any
 
 from lowmem_ft.foundation.upstream.patches import existing, wrap
 
-Surroundings = Callable[[], AbstractContextManager[Any]]
+ContextFactory = Callable[[], AbstractContextManager[Any]]
 
 
 def when_imported(
     undo: contextlib.ExitStack,
     name: str,
     then: Callable[[Any], None],
-    within: Surroundings = contextlib.nullcontext,
+    within: ContextFactory = contextlib.nullcontext,
 ) -> None:
     """Call a function once a module is imported: now, or right after the program imports it, before it is used.
 
@@ -39,7 +39,7 @@ def when_any_imported(
     undo: contextlib.ExitStack,
     packages: tuple[str, ...],
     then: Callable[[Any], None],
-    within: Surroundings = contextlib.nullcontext,
+    within: ContextFactory = contextlib.nullcontext,
 ) -> None:
     """Call a function once for each module of some packages, as :func:`when_imported` does for one.
 
@@ -87,7 +87,7 @@ class _ImportHook(importlib.abc.MetaPathFinder):
     """Lets the other finders find the module, and runs the function after the module's code."""
 
     def __init__(
-        self, is_meant: Callable[[str], bool], then: Callable[[Any], None], within: Surroundings
+        self, is_meant: Callable[[str], bool], then: Callable[[Any], None], within: ContextFactory
     ) -> None:
         self._is_meant = is_meant
         self._then = then

@@ -136,7 +136,7 @@ def agree(trainer: Any, recipe: Recipe, kind: Kind) -> Agreement:
     agreement.problems += [
         f"{setting} leaves a choice to the planner, but an attached recipe must have all choices made. Plan first, "
         "with `lowmem-ft plan ... --write my.yaml`, and load that."
-        for setting in recipe.left_to_choose
+        for setting in recipe.undecided_keys
     ]
     _take_settings(agreement, trainer)
     _take_model(agreement, trainer.model)

@@ -18,7 +18,7 @@ from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.hf.trainers.agreement import Agreement, Difference, agree
 from lowmem_ft.hf.trainers.attached_step import AttachedOptimizer, AttachedStep
 from lowmem_ft.hf.trainers.overridden_methods import overridden, problems_with_callback
-from lowmem_ft.hf.trainers.prepared_model import finer_weights
+from lowmem_ft.hf.trainers.prepared_model import full_precision_weights
 from lowmem_ft.hf.trainers.refusals import already_attached, problems_with_trainer
 from lowmem_ft.hf.trainers.sft_loss import leave_loss_to_model
 from lowmem_ft.hf.trainers.trainer_flags import flags_off, liger_flag_off, take_switch
@@ -214,7 +214,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
                 has_adapters=True,
                 rows_per_micro_batch=recipe.training.per_device_train_batch_size,
                 sums=recipe.training.gradient_accumulation_steps > 1,
-                finer_weights=functools.partial(finer_weights, model),
+                full_precision_weights=functools.partial(full_precision_weights, model),
             )
         )
         attached.techniques = enabled.techniques

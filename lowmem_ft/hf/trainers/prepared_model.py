@@ -62,7 +62,7 @@ def prepare_model(model: str | PreTrainedModel, recipe: RecipeLike) -> Any:
     return _with_adapters(model, recipe) if recipe.adapter.name == "lora" else model
 
 
-def finer_weights(model: Any) -> MasterWeights | None:
+def full_precision_weights(model: Any) -> MasterWeights | None:
     """Return a checkpoint's weights where they are more precise than the model's, if :func:`prepare_model` read them.
 
     Weights that the script has changed since keep their current values. None for a PEFT model.

@@ -186,19 +186,12 @@ def _mxfp4_quantizer() -> type:
 
 
 @functools.cache
-def _fp8_quantizer() -> type:
-    from transformers.integrations.finegrained_fp8 import (
-        Fp8Dequantize,
-        FP8Experts,
-        FP8GroupedLinear,
-        FP8Linear,
-    )
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+def _fp8_unpacking() -> type:
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
-    their_unpacking: Any = Fp8Dequantize
-    theirs: Any = FineGrainedFP8HfQuantizer
+    theirs: Any = Fp8Dequantize
 
-    class Unpack(their_unpacking):
+    class Unpack(theirs):
         """Unpacks a matrix as it is read. transformers' own takes a last block for a whole one, or refuses it.
 
         Whatever has no scales passes through it, too, in the type of the files; here it gets the type of its parameter.
@@ -221,6 +214,34 @@ def _fp8_quantizer() -> type:
             block = self.hf_quantizer.quantization_config.weight_block_size
             return block_fp8.unpack(quantized, scales, block, output_dtype or torch.bfloat16)
 
+    return Unpack
+
+
+def _room_for_fp8(
+    module: nn.Module, theirs: nn.Module, block: tuple[int, int]
+) -> dict[str, block_fp8.Fp8Weight]:
+    """Give fused experts room for packed weights of the types that transformers' module has; return the weights."""
+    weights = {}
+    for name in weights_of(module):
+        own, scales = (theirs.get_parameter(one) for one in (name, block_fp8.scales_of(name)))
+        # Gates and up-projections share a tensor, and each has blocks of its own.
+        weights[name] = block_fp8.Fp8Weight(module, name, block, 2 if name == "gate_up_proj" else 1)
+        weights[name].make_room(own.dtype, scales.dtype)
+    return weights
+
+
+@functools.cache
+def _fp8_quantizer() -> type:
+    from transformers.integrations.finegrained_fp8 import (
+        Fp8Dequantize,
+        FP8Experts,
+        FP8GroupedLinear,
+        FP8Linear,
+    )
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    theirs: Any = FineGrainedFP8HfQuantizer
+
     class Fp8Quantizer(theirs):
         """Keeps 8-bit weights and scales, in linear layers and in fused experts."""
 
@@ -240,20 +261,13 @@ def _fp8_quantizer() -> type:
                 elif isinstance(module, FP8Experts) and name in experts and not experts[name].is_transposed:
                     model.set_submodule(name, experts[name])  # whose activation is the model's own
                     experts[name]._is_hf_initialized = True  # type: ignore[assignment]
-                    self.experts[experts[name]] = self._make_room(experts[name], module)
+                    block = self.quantization_config.weight_block_size
+                    self.experts[experts[name]] = _room_for_fp8(experts[name], module, block)
                 elif isinstance(module, (FP8Linear, FP8Experts, FP8GroupedLinear)):
                     raise ModelError(
                         f"A base in FP8 has linear layers and fused experts; {name} of a {type(model).__name__} is "
                         f"neither: {type(originals[name]).__name__}. Name the model that it was made from."
                     )
-
-        def _make_room(self, module: nn.Module, theirs: nn.Module) -> dict[str, block_fp8.Fp8Weight]:
-            block, weights = self.quantization_config.weight_block_size, {}
-            for name in weights_of(module):
-                own, scales = (theirs.get_parameter(one) for one in (name, block_fp8.scales_of(name)))
-                weights[name] = block_fp8.Fp8Weight(module, name, block, 2 if name == "gate_up_proj" else 1)
-                weights[name].make_room(own.dtype, scales.dtype)
-            return weights
 
         def _process_model_after_weight_loading(
             self, model: PreTrainedModel, **kwargs: Any
@@ -284,6 +298,6 @@ def _fp8_quantizer() -> type:
             stock = super().update_weight_conversions(weight_conversions, *args)
             if not self.quantization_config.dequantize:
                 return stock
-            return _with_operation(stock, Fp8Dequantize, Unpack(self))
+            return _with_operation(stock, Fp8Dequantize, _fp8_unpacking()(self))
 
     return Fp8Quantizer

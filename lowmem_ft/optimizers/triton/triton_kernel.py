@@ -93,6 +93,54 @@ def _write_average(
         tl.store(scales + row, scale, is_row)
 
 
+@triton.jit
+def _read_weight(
+    weight: tl.tensor, beside: tl.tensor, lane: tl.tensor, inside: tl.tensor, MASTER: tl.constexpr
+) -> tl.tensor:
+    """Return the master weight in float32; 0 past the end."""
+    if MASTER == "weight":
+        return tl.load(weight + lane, inside, 0.0)
+    bits = tl.load(weight + lane, inside, 0).to(tl.int32) << 16
+    if MASTER == "fp32":
+        copy = as_bits(tl.load(beside + lane, inside, 0.0))
+        rest = copy - bits
+        bits = tl.where((rest >= -0x8000) & (rest <= 0x8000), copy, bits)
+    elif MASTER == "split16" or MASTER == "split24":
+        low = tl.load(beside + lane, inside, 0).to(tl.int32) << (0 if MASTER == "split16" else 8)
+        bits += tl.where((bits << 1) == 0, tl.maximum(low, 0), low)
+    return as_float(bits)
+
+
+@triton.jit
+def _write_weight(
+    w: tl.tensor,
+    weight: tl.tensor,
+    beside: tl.tensor,
+    lane: tl.tensor,
+    inside: tl.tensor,
+    first: tl.tensor,
+    key: tl.tensor,
+    MASTER: tl.constexpr,
+) -> None:
+    """Store a master weight, and the weight that it rounds to."""
+    if MASTER == "weight":
+        tl.store(weight + lane, w, inside)
+    else:
+        bits = as_bits(w)
+        addend = tl.full(bits.shape, 0x8000, tl.int32)
+        if MASTER == "fp32":
+            tl.store(beside + lane, w, inside)
+        elif MASTER == "split16":
+            tl.store(beside + lane, bits.to(tl.int16), inside)
+        elif MASTER == "split24":
+            bits8 = noise(lane, first, key, 2)
+            tl.store(beside + lane, ((bits + bits8) >> 8).to(tl.int8), inside)
+            addend += bits8
+        elif MASTER == "stochastic_rounding":
+            addend = noise(lane, first, key, 1)
+        tl.store(weight + lane, upper_half(bits, addend), inside)
+
+
 @triton.jit(
     do_not_specialize=["num_elements", "element", "key_of_weight", "key_0", "key_1"],
     do_not_specialize_on_alignment=["clip", "scales_0", "scales_1"],
@@ -133,7 +181,10 @@ def update_chunk(
     VECTOR: tl.constexpr,
     ROWS: tl.constexpr,
 ) -> None:
-    """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` documents each argument."""
+    """Update ``ROWS * 256`` elements of a chunk; ``triton_update.py`` documents each argument.
+
+    It is long for its arguments, a line each: a kernel takes pointers and numbers, and no record that would hold them.
+    """
     if IN_VECTORS:  # for the compiler: a vector load must have the same mask throughout
         num_elements = num_elements // VECTOR * VECTOR
     first_row = tl.program_id(0).to(tl.int64) * ROWS
@@ -151,19 +202,7 @@ def update_chunk(
     is_row = offset + row * 256 < num_elements
     first = element + offset
 
-    if MASTER == "weight":
-        w = tl.load(weight + lane, inside, 0.0)
-    else:
-        bits = tl.load(weight + lane, inside, 0).to(tl.int32) << 16
-        if MASTER == "fp32":
-            copy = as_bits(tl.load(beside + lane, inside, 0.0))
-            rest = copy - bits
-            bits = tl.where((rest >= -0x8000) & (rest <= 0x8000), copy, bits)
-        elif MASTER == "split16" or MASTER == "split24":
-            low = tl.load(beside + lane, inside, 0).to(tl.int32) << (0 if MASTER == "split16" else 8)
-            bits += tl.where((bits << 1) == 0, tl.maximum(low, 0), low)
-        w = as_float(bits)
-
+    w = _read_weight(weight, beside, lane, inside, MASTER)
     if IS_HALF_GRADIENT:
         g = as_float(tl.load(gradient + lane, inside, 0).to(tl.int32) << 16)
     else:
@@ -203,22 +242,4 @@ def update_chunk(
             a, values_0, scales_0, lane, inside, row, is_row, first, key_0, STATE_0, SIGNED_OCTAVES, True
         )
 
-    bits = as_bits(w)
-    if MASTER == "weight":
-        tl.store(weight + lane, w, inside)
-    else:
-        if MASTER == "fp32":
-            tl.store(beside + lane, w, inside)
-            addend = tl.full(bits.shape, 0x8000, tl.int32)
-        elif MASTER == "split16":
-            tl.store(beside + lane, bits.to(tl.int16), inside)
-            addend = tl.full(bits.shape, 0x8000, tl.int32)
-        elif MASTER == "split24":
-            bits8 = noise(lane, first, key_of_weight, 2)
-            tl.store(beside + lane, ((bits + bits8) >> 8).to(tl.int8), inside)
-            addend = bits8 + 0x8000
-        elif MASTER == "stochastic_rounding":
-            addend = noise(lane, first, key_of_weight, 1)
-        else:
-            addend = tl.full(bits.shape, 0x8000, tl.int32)
-        tl.store(weight + lane, upper_half(bits, addend), inside)
+    _write_weight(w, weight, beside, lane, inside, first, key_of_weight, MASTER)

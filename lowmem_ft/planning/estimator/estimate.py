@@ -42,7 +42,7 @@ from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
-    Surroundings,
+    EstimateContext,
     allocator_config_of_runs,
     estimate_on_cpu,
     estimate_on_gpu,
@@ -325,12 +325,12 @@ def estimate_of_trace(
     Returns:
         The estimate.
     """
-    surroundings = surroundings_of(recipe, traced, gpu, budget)
+    context = estimate_context_of(recipe, traced, gpu, budget)
     allowed = limits(gpu, budget, recipe.distributed.per_machine)
     if gpu is None:
-        estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, surroundings, trace_seconds)
+        estimate = estimate_on_cpu(traced.trace, processor_name(), allowed, context, trace_seconds)
     else:
-        estimate = estimate_on_gpu(traced.trace, gpu, allowed, surroundings, trace_seconds, replays)
+        estimate = estimate_on_gpu(traced.trace, gpu, allowed, context, trace_seconds, replays)
     choices = [
         reason,
         budget_beyond(gpu, budget),
@@ -351,14 +351,16 @@ def _other_parameters(config: ModelConfig) -> int:
     return 0 if parts is None else parts.num_parameters
 
 
-def surroundings_of(recipe: Recipe, traced: TracedRecipe, gpu: Gpu | None, budget: Budget) -> Surroundings:
+def estimate_context_of(
+    recipe: Recipe, traced: TracedRecipe, gpu: Gpu | None, budget: Budget
+) -> EstimateContext:
     """Return what an estimate needs to know beyond the trace; arguments as for :func:`estimate_of_trace`."""
     outside = process_overhead_bytes(
         gpu,
         uses_bitsandbytes=recipe.uses_bitsandbytes,
         num_processes=recipe.distributed.num_processes or 1,
     )
-    return Surroundings(
+    return EstimateContext(
         outside_bytes=outside,
         host=host_outside(traced, recipe, on_gpu=gpu is not None),
         tokens_per_step=traced.tokens_per_micro_batch * recipe.training.gradient_accumulation_steps,

@@ -40,10 +40,10 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     Method,
     for_as_many_rows,
     methods_with,
-    of_model_alone,
+    model_settings_only,
     recipe_of,
-    untyped,
-    values_of,
+    unless_typed,
+    values_by_key,
 )
 from lowmem_ft.techniques.kernels.fused_operators import has_fused_operators
 from lowmem_ft.techniques.modules.model_parts import decoder_layers
@@ -119,7 +119,7 @@ def estimate_methods(
         ModelError: if there is no such model.
     """
     own = (f"model={model}", *settings)
-    config = load_recipe(None, of_model_alone(own)).model
+    config = load_recipe(None, model_settings_only(own)).model
     hf_config = load_model_config(config, architecture_only=True)
     on_meta = model_on_meta(config, hf_config)
     asked = _Asked(
@@ -300,7 +300,7 @@ class _Asked:
             chosen: further settings by key, which are for the model and not for the recipe's own.
         """
         name, *further = settings
-        typed, limit = values_of(self.own), self.size.max_positions
+        typed, limit = values_by_key(self.own), self.size.max_positions
         shipped = recipe_of(settings)
         counts, keys = dict(layer_counts(shipped, "last")), recipe_keys()
         of_choice = [
@@ -309,7 +309,7 @@ class _Asked:
             if path in counts or keys[path].value_in(shipped) != value
         ]
         of_step = [f"{key}={value}" for key, value in for_as_many_rows(shipped, self.own).items()]
-        of_route = [*untyped(untyped([*further, *of_choice], self.own), of_step), *of_step]
+        of_route = [*unless_typed(unless_typed([*further, *of_choice], self.own), of_step), *of_step]
         length = shipped.data.max_length
         if limit is not None and length is not None and limit < length and "data.max_length" not in typed:
             of_route.append(f"data.max_length={limit}")
@@ -321,7 +321,7 @@ class _Asked:
 
     def traced(self, command: tuple[str, ...]) -> tuple[str, ...]:
         """Return the command without what changes no peak but lengthens a trace, unless the user typed it."""
-        typed = values_of(self.own)
+        typed = values_by_key(self.own)
         if any(key.startswith("data.eval") or key == "training.eval_steps" for key in typed):
             return command
         return (*command, *(f"{key}={value}" for key, value in _NO_HELD_OUT_DATA.items() if key not in typed))
@@ -339,7 +339,7 @@ class _Places:
 
     def __init__(self, asked: _Asked, method: Method, route: _Route, traced_on: Gpu) -> None:
         self._asked, self._method, self._route, self._traced_on = asked, method, route, traced_on
-        typed = values_of(asked.own)
+        typed = values_by_key(asked.own)
         training = recipe_of(route.settings).training
         self._step_rows = training.per_device_train_batch_size * training.gradient_accumulation_steps
         are_rows_typed = any(key in typed for key in ROWS)

@@ -19,7 +19,7 @@ from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.planner.explain import explained
 from lowmem_ft.planning.planner.memory_plan import MemoryPlan
 from lowmem_ft.planning.planner.plan_target import Target
-from lowmem_ft.planning.planner.planning import only_looking
+from lowmem_ft.planning.planner.planning import quiet_logs
 from lowmem_ft.planning.planner.search.candidates import candidates_of
 from lowmem_ft.planning.planner.search.estimated_search import OnProgress, search_in
 from lowmem_ft.planning.planner.search.neighbours import Neighbours
@@ -42,7 +42,7 @@ _LEAST_GAIN = 0.001
 """Smallest gain, as a share of the step's seconds, that is mentioned."""
 
 
-@only_looking()
+@quiet_logs()
 def plan_checkpointing(
     recipe: RecipeLike,
     budget: Budget | str | None = None,

@@ -172,20 +172,20 @@ def statements_of(part: Part) -> list[tuple[RecipeKey, Statement]]:
     The part depends on the values of these keys alone, and on what no plan changes.
     """
     known = [
-        (key, key.leaves[part])
+        (key, key.remaining_bytes[part])
         for key in recipe_keys().values()
-        if key.leaves is not None and part in key.leaves
+        if key.remaining_bytes is not None and part in key.remaining_bytes
     ]
     return [*known, *((key, gone_unless()) for key in unknown_knobs())]
 
 
 def unknown_knobs() -> list[RecipeKey]:
     """Return the memory knobs that do not state what they leave: they may free anything."""
-    return [key for key in recipe_keys().values() if key.effects is not None and key.leaves is None]
+    return [key for key in recipe_keys().values() if key.effects is not None and key.remaining_bytes is None]
 
 
 def _is_on(key: RecipeKey, recipe: Recipe) -> bool:
-    return key.leaves is not None or key.effect_of(key.value_in(recipe)) is not NO_EFFECT
+    return key.remaining_bytes is not None or key.effect_of(key.value_in(recipe)) is not NO_EFFECT
 
 
 def held_of(

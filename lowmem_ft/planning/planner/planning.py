@@ -32,7 +32,7 @@ from lowmem_ft.recipe.space.search_space import Space, consent_keys, space_of, w
 
 
 @contextlib.contextmanager
-def only_looking() -> Iterator[None]:
+def quiet_logs() -> Iterator[None]:
     """Silence logs about settings, as no one has chosen these forty recipes yet; keep the warning about long traces."""
     loggers = [logging.getLogger(name) for name in ("lowmem_ft", tracing.__name__)]
     before = [log.level for log in loggers]
@@ -45,7 +45,7 @@ def only_looking() -> Iterator[None]:
             log.setLevel(level)
 
 
-@only_looking()
+@quiet_logs()
 def plan(
     recipe: RecipeLike,
     budget: Budget | str | None = None,

@@ -51,7 +51,7 @@ def train(
     check_callbacks(callbacks)
     use_growing_segments()
     estimate = None
-    if recipe.left_to_choose:
+    if recipe.undecided_keys:
         recipe, estimate = with_plan(recipe, folder)
     planned_for_one = None if estimate is None else (as_launched(recipe, Launch()), estimate)
     preflight = BackgroundEstimate(known=planned_for_one)

@@ -34,7 +34,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
-    Surroundings,
+    EstimateContext,
     allocator_config_of_environment,
     estimate_on_cpu,
     estimate_on_gpu,
@@ -316,7 +316,7 @@ class _Seen:
         """Return the estimate for one device."""
         steps, trace, seconds = self.run.watch.steps, self._trace, self.run.machine.trace_seconds
         tokens = self.run.training.tokens_of_step(steps[-1].tokens)
-        surroundings = Surroundings(
+        context = EstimateContext(
             outside_bytes=process_overhead_bytes(
                 gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
             ),
@@ -328,10 +328,10 @@ class _Seen:
         )
         allowed = limits(gpu, Budget())
         if gpu is None:
-            estimate = estimate_on_cpu(trace, processor_name(), allowed, surroundings, seconds)
+            estimate = estimate_on_cpu(trace, processor_name(), allowed, context, seconds)
         else:
             replays = self._replays_for(gpu)
-            estimate = estimate_on_gpu(replays.trace, gpu, allowed, surroundings, seconds, replays)
+            estimate = estimate_on_gpu(replays.trace, gpu, allowed, context, seconds, replays)
         choices = (
             reason,
             *estimate.choices,

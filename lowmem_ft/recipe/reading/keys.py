@@ -18,7 +18,7 @@ from lowmem_ft.foundation.knob import (
     CountedLayers,
     Effect,
     Effects,
-    Leaves,
+    RemainingBytes,
     Trait,
     as_typed,
 )
@@ -49,9 +49,9 @@ class RecipeKey:
     effects: Effects | None = field(hash=False)
     off: Any
     counts_layers: CountedLayers
-    tries: tuple[Any, ...]
+    search_values: tuple[Any, ...]
     planned: tuple[Any, ...]
-    leaves: Leaves | None = field(hash=False)
+    remaining_bytes: RemainingBytes | None = field(hash=False)
     is_kernel: bool
 
     @property

@@ -35,8 +35,8 @@ from lowmem_ft.recipe.shipped.fine_tuning_methods import (
     LORA,
     check_methods,
     methods_with,
-    of_model_alone,
-    values_of,
+    model_settings_only,
+    values_by_key,
 )
 from lowmem_ft.recipe.tree import Recipe
 
@@ -87,7 +87,7 @@ class Request:
         elif name is None and purpose == "plan":
             recipe = load_recipe(None, with_defaults_of_plan(settings))
         elif name is None and not is_for_processor(settings, devices):
-            recipe = load_recipe(None, of_model_alone(settings))
+            recipe = load_recipe(None, model_settings_only(settings))
             return cls(purpose=purpose, recipe_name=name, settings=settings, recipe=recipe, devices=devices)
         else:
             recipe = load_recipe(name, settings)
@@ -184,7 +184,7 @@ class Request:
                 f"{shlex.join([f'recipe={methods[0].shared}', f'model={model}'])}, or run `lowmem-ft plan` with the "
                 "same arguments."
             )
-        if values_of(self.settings).get("checkpointing.mode") == "auto":
+        if values_by_key(self.settings).get("checkpointing.mode") == "auto":
             problems.append(
                 f"checkpointing.mode=auto needs a recipe, got model={model} without one. Name one, such as "
                 f"{self.with_recipe()}."

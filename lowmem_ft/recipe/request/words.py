@@ -9,7 +9,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU, find_gpu, lo
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.foundation.packages import may_have_gpu
 from lowmem_ft.recipe.reading.recipe_files import meant_by
-from lowmem_ft.recipe.shipped.fine_tuning_methods import values_of
+from lowmem_ft.recipe.shipped.fine_tuning_methods import values_by_key
 
 Purpose = Literal["estimate", "plan", "rehearse", "data", "train"]
 
@@ -50,7 +50,7 @@ def split_words(purpose: Purpose, words: Sequence[str]) -> tuple[str | None, tup
 
 
 def _is_enough(purpose: Purpose, settings: Sequence[str]) -> bool:
-    keys = values_of(settings).keys()
+    keys = values_by_key(settings).keys()
     if purpose == "train":
         return all(keys & names for names in _ENOUGH_TO_TRAIN)
     return purpose in _TAKES_MODEL_ALONE and "model.name_or_path" in keys
@@ -58,7 +58,7 @@ def _is_enough(purpose: Purpose, settings: Sequence[str]) -> bool:
 
 def is_for_processor(settings: Sequence[str], gpu: str | None) -> bool:
     """Return whether settings without a recipe are surely for this machine's processor; only torch knows of its GPU."""
-    values = values_of(settings)
+    values = values_by_key(settings)
     if gpu == CPU or values.get("training.use_cpu", "").lower() in ("true", "yes", "on"):
         return True
     return gpu is None and "budget.device" not in values and not may_have_gpu()

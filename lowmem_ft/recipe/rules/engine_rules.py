@@ -34,7 +34,7 @@ def problems_with_processes(recipe: Recipe, num_processes: int) -> Iterator[str]
             "plan.mode=auto": "Plan first, with `lowmem-ft plan ... --write my.yaml`, and train recipe=my.yaml.",
             "checkpointing.mode=auto": "`lowmem-ft estimate` with the same settings shows its choice: set that.",
         }
-        for setting in recipe.left_to_choose:
+        for setting in recipe.undecided_keys:
             yield f"{setting} makes a plan for one process, got {num_processes}. {ways_out[setting]}"
     if (engine := engine_of(recipe, num_processes)) is not None:
         yield from problems_with_engine(recipe, engine)

@@ -95,9 +95,9 @@ _WHICH_AND_WHERE = (
 )
 
 
-def of_model_alone(settings: Sequence[str]) -> list[str]:
+def model_settings_only(settings: Sequence[str]) -> list[str]:
     """Return the settings that name the model and the machine, frozen: none of the user's about how it is trained."""
-    named = [f"{key}={value}" for key, value in values_of(settings).items() if key in _WHICH_AND_WHERE]
+    named = [f"{key}={value}" for key, value in values_by_key(settings).items() if key in _WHICH_AND_WHERE]
     return [*named, "adapter.name=lora"]  # which any base can be trained with, a packed one too
 
 
@@ -107,7 +107,7 @@ def methods_with(settings: Sequence[str]) -> tuple[Method, ...]:
     Args:
         settings: ``key=value`` as typed.
     """
-    values = values_of(settings)
+    values = values_by_key(settings)
     adapter, quantization = values.get("adapter.name"), values.get("model.quantization")
     if adapter == "none":
         return (FULL,)
@@ -139,7 +139,7 @@ def check_methods(
         of_method: dict[str, None] = {}
         for rung in reversed(method.rungs):
             try:
-                check(recipe_of((f"recipe={rung}", *settings, *untyped(of_device, settings))))
+                check(recipe_of((f"recipe={rung}", *settings, *unless_typed(of_device, settings))))
                 return
             except UserError as error:
                 of_method = of_method or dict.fromkeys(error.problems)
@@ -147,9 +147,9 @@ def check_methods(
     raise UserError(*problems)
 
 
-def untyped(further: Sequence[str], settings: Sequence[str]) -> list[str]:
+def unless_typed(further: Sequence[str], settings: Sequence[str]) -> list[str]:
     """Return those of further settings whose keys the user has not typed."""
-    typed = values_of(settings)
+    typed = values_by_key(settings)
     return [setting for setting in further if setting.partition("=")[0] not in typed]
 
 
@@ -163,7 +163,7 @@ def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]
         shipped: a method's recipe, without what the user typed.
         settings: ``key=value`` as typed.
     """
-    typed = values_of(settings)
+    typed = values_by_key(settings)
     given = [typed[key] for key in ROWS if key in typed]
     if (
         len(given) != 1 or not given[0].isdecimal() or int(given[0]) == 0
@@ -179,7 +179,7 @@ def recipe_of(command: Sequence[str]) -> Recipe:
     return load_recipe(name.removeprefix("recipe="), settings)
 
 
-def values_of(settings: Sequence[str]) -> dict[str, str]:
+def values_by_key(settings: Sequence[str]) -> dict[str, str]:
     """Return settings by their keys' full names."""
     pairs = (setting.partition("=") for setting in settings)
     return {SHORT_FORMS.get(key, key): value for key, _, value in pairs}

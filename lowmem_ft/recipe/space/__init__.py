@@ -3,8 +3,8 @@
 Every search for what fits is a question over what is here. A question has
 
 - a *recipe* to start from;
-- *knobs that may move*: those with ``tries``, without what the user keeps (``plan.keep``) or has not consented to
-  (``plan.allow``, the ``consent`` of an effect);
+- *knobs that may move*: those with ``search_values``, without what the user keeps (``plan.keep``) or has not
+  consented to (``plan.allow``, the ``consent`` of an effect);
 - *rules* that must hold: the recipe's own (``recipe/rules``), the device's, and for changes the advice in
   ``remediations.py``;
 - an *order* of its candidates;

@@ -1,8 +1,8 @@
 """Changes with which a recipe needs less device memory, derived from the knobs and the rules, the cheapest first.
 
-A change moves one memory knob to a leaner value, by the order of its ``tries``, and brings along the fewest settings
-that the rules ask for then. Its price is what the knobs' ``effects`` state. No technique is named here: one that states
-its values and effects, and whose rules are written, is offered.
+A change moves one memory knob to a leaner value, by the order of its ``search_values``, and brings along the fewest
+settings that the rules ask for then. Its price is what the knobs' ``effects`` state. No technique is named here: one
+that states its values and effects, and whose rules are written, is offered.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def _leaner_values(key: RecipeKey, recipe: Recipe, half: Half) -> Iterator[Any]:
     if key.effects is None:
         return
     own, at_price = key.value_in(recipe), dict[Effect, list[Any]]()
-    for value in _after(key.tries, own):
+    for value in _after(key.search_values, own):
         effect = key.effect_of_change(recipe, value)
         has_effect = isinstance(key.effects, Effect) or value in key.effects
         if has_effect and effect.saves and effect.consent in ("", *OFFERED) and _may_be(value, half):
@@ -319,7 +319,7 @@ class _Completion:
             if path == "optimizer.name":
                 yield from _stand_in(self._recipe)
             own = key.value_in(self._recipe)
-            values = [*reversed(_after(key.tries, own)), _TAKEN_BACK.get(path, own)]
+            values = [*reversed(_after(key.search_values, own)), _TAKEN_BACK.get(path, own)]
             for value in values:
                 consent = key.effect_of_change(self._recipe, value).consent
                 if value != own and consent in ("", *consents) and _may_be(value, self._half):

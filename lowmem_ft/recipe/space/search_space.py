@@ -1,6 +1,6 @@
 """The planner's search space, and why invalid combinations are excluded.
 
-A dimension is a knob with the values that its ``tries`` name, and the recipe's own. The rows of a micro-batch form one
+A dimension is a knob with its ``search_values`` and the recipe's own value. The rows of a micro-batch form one
 dimension with the number of micro-batches, since the mathematics is their product, the rows of an optimizer step. A
 combination takes one choice of each dimension. Each rule is evaluated once per distinct value of the keys it reads.
 
@@ -187,7 +187,9 @@ def planned_keys(recipe: Recipe) -> list[RecipeKey]:
         return path not in plan.keep and group not in plan.keep
 
     rows = ROWS if all(map(may_change, ROWS)) else ()
-    return [key for path, key in recipe_keys().items() if path in rows or (key.tries and may_change(path))]
+    return [
+        key for path, key in recipe_keys().items() if path in rows or (key.search_values and may_change(path))
+    ]
 
 
 def with_settings(recipe: Recipe, settings: Settings) -> Recipe:
@@ -236,9 +238,9 @@ def _dimensions(recipe: Recipe, *, num_layers: int, has_bfloat16: bool) -> Itera
     if any(key.path in ROWS for key in keys):
         yield _rows(recipe)
     for key in keys:
-        if key.tries and key.counts_layers == "last":
+        if key.search_values and key.counts_layers == "last":
             yield from _last_layers(key, recipe, num_layers - 1)
-        elif key.tries:
+        elif key.search_values:
             values = _values(key, recipe, num_layers, has_bfloat16)
             if len(values) > 1:
                 choices = tuple({key.path: value} for value in values)
@@ -388,7 +390,7 @@ def _given_up(recipe: Recipe, changes: Settings) -> tuple[int, ...]:
         key = recipe_keys()[path]
         effect = key.effect_of_change(recipe, value)
         if effect.consent in used and isinstance(value, int) and effect is not NO_EFFECT:
-            used[effect.consent] = 1 + key.tries.index(value)
+            used[effect.consent] = 1 + key.search_values.index(value)
     return tuple(used.get(word, 0) for word in reversed(recipe.plan.allow))
 
 

@@ -39,8 +39,11 @@ class AccumulationConfig:
                 traits=("whole window at once", "idle with one micro-batch"),
             )
         },
-        tries=("horizontal", "vertical"),
-        leaves={**dict.fromkeys(PARTS_BY_TOKENS, _of_all_micro_batches), "sums": gone_unless("horizontal")},
+        search_values=("horizontal", "vertical"),
+        remaining_bytes={
+            **dict.fromkeys(PARTS_BY_TOKENS, _of_all_micro_batches),
+            "sums": gone_unless("horizontal"),
+        },
     )
     dtype: Literal["float32", "weights"] = knob(
         "float32",
@@ -52,8 +55,8 @@ class AccumulationConfig:
                 fidelity="other mathematics", consent="bf16_sums", traits=("idle with one micro-batch",)
             )
         },
-        tries=("float32", "weights"),
-        leaves={"sums": _summed_in_weights_type},
+        search_values=("float32", "weights"),
+        remaining_bytes={"sums": _summed_in_weights_type},
     )
     fusion: bool = knob(
         False,
@@ -61,7 +64,7 @@ class AccumulationConfig:
         frees="6 bytes a weight of one linear layer at a time, and of the head; with dtype=weights 2 bytes",
         costs="nothing: a product, a cast and a sum become one kernel; a micro-batch's share is not rounded any more",
         effects={True: Effect(engines=(), traits=("idle with one micro-batch",))},
-        tries=(False, True),
-        leaves={"sums": as_it_is},
+        search_values=(False, True),
+        remaining_bytes={"sums": as_it_is},
         is_kernel=True,
     )

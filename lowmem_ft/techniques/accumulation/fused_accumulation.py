@@ -12,9 +12,9 @@ from lowmem_ft.foundation.devices import has_values, name_of
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, add_product_
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss
-from lowmem_ft.techniques.modules.early_saving import last_of_each_decoder_layer
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.modules.save_before_compute import last_of_each_decoder_layer
 from lowmem_ft.techniques.technique import Technique
 
 __all__ = ["enable_fused_accumulation"]

@@ -27,8 +27,8 @@ class AdapterConfig:
         ),
         costs="other mathematics: the update of each matrix has rank r, and needs a higher learning rate",
         effects={"lora": Effect(fidelity="other mathematics", consent="lora")},
-        tries=("none", "lora"),
-        leaves={
+        search_values=("none", "lora"),
+        remaining_bytes={
             **dict.fromkeys(("state", "gradients", "sums", "activations", "saved"), gone_unless("none")),
             "outer": as_it_is,
         },
@@ -64,7 +64,7 @@ class AdapterConfig:
         costs="the adapter's first product (rank r) again in backward, and the host's time; where the GPU sets the "
         "pace it saves more time than that",
         effects={"fused": NO_EFFECT, "peft": NO_EFFECT},
-        leaves=dict.fromkeys(PARTS, as_it_is),
+        remaining_bytes=dict.fromkeys(PARTS, as_it_is),
         is_kernel=True,
     )
 

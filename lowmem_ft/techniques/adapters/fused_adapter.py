@@ -25,15 +25,15 @@ from lowmem_ft.foundation.tensors.logical_size import is_packed
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, other_state
-from lowmem_ft.techniques.modules.early_saving import (
+from lowmem_ft.techniques.modules.autocast_state import AutocastState
+from lowmem_ft.techniques.modules.model_parts import ModelParts
+from lowmem_ft.techniques.modules.patching import call_around
+from lowmem_ft.techniques.modules.save_before_compute import (
     SavedTensors,
     last_of_each_decoder_layer,
     not_as_view,
     save_early,
 )
-from lowmem_ft.techniques.modules.model_parts import ModelParts
-from lowmem_ft.techniques.modules.patching import call_around
-from lowmem_ft.techniques.modules.surroundings import Surroundings
 from lowmem_ft.techniques.technique import Technique
 
 __all__ = ["enable_fused_adapters"]
@@ -181,7 +181,7 @@ def _operation(layer: Any, x: Tensor) -> tuple[_Operation, nn.Parameter, nn.Para
         dtype=autocast or weight_RI.dtype,
         scaling=layer.scaling[name],
         dropout=probability,
-        surroundings=Surroundings(x.device) if probability else None,
+        autocast_state=AutocastState(x.device) if probability else None,
     )
     return operation, weight_RI, weight_OR
 
@@ -196,7 +196,7 @@ class _Operation:
         dtype: the type of the adapter's products.
         scaling: factor on them.
         dropout: probability of a zero in the adapter's input.
-        surroundings: for dropout, those in which forward drew it.
+        autocast_state: for dropout, those in which forward drew it.
     """
 
     base: Any
@@ -204,7 +204,7 @@ class _Operation:
     dtype: torch.dtype
     scaling: float
     dropout: float
-    surroundings: Surroundings | None
+    autocast_state: AutocastState | None
 
     def forward(self, x: Tensor, weight_RI: Tensor, weight_OR: Tensor) -> Tensor:
         """Return the layer's output with the adapter's added in place."""
@@ -268,9 +268,9 @@ class _Operation:
         return F.dropout(values, self.dropout) if self.dropout else values
 
     def _dropped_again(self, values: Tensor) -> Tensor:
-        if self.surroundings is None:
+        if self.autocast_state is None:
             return values
-        with self.surroundings.again():
+        with self.autocast_state.again():
             return self._dropped(values)
 
 

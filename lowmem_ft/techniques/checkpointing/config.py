@@ -36,8 +36,8 @@ class CheckpointingConfig:
         frees="2 bytes * tokens * intermediate in 16 bits, of each layer that is not checkpointed",
         costs="one more activation function and product of each MLP, without a matrix product",
         effects={"recompute": Effect(cost="time")},
-        tries=("keep", "recompute"),
-        leaves={"activations": _without_products},
+        search_values=("keep", "recompute"),
+        remaining_bytes={"activations": _without_products},
     )
     mode: Literal["none", "full", "selective", "auto"] = knob(
         "none",
@@ -51,8 +51,8 @@ class CheckpointingConfig:
         costs="one more forward of each checkpointed layer: about a third more time with all of them; selective: less, "
         "for 2 bytes * tokens * hidden a layer in bf16",
         effects={mode: Effect(cost="time") for mode in ("full", "selective", "auto")},
-        tries=("none", "selective", "full"),
-        leaves={"inputs": _inputs_of_checkpointed, "activations": _activations_of_others},
+        search_values=("none", "selective", "full"),
+        remaining_bytes={"inputs": _inputs_of_checkpointed, "activations": _activations_of_others},
     )
     every_n_layers: int = knob(
         1,
@@ -61,8 +61,8 @@ class CheckpointingConfig:
         costs="1: one more forward of these layers",
         effects={1: Effect(cost="time")},
         counts_layers="period",
-        leaves={"inputs": as_it_is, "activations": as_it_is},
-        tries=(1,),
+        remaining_bytes={"inputs": as_it_is, "activations": as_it_is},
+        search_values=(1,),
     )
     skip_last_layers: int = knob(
         0,
@@ -71,8 +71,8 @@ class CheckpointingConfig:
         costs="0: one more forward of these layers",
         effects={0: Effect(cost="time")},
         counts_layers="last",
-        tries=(48, 32, 24, 16, 8, 4, 0),
-        leaves={"inputs": as_it_is, "activations": as_it_is},
+        search_values=(48, 32, 24, 16, 8, 4, 0),
+        remaining_bytes={"inputs": as_it_is, "activations": as_it_is},
     )
 
     @property

@@ -18,8 +18,8 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.tensors.live_tensors import storage_key
 from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.modules.autocast_state import autocast_of_now
 from lowmem_ft.techniques.modules.model_parts import ModelParts, mlps_in
-from lowmem_ft.techniques.modules.surroundings import autocast_of_now
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)

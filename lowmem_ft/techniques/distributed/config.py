@@ -51,8 +51,8 @@ class DistributedConfig:
             "zero2": Effect(cost="time"),
             "zero3": Effect(cost="time"),
         },
-        tries=("ddp", "fsdp2"),
-        leaves={
+        search_values=("ddp", "fsdp2"),
+        remaining_bytes={
             **dict.fromkeys(
                 ("layers", "outer", "rest", "state", "gradients", "sums", "saved"), _share_of_rank
             ),
@@ -70,8 +70,8 @@ class DistributedConfig:
         frees="true: all weights except for one or two layers between forward and backward",
         costs="true: the weights cross the link once more",
         effects={True: Effect(cost="time"), None: Effect(cost="time")},
-        tries=(False, None),
-        leaves={"gathered": _gathered},
+        search_values=(False, None),
+        remaining_bytes={"gathered": _gathered},
     )
     cpu_offload: bool | None = knob(
         None,
@@ -80,7 +80,7 @@ class DistributedConfig:
         frees="true: each process's part of weights, gradients and state on its device",
         costs="true: the part crosses PCIe for each gathering, and the host's processor computes the updates",
         effects={True: Effect(cost="host link")},
-        leaves={
+        remaining_bytes={
             **dict.fromkeys(("layers", "outer", "rest"), on_host_at(True, crosses=True)),
             **dict.fromkeys(("state", "gradients", "sums"), on_host_at(True)),
             "saved": gone_unless(None, False),
@@ -93,7 +93,7 @@ class DistributedConfig:
         frees="true: 4 bytes a parameter while several micro-batches are summed",
         costs="true: gradients cross the link once a micro-batch instead of once a step",
         effects={True: Effect(cost="time")},
-        leaves={"sums": as_it_is},
+        remaining_bytes={"sums": as_it_is},
     )
 
     @property

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.devices import kernels_of
-from lowmem_ft.techniques.modules.early_saving import SavedTensors, not_as_view, save_early
+from lowmem_ft.techniques.modules.save_before_compute import SavedTensors, not_as_view, save_early
 
 
 def add_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:

@@ -5,7 +5,7 @@ gradient over another. Called for one model, it still replaces classes and funct
 the process. So it runs, what it has set is taken down, and everything is put back; the technique then sets the
 attributes of the model's modules by the idiom of ``techniques/modules/patching.py``. Rotary embeddings are a function
 that an attention's forward finds in its module: such an attention gets its forward with another function under that
-name, and so does an MLP with its gated activation (``ligers_functions.py``).
+name, and so does an MLP with its gated activation.
 """
 
 from __future__ import annotations
@@ -18,10 +18,9 @@ from dataclasses import dataclass
 from types import FunctionType, MethodType, ModuleType
 from typing import Any, Literal, get_args
 
-from torch import nn
+from torch import Tensor, nn
 
 from lowmem_ft.foundation.upstream.patches import existing
-from lowmem_ft.techniques.kernels.ligers_functions import gates_of_one_backward, rotary_in_triton
 
 Operator = Literal["rms_norm", "rotary", "swiglu", "geglu"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -129,7 +128,7 @@ def _patch_of(module: nn.Module, was: Mapping[str, Any]) -> Patch | None:
     if operator in _GATED:
         name = _GATED[operator]
         existing(sys.modules[forward.__func__.__module__], name)
-        own = _with_global(forward.__func__, name, gates_of_one_backward()[name])
+        own = _with_global(forward.__func__, name, _gates_of_one_backward()[name])
         attributes["forward"] = MethodType(own, module)
     return Patch(operator, module, attributes)
 
@@ -142,7 +141,7 @@ def _replaced(
 
     for name, value in vars(module).items():
         if value is liger_rotary_pos_emb and was.get(name) is not value:
-            yield name, (was[name], rotary_in_triton)
+            yield name, (was[name], _rotary_in_triton)
 
 
 def _rotary_patches(
@@ -177,3 +176,40 @@ def _put_back(names: dict[str, Any], was: Mapping[str, Any]) -> None:
     for name in names.keys() - was.keys():
         del names[name]
     names.update(was)
+
+
+def _rotary_in_triton(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+) -> tuple[Tensor, Tensor]:
+    """Turn queries and keys by Liger's Triton kernel, whatever other languages its dispatcher finds kernels in."""
+    from liger_kernel.ops import LigerRopeFunction
+
+    return LigerRopeFunction.apply(query, key, cos, sin, None, unsqueeze_dim)
+
+
+@functools.cache
+def _gates_of_one_backward() -> dict[str, Any]:
+    """Return Liger's gated activations by the names under which its MLPs find them; they refuse a second backward.
+
+    Liger writes the gradients over what it has saved, and autograd does not see it: a second backward pass over the
+    same graph would take gradients for inputs.
+    """
+    from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
+
+    return {
+        "_swiglu_dispatch": _of_one_backward(LigerSiLUMulFunction).apply,
+        "LigerGELUMulFunction": _of_one_backward(LigerGELUMulFunction),
+    }
+
+
+def _of_one_backward(function: Any) -> Any:
+    def backward(ctx: Any, d_output: Tensor) -> Any:
+        if getattr(ctx, "is_spent", False):
+            raise RuntimeError(
+                "Liger's gated activation wrote its gradients over its inputs in the first backward pass; run the "
+                "forward pass again, or set model.kernels=none."
+            )
+        ctx.is_spent = True
+        return function.backward(ctx, d_output)
+
+    return type(function.__name__, (function,), {"backward": staticmethod(backward)})

@@ -19,9 +19,9 @@ class LossConfig:
         frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
-        tries=(None, 1024),
+        search_values=(None, 1024),
         planned=(None, 8192, 2048, 1024, 512),
-        leaves={"logits": gone_unless(None)},
+        remaining_bytes={"logits": gone_unless(None)},
     )
     label_smoothing_factor: float = knob(
         0.0,

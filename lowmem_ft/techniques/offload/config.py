@@ -57,8 +57,8 @@ class OffloadConfig:
             "inputs": Effect(cost="host link", needs_checkpointed="some layers", traits=_ACTIVATIONS_ON_HOST),
             "all": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=_ACTIVATIONS_ON_HOST),
         },
-        tries=("none", "inputs"),  # copying all activations takes longer than recomputing them
-        leaves={"inputs": _inputs_on_host, "activations": gone_unless("none", "inputs")},
+        search_values=("none", "inputs"),  # copying all activations takes longer than recomputing them
+        remaining_bytes={"inputs": _inputs_on_host, "activations": gone_unless("none", "inputs")},
     )
     optimizer: Literal["device", "host"] = knob(
         "device",
@@ -67,8 +67,8 @@ class OffloadConfig:
         frees="the optimizer's state and the low halves of master weights, except for a few chunks",
         costs="the state crosses PCIe twice a step",
         effects={"host": Effect(cost="host link", engines=("ddp", "fsdp2"), traits=("state on host",))},
-        tries=("device", "host"),
-        leaves={"state": on_host_at("host", crosses=True), "gradients": _waiting_gradients_on_host},
+        search_values=("device", "host"),
+        remaining_bytes={"state": on_host_at("host", crosses=True), "gradients": _waiting_gradients_on_host},
     )
     parameters: Literal["device", "stream"] = knob(
         "device",
@@ -82,8 +82,8 @@ class OffloadConfig:
                 traits=("weights on host", "layers fetched ahead", "no loss scale"),
             )
         },
-        tries=("device", "stream"),
-        leaves={
+        search_values=("device", "stream"),
+        remaining_bytes={
             "layers": on_host_at("stream", crosses=True),
             "outer": _outer_streamed,
             "rest": gone_unless("device"),
@@ -96,8 +96,8 @@ class OffloadConfig:
         costs="0: these weights cross PCIe twice a step",
         effects={0: Effect(cost="host link")},
         counts_layers="last",
-        tries=(32, 16, 8, 4, 0),
-        leaves={"layers": _resident_or_next},
+        search_values=(32, 16, 8, 4, 0),
+        remaining_bytes={"layers": _resident_or_next},
     )
     folder: str | None = knob(
         None,
@@ -106,8 +106,8 @@ class OffloadConfig:
         frees="host memory: everything offloaded, except for what the kernel has room to cache",
         costs="what RAM cannot hold is read from disk and written back in each step; copies are not pinned",
         effects=Effect(cost="disk"),
-        tries=(None,),
-        leaves=dict.fromkeys(("layers", "outer", "state", "gradients"), _on_disk),
+        search_values=(None,),
+        remaining_bytes=dict.fromkeys(("layers", "outer", "state", "gradients"), _on_disk),
     )
 
     def problems(self) -> Iterator[str]:

@@ -21,8 +21,8 @@ class TilingConfig:
         costs="each piece is computed again in backward; smaller matrix products",
         effects=Effect(cost="time", engines=("ddp", "fsdp2", "zero2")),
         off=1,
-        tries=(1, 4),
-        leaves={"activations": gone_unless(1)},
+        search_values=(1, 4),
+        remaining_bytes={"activations": gone_unless(1)},
     )
     head: int = knob(
         1,
@@ -31,8 +31,8 @@ class TilingConfig:
         costs="the head's logits are computed twice",
         effects=Effect(cost="time"),
         off=1,
-        tries=(1, 8),
-        leaves={"logits": gone_unless(1)},
+        search_values=(1, 8),
+        remaining_bytes={"logits": gone_unless(1)},
     )
 
     def problems(self) -> Iterator[str]:

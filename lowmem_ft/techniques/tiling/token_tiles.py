@@ -22,8 +22,8 @@ from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.techniques.gradients.gradient_sums_in_products import SummingLinear, sum_in_grad
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
+from lowmem_ft.techniques.modules.autocast_state import AutocastState
 from lowmem_ft.techniques.modules.patching import set_attribute
-from lowmem_ft.techniques.modules.surroundings import Surroundings
 
 
 class ForwardInTiles:
@@ -173,7 +173,7 @@ class _InTiles(torch.autograd.Function):
         ctx: Any, hidden: Tensor, work: ForwardInTiles, kept: _Kept, sums: _Sums, *stand_ins: Tensor
     ) -> Tensor:
         ctx.work, ctx.kept, ctx.sums, ctx.num_stand_ins = work, kept, sums, len(stand_ins)
-        ctx.surroundings = Surroundings(hidden.device)
+        ctx.autocast_state = AutocastState(hidden.device)
         return work.in_tiles(hidden)
 
     @staticmethod
@@ -181,7 +181,7 @@ class _InTiles(torch.autograd.Function):
     def backward(ctx: Any, d_output: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden,) = ctx.kept.saver.saved_tensors
         gradients = _ParameterGradients(ctx.work.module, hidden.shape[:-1].numel())
-        with ctx.surroundings.again():
+        with ctx.autocast_state.again():
             d_hidden = ctx.work.differentiated(hidden, d_output, gradients)
         ctx.sums.gradients = gradients
         d_stand_in = d_output.new_zeros((), dtype=torch.float32)

@@ -202,7 +202,7 @@ class TrainingRun(RunParts):
         )
         with display, self.profiled:
             self._evaluate_if_due()
-            self._heed(self._asked()[1])
+            self._handle_request(self._requested()[1])
             while self.progress.step < self.num_steps:
                 with self.profiled.during(self.progress.step + 1), self.time_left.during("step"):
                     record = self.step()
@@ -211,9 +211,9 @@ class TrainingRun(RunParts):
                 self._evaluate_if_due()
                 if _is_due(self.progress.step, config.save_steps) and not self.checkpoints.has_step:
                     self._save_checkpoint()
-                self._stop_if_asked()
+                self._stop_if_requested()
             result = self.evaluated or self._evaluate()
-            self._heed(self._asked()[1])
+            self._handle_request(self._requested()[1])
             return result
 
     def step(self) -> dict[str, Any]:
@@ -284,7 +284,7 @@ class TrainingRun(RunParts):
         with self.memory.during("evaluation"), self.time_left.during("evaluation"):
             found = self.evaluations.evaluate(loss=loss)
         if found is None:
-            self._stop_if_asked()
+            self._stop_if_requested()
         assert found is not None, "only a signal can end an evaluation without a result"
         is_new, self.evaluated = self.evaluations.keep(found), found.result
         if found.result is not None and is_new:
@@ -306,14 +306,14 @@ class TrainingRun(RunParts):
         logger.info("Saved %s.", checkpoint)
         self.callbacks.tell(SaveEvent(step=step, checkpoint=checkpoint))
 
-    def _stop_if_asked(self) -> None:
+    def _stop_if_requested(self) -> None:
         """End the run here, in all processes, if one has received a signal, or a callback asks for it or has failed."""
-        number, wish = self._asked()
+        number, wish = self._requested()
         if number:
             self._interrupt(number)
-        self._heed(wish)
+        self._handle_request(wish)
 
-    def _heed(self, wish: int) -> None:
+    def _handle_request(self, wish: int) -> None:
         """End the run here if a callback asks for it, or with the exception of one, once this step has a checkpoint."""
         if wish == FAIL:
             if not self.checkpoints.has_step:
@@ -334,7 +334,7 @@ class TrainingRun(RunParts):
         self.runtime.files.end_trackers()
         raise Interrupted(number, checkpoint=self.checkpoints.last)
 
-    def _asked(self) -> tuple[int, int]:
+    def _requested(self) -> tuple[int, int]:
         """Return the number of the signal that any process has received, 0 if none has, and the callbacks' wish."""
         here = self.interruption.signal_number * (FAIL + 1) + self.callbacks.wish
         return divmod(self.runtime.ranks.max(here), FAIL + 1)
@@ -381,7 +381,7 @@ class TrainingRun(RunParts):
         stop, best_step = self.callbacks.stop, self.best.step
         stopped = stop and stop.reason
         self.metrics.write({"step": progress.step, "best_step": best_step, "stopped": stopped})
-        number, _ = self._asked()
+        number, _ = self._requested()
         self.runtime.files.end_trackers()
         self.health.refuse_unhealthy_end(problems, evaluation)
         if number:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, set_seed
 
 from lowmem_ft.data.batches.stream import DataStream
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.models.tokenizer import load_tokenizer
-from lowmem_ft.recipe import Recipe
+from lowmem_ft.recipe import Recipe, TrainingConfig
 from lowmem_ft.training.callbacks.callbacks import Callbacks, callbacks_of_run
 from lowmem_ft.training.checkpoints.checkpoint import load_checkpoint
 from lowmem_ft.training.evaluation.run_generations import RunGenerations
@@ -34,7 +34,6 @@ from lowmem_ft.training.runtimes.reading_data import read_data
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.step.budget_cap import BudgetWatch, apply_budget
 from lowmem_ft.training.step.causality_check import refuse_bidirectional_weights, refuse_leaking_documents
-from lowmem_ft.training.step.random_seed import seed_generators
 from lowmem_ft.training.step.session import Session
 
 if TYPE_CHECKING:
@@ -106,7 +105,7 @@ class RunParts:
             runtime, launched = join_processes(recipe, folder)
         else:
             launched = as_launched(recipe, Launch(num_processes=runtime.ranks.num_processes))
-        seed_generators(config)
+        _seed_generators(config)
         resume_from = folder.resume_from
         with runtime.ranks.failing_together():
             budget_watch = _within_budget(recipe, runtime)
@@ -172,7 +171,12 @@ def _check_and_restore(session: Session, recipe: Recipe, runtime: Runtime, resum
     if recipe.data.packing:
         refuse_leaking_documents(session, recipe.model.name_or_path or "")
     # Loading and wrapping may draw random numbers; dropout must not depend on how many they draw.
-    seed_generators(recipe.training, runtime.ranks.process_index)
+    _seed_generators(recipe.training, runtime.ranks.process_index)
     if resume_from is not None:
         refuse_other_kernels(recipe, resume_from, session.techniques.kernels())
         load_checkpoint(resume_from, session, runtime)
+
+
+def _seed_generators(config: TrainingConfig, process_index: int = 0) -> None:
+    """Seed Python's, numpy's and torch's generators; each process draws other numbers."""
+    set_seed(config.seed + process_index, deterministic=config.full_determinism)

@@ -195,7 +195,7 @@ def build_session(
             host_memory=host_memory,
             rows_per_micro_batch=_rows_per_micro_batch(recipe, plan),
             sums=in_pieces or recipe.training.gradient_accumulation_steps > 1,
-            finer_weights=lambda: runtime.values.master_weights(recipe.model, plan.hf_config),
+            full_precision_weights=lambda: runtime.values.master_weights(recipe.model, plan.hf_config),
             shard=lambda parts: runtime.ranks.shard(parts, recipe.distributed),
             reads_weights_flushed=True,
         )

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import socket
+
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.data.prepared_data import PreparedData
+from lowmem_ft.foundation.errors import DataError, raise_problems
 from lowmem_ft.models.hf_config import max_positions, vocab_size
 from lowmem_ft.models.tokenizer import end_token_ids
 from lowmem_ft.recipe import Recipe
-from lowmem_ft.training.processes.data_agreement import refuse_other_data
 from lowmem_ft.training.processes.ranks import Ranks
+from lowmem_ft.training.processes.rendezvous import RankInfo, differences
 from lowmem_ft.training.runtimes.build import Plan
 
 
@@ -37,5 +40,35 @@ def read_data(recipe: Recipe, ranks: Ranks, tokenizer: PreTrainedTokenizerBase, 
                     end_token_ids=end_token_ids(recipe.model),
                 )
     assert data is not None, "each process has run"
-    refuse_other_data(data, ranks)
+    _refuse_other_data(data, ranks)
     return data
+
+
+def _refuse_other_data(data: PreparedData, ranks: Ranks) -> None:
+    """Compare counts and tokens over all processes; a stream is not compared.
+
+    Args:
+        data: this process's data.
+        ranks: those of the run.
+
+    Raises:
+        DataError: in all processes, if one has different data from the first.
+    """
+    if ranks.num_processes == 1:
+        return
+    arrivals = ranks.gather([RankInfo(socket.gethostname(), (), _facts_of(data))])
+    way_out = "Let data.path and its files be the same on every machine."
+    raise_problems(list(differences(arrivals, way_out)), DataError)
+
+
+def _facts_of(data: PreparedData) -> dict[str, str]:
+    """Return facts about the data by name; equal data has equal facts."""
+    facts = {}
+    for which, summary in (("training", data.summary), ("held-out", data.evaluation_summary)):
+        if summary is not None:
+            facts[f"number of {which} examples"] = f"{summary.num_examples:,}"
+            facts[f"number of {which} tokens"] = f"{summary.num_tokens:,}"
+            facts[f"number of {which} label tokens"] = f"{summary.num_label_tokens:,}"
+    if data.train.num_rows is not None:
+        facts["tokens of the training examples"] = f"digest {data.fingerprint}"
+    return facts

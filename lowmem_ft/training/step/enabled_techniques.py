@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.models.files.hub_names import hub_id_of
@@ -48,7 +50,6 @@ from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_reco
 from lowmem_ft.techniques.distributed.fully_sharded import FullySharded
 from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
 from lowmem_ft.techniques.loss.chunked_loss import ChunkedLoss, enable_chunked_loss
-from lowmem_ft.techniques.loss.mean_of_means import refuse_mean_of_means
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.offload.activation_offload import enable_activation_offload
 from lowmem_ft.techniques.offload.optimizer_offload import enable_optimizer_offload
@@ -76,7 +77,7 @@ class Build:
         has_adapters: whether the model has the recipe's adapters already.
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
-        finer_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
+        full_precision_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
         shard: shards the model's parameters over several processes, if they share them.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
             steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
@@ -92,7 +93,7 @@ class Build:
     has_adapters: bool = False
     rows_per_micro_batch: int = 1
     sums: bool = False
-    finer_weights: Callable[[], MasterWeights | None] = lambda: None
+    full_precision_weights: Callable[[], MasterWeights | None] = lambda: None
     shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
     reads_weights_flushed: bool = False
     optimizer: Any = None
@@ -170,7 +171,7 @@ def enable_techniques(build: Build) -> EnabledTechniques:
             build.enable(STATE, build.after_forward)
             if isinstance(optimizer, ChunkedOptimizer):  # bitsandbytes' allocate theirs in the first step
                 optimizer.allocate_state()
-                initialize_masters(optimizer, build.model, build.finer_weights)
+                initialize_masters(optimizer, build.model, build.full_precision_weights)
         build.enable(STEP, build.after_forward)
     except BaseException:
         Handle(build.in_forward.remove, build.after_forward.remove).remove()
@@ -204,7 +205,9 @@ def _fused_operators(build: Build) -> Technique:
 
 def _recomputed_activations(build: Build) -> Technique | None:
     if build.recipe.tiling.mlp > 1:
-        logger.info("MLPs: tiles compute all of them again, and checkpointing.mlp_activation nothing more.")
+        logger.info(
+            "MLP tiling already recomputes the whole MLP, so checkpointing.mlp_activation has no effect."
+        )
         return None
     return enable_recomputed_activations(
         build.parts, build.recipe.checkpointing, device=build.host_memory.device
@@ -253,7 +256,7 @@ def _float32_accumulation(build: Build) -> Technique:
 
 def _fused_accumulation(build: Build) -> Technique | None:
     if not build.sums_gradients:
-        logger.info("Accumulation: a step has one micro-batch, and accumulation.fusion nothing to sum.")
+        logger.info("accumulation.fusion has no effect: a step has one micro-batch.")
         return None
     return enable_fused_accumulation(
         build.parts, device=build.host_memory.device, loss=build.find(ChunkedLoss)
@@ -290,6 +293,27 @@ def _adds_adapters(build: Build) -> bool:
     return build.recipe.adapter.name == "lora" and not build.has_adapters
 
 
+def _refuse_mean_of_means(model: Any) -> None:
+    """Refuse a model whose own loss ignores the window's token count.
+
+    Args:
+        model: a causal LM, or a PEFT model around one, without a chunked loss.
+
+    Raises:
+        ModelError: if its forward does not take ``num_items_in_batch``.
+    """
+    takes_any = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in inspect.signature(model.forward).parameters.values()
+    )
+    if not takes_any or getattr(model, "accepts_loss_kwargs", None) is False:
+        raise ModelError(
+            "loss.chunk_tokens=null needs a model whose own loss takes num_items_in_batch, but that of "
+            f"{type(model).__name__} does not: it would weight tokens by the size of their micro-batch. Set "
+            "loss.chunk_tokens=1024."
+        )
+
+
 ADAPTERS = (
     Spec(_adds_adapters, _lora),
     Spec(_adds_adapters, _refuse_untrained_rows),
@@ -318,7 +342,7 @@ FORWARD = (
     Spec(lambda build: build.recipe.accumulation.order == "vertical", _vertical_accumulation),
     Spec(
         lambda build: build.recipe.loss.chunk_tokens is None,
-        lambda build: refuse_mean_of_means(build.model),
+        lambda build: _refuse_mean_of_means(build.model),
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),
     Spec(lambda build: build.recipe.offload.parameters == "stream", _parameter_streaming),

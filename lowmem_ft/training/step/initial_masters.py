@@ -17,14 +17,15 @@ logger = logging.getLogger(__name__)
 
 
 def initialize_masters(
-    optimizer: ChunkedOptimizer, model: nn.Module, finer_weights: Callable[[], MasterWeights | None]
+    optimizer: ChunkedOptimizer, model: nn.Module, full_precision_weights: Callable[[], MasterWeights | None]
 ) -> None:
     """Initialize the masters of bfloat16 weights with the bits of a float32 checkpoint that the weights have lost.
 
     Args:
         optimizer: has allocated its state.
         model: whose parameters the optimizer holds.
-        finer_weights: reads the checkpoint's weights in full, or returns None if the model has all of their bits.
+        full_precision_weights: reads the checkpoint's weights in full, or returns None if the model has all of their
+            bits.
     """
     drawn = trained_parameters(model)  # by the run: no checkpoint has finer ones
     parameters = {
@@ -32,7 +33,7 @@ def initialize_masters(
         for name, parameter in model.named_parameters()
         if parameter in optimizer.state and optimizer.master_of(parameter).tensors and parameter not in drawn
     }
-    finer = finer_weights() if parameters else None
+    finer = full_precision_weights() if parameters else None
     if finer is None:
         return
     for name, parameter in parameters.items():

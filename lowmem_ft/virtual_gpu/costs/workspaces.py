@@ -74,7 +74,7 @@ def persistent_workspaces(func: Any, stream: int, gpu: Gpu) -> Iterator[tuple[ob
         return
     thread = "autograd" if is_in_backward() else "main"
     yield ("cublas", thread, stream), cublas_workspace_bytes(gpu.compute_capability)
-    if func is aten.addmm.default:
+    if func is aten.addmm.default:  # whose bias cuBLASLt adds within the product
         yield ("cublaslt", thread, stream), _cublaslt_workspace_bytes(gpu.compute_capability)
 
 
@@ -87,6 +87,7 @@ def cublas_workspace_bytes(compute_capability: tuple[int, int]) -> int:
     configured = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     if configured:
         return sum(int(size) * int(count) for size, count in configured) * _KIB
+    # torch before 2.12 looks for Hopper alone, and gives Blackwell as little as Ampere.
     is_large = compute_capability == (9, 0) or (compute_capability >= (10, 0) and TORCH_VERSION >= (2, 12))
     return CUBLAS_WORKSPACES_BYTES[is_large]
 
@@ -140,6 +141,7 @@ def _flash_varlen_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Itera
         rows = batch * heads * _round_up(tokens, 128)
     else:
         batch = boundaries.numel() - 1
+        # The lengths are on the device, where the host does not look: a tile more for each document is always enough.
         rows = heads * (query.size(0) + 128 * batch)
     yield rows * _FLOAT
     yield rows * _flash_head_size(size) * _FLOAT * _determinism_splits(batch * heads, gpu)
@@ -180,16 +182,19 @@ def _efficient_backward(call: dict[str, Any], result: Any, gpu: Gpu) -> Iterator
         query.dtype, max(size, value.size(-1)), gpu.compute_capability
     )
     is_half = query.dtype != torch.float32
+    # A tile that holds a whole head sums the gradients of keys and values in registers.
     in_registers = is_half and largest_head <= block_rows
     tiles_q = math.ceil(tokens / block_rows) * math.ceil(size / 64)
     elements = tiles_q * (block_rows * 64 + 4)  # 4: lock and counter
     if not in_registers:
         splits = max(1, min(math.ceil(key.size(2) / block_columns), 200 // (batch * heads)))
         if torch.are_deterministic_algorithms_enabled():
-            splits = 1
+            splits = 1  # several would add to the queries' gradient in any order
         widths = _round_up(size, block_rows) + _round_up(value.size(-1), block_rows)
+        # In float32, the gradients themselves take the sums.
         elements += splits * block_columns * widths if is_half else 0
     workspace = batch * heads * _round_up(elements, 4) * _FLOAT
+    # In float32 and in large heads on Volta, torch multiplies output and gradient first; other kernels do so inside.
     computes_row_sums = is_half and (in_registers or not (7, 0) <= gpu.compute_capability < (7, 5))
     products = 0 if computes_row_sums else call["grad_out_"].numel() * _FLOAT
     yield batch * heads * tokens * _FLOAT  # delta

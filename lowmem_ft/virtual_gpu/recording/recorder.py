@@ -277,19 +277,12 @@ class Recorder(TorchDispatchMode):
             return args[0].device
         if not _USUAL_TYPES.issuperset(types) and any(map(_dispatches_itself, types)):
             return NotImplemented  # the operators that a DTensor or the like makes of it come here
-        if self._fake_mode.is_asked_for_shapes:
+        if self._fake_mode.is_asked_for_shapes:  # a run would compute nothing here
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
-        if func is _READ_NUMBER:
-            self.host_reads(args[0])
-            value = read_value(func, args[0])
-            return self.ask(args[0].dtype) if value is None else value
-        if func is _RECORD_STREAM:
-            return None
-        if func is WAIT_FOR_RESULT:
-            return args[0]
-        if func is _IS_PINNED:
-            return self.place_of(args[0]) == "pinned"
+        # One by one: looking an operator up in a set calls its ``__hash__``, which is written in Python.
+        if func is _READ_NUMBER or func is _RECORD_STREAM or func is WAIT_FOR_RESULT or func is _IS_PINNED:
+            return self._answer(func, args[0])
         func, args, kwargs, is_pinned = without_pinning(func, args, kwargs)
         for index in self._host_copies.indices(func, args):
             self.__torch_dispatch__(_TO_COPY, types, (index,), {"device": args[0].device})
@@ -298,38 +291,35 @@ class Recorder(TorchDispatchMode):
             for pair in zip(*args[:2], strict=True):
                 self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
             return None
+        # A sum into a gradient is in place in a run, where autograd is watched by no dispatch mode. ``called`` is what
+        # autograd asks for here; everything that is recorded is of ``func``.
         called = func
         if func is _SUM and is_in_place_unwatched(func, args, kwargs):
-            func = aten.add_.Tensor  # what would be called: timeline and work are those of a run
+            func = aten.add_.Tensor
         self.attribution.operator_begins(func, args)
         self.alike.operator_begins()
         result, seen = self._run(called, args, kwargs)
         if called is not func:
-            seen = None
+            seen = None  # under which the cost of ``called`` is cached, not that of ``func``
             self._count_as(args[0], result)
         self._record_births(func, args, result)
         if func is _COPY:
             self._note_tenant(args[0], args[1])
         if result is None and self.attribution.phase == "optimizer_step":
+            # A list that is updated in place: what it is updated with is for the same parameters.
             self._share_module(args)
         if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
             for tensor, category in purposes_of(func, args, kwargs):
                 self.mark(tensor, category)
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
         workspaces = self._take_workspaces(func, cost)
+        # Where the host is the device, its memory counts whether it is pinned or not.
         if is_pinned and isinstance(result, Tensor) and self.device_type != "cpu":
             self.pin(result)
         work = cost.work
         if work is not None:
-            work = work.at(self.work.position)
-            work.stream, work.times = self.stream, self.alike.times
-            registered = registered_cost(func)
-            work.by_triton = registered is not None and registered.launched_by_triton
-            if work.kind == "kernel":
-                work.python_operators = self._python_operators + python_around(func)
-                self._python_operators = 0.0
-            if work.kind == "copy":
-                self._host_copies.begin(func, args, result, work)
+            work = self._issued(work, func, args, result)
+        # In the forward of a module, the largest of floating-point scores are a router's pick of experts.
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:
             route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
         else:
@@ -338,9 +328,32 @@ class Recorder(TorchDispatchMode):
             self.checker.operator(func, args, kwargs, result)
         if work is not None:
             self.work.add(work)
-        for index in workspaces:
+        for index in workspaces:  # after the work, so that the kernel has them while it runs
             self.let_go(index)
         return result
+
+    def _answer(self, func: Any, tensor: Tensor) -> Any:
+        """Return the result of an operator that runs no kernel and takes no memory."""
+        if func is _READ_NUMBER:
+            self.host_reads(tensor)
+            value = read_value(func, tensor)
+            return self.ask(tensor.dtype) if value is None else value
+        if func is _IS_PINNED:
+            return self.place_of(tensor) == "pinned"
+        return tensor if func is WAIT_FOR_RESULT else None
+
+    def _issued(self, work: Work, func: Any, args: tuple[Any, ...], result: Any) -> Work:
+        """Return an operator's work as the current stream gets it now."""
+        work = work.at(self.work.position)
+        work.stream, work.times = self.stream, self.alike.times
+        registered = registered_cost(func)
+        work.by_triton = registered is not None and registered.launched_by_triton
+        if work.kind == "kernel":
+            work.python_operators = self._python_operators + python_around(func)
+            self._python_operators = 0.0
+        if work.kind == "copy":
+            self._host_copies.begin(func, args, result, work)
+        return work
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, SeenCall | None]:
         """Return the operator's result on fake tensors, and which call it was.
@@ -376,11 +389,12 @@ class Recorder(TorchDispatchMode):
             raise RuntimeError(f"{_MUST_BE_ON_ONE} found at least two devices, {devices}!") from None
 
     def _take_workspaces(self, func: Any, cost: CallCost) -> list[int]:
-        if cost.has_library:
+        if cost.has_library:  # which keeps its workspace from the first call on: these are not returned
             for size in self._costs.first_taken(func, self.stream):
                 self.hold(size, "workspace")
         taken: list[int] = []
         try:
+            # One by one, and not in a comprehension: a request that fails must leave the names of those before it.
             for size in cost.workspaces:
                 taken.append(self.hold(size, "temporary"))
         except torch.OutOfMemoryError:
@@ -405,7 +419,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         index = self._index_of.get(storage._cdata)
         if index is None:
-            if tensor.device.type not in (self.device_type, "cpu"):
+            if tensor.device.type not in (self.device_type, "cpu"):  # such as meta, which takes no memory
                 if tensor.device.type == "cuda" and self.device_type == "cpu":
                     # Fake mode makes CUDA tensors without a GPU; the real call would raise this there.
                     raise RuntimeError(
@@ -423,7 +437,7 @@ class Recorder(TorchDispatchMode):
                 )  # nor what state visits for it
             ):
                 self.mark(tensor, "gradient", self.attribution.module)
-            if allocation.size_bytes == storage.nbytes():
+            if allocation.size_bytes == storage.nbytes():  # a view, or written in place
                 return
             self._log_resizing(allocation, storage.nbytes())
         self._record_allocation(func, args, tensor, storage, position)

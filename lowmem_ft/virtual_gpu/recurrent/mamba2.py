@@ -227,9 +227,10 @@ def _scan_gradients(
     sizes = _Sizes.of(x, b, chunk_size)
     d_outputs = d_outputs if d_outputs.stride(-1) == 1 else d_outputs.contiguous()
     d_x, d_dt, d_b, d_c, d_z = into or (None, None, None, None, None)
-    d_b = torch.empty_like(b) if d_b is None else d_b
-    d_c = torch.empty_like(c) if d_c is None else d_c
-    d_dt = torch.empty_like(dt) if d_dt is None else d_dt
+    d_b, d_c, d_dt = (
+        torch.empty_like(like) if memory is None else memory
+        for like, memory in ((b, d_b), (c, d_c), (dt, d_dt))
+    )
     copied_dt = dt.clone()
     steps, summed = _summed_steps(sizes, copied_dt, a, dt_bias)
     scores = _scores(sizes, b, c, seq_idx)
@@ -240,53 +241,24 @@ def _scan_gradients(
         d_z, d_outputs, d_d, gated = _gate_gradients(
             sizes, x, z, outputs, d_outputs, d, d_z, recompute_output
         )
-    d_states = sizes.states(c, states.dtype)
-    triton_kernel(
-        "chunk_scan_bwd_dstates_kernel",
-        (d_outputs, c, summed, seq_idx),
-        (d_states,),
-        flops=sizes.flops_with_states,
-    )
+    d_states = _state_gradients(sizes, d_outputs, c, summed, seq_idx, states.dtype)
     d_states, d_summed_of_chunks, d_initial, states = _passed_back(
         sizes, states, summed, d_states, d_final_states, seq_idx, x.dtype, initial_states is not None
     )
     d_x, d_steps, d_d_of_x = _input_gradients(
         sizes, x, steps, summed, b, scores, d_outputs, d_states, d, seq_idx, d_x
     )
-    d_b_sums, d_summed_next = _shared_gradients(
-        "chunk_state_bwd_db_kernel", sizes, (x, d_states, b, steps, summed, seq_idx)
+    d_summed_next, d_summed_before, sums = _matrix_gradients(
+        sizes, x, b, c, steps, summed, states, d_outputs, d_states, seq_idx, d_b, d_c
     )
-    torch.cumsum(d_summed_next, dim=-1, out=d_summed_next)
-    d_c_sums, d_summed_before = _shared_gradients(
-        "chunk_scan_bwd_dc_kernel", sizes, (d_outputs, states, c, summed, seq_idx)
-    )
-    d_scores = x.new_empty(
-        sizes.B, sizes.C, sizes.head_splits, sizes.G, sizes.M, sizes.M, dtype=torch.float32
-    )
-    triton_kernel(
-        "chunk_scan_bwd_dcb_kernel",
-        (x, d_outputs, steps, summed, seq_idx),
-        (d_scores,),
-        flops=sizes.flops_within_chunks,
-    )
-    d_scores = d_scores.sum(2)
-    for factor, sums, result in ((c, d_b_sums, d_b), (b, d_c_sums, d_c)):
-        triton_kernel(
-            "bmm_chunk_bwd_kernel", (factor, d_scores, sums), (result,), flops=sizes.flops_of_scores
-        )
     if z is None:
         d_d = d_d_of_x
     d_summed_before[..., -1] += d_summed_of_chunks
     d_summed_before_too = d_summed_before.flip([-1]).cumsum(dim=-1).flip([-1])
     d_summed = _decay_gradients(sizes, x, steps, summed, d_outputs, scores)
     d_summed += d_summed_next + d_summed_before_too
-    d_bias = None if dt_bias is None else torch.empty_like(dt_bias, dtype=torch.float32)
-    d_a = torch.empty_like(a, dtype=torch.float32)
-    sums = [one.zero_() for one in (d_a, d_bias) if one is not None]
-    triton_kernel(
-        "chunk_cumsum_bwd_kernel", (d_summed, d_steps, copied_dt, a, dt_bias), (d_dt,), updates=sums
-    )
-    del last
+    d_a, d_bias = _step_gradients(d_summed, d_steps, copied_dt, a, dt_bias, d_dt)
+    del last, sums  # mamba-ssm's function holds them until it returns, and so they are part of its peak
     return d_x, d_dt, d_a, d_b, d_c, d_d, d_z, d_bias, d_initial, gated
 
 
@@ -412,6 +384,73 @@ def _input_gradients(
         d_d = sums[: math.ceil(sizes.M / _ROWS_OF_A_TILE)].sum(dim=(0, 1, 2))
         d_d = (d_d if has_size else d_d.sum(dim=-1)).to(d.dtype)
     return d_x, d_steps, d_d
+
+
+def _state_gradients(
+    sizes: _Sizes, d_outputs: Tensor, c: Tensor, summed: Tensor, seq_idx: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    d_states = sizes.states(c, dtype)
+    triton_kernel(
+        "chunk_scan_bwd_dstates_kernel",
+        (d_outputs, c, summed, seq_idx),
+        (d_states,),
+        flops=sizes.flops_with_states,
+    )
+    return d_states
+
+
+def _matrix_gradients(
+    sizes: _Sizes,
+    x: Tensor,
+    b: Tensor,
+    c: Tensor,
+    steps: Tensor,
+    summed: Tensor,
+    states: Tensor,
+    d_outputs: Tensor,
+    d_states: Tensor,
+    seq_idx: Tensor | None,
+    d_b: Tensor,
+    d_c: Tensor,
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Write the gradients of both matrices; return those of decays after and before tokens, and the summed parts."""
+    d_b_sums, d_summed_next = _shared_gradients(
+        "chunk_state_bwd_db_kernel", sizes, (x, d_states, b, steps, summed, seq_idx)
+    )
+    torch.cumsum(d_summed_next, dim=-1, out=d_summed_next)
+    d_c_sums, d_summed_before = _shared_gradients(
+        "chunk_scan_bwd_dc_kernel", sizes, (d_outputs, states, c, summed, seq_idx)
+    )
+    d_scores = _score_gradients(sizes, x, d_outputs, steps, summed, seq_idx)
+    for factor, sums, result in ((c, d_b_sums, d_b), (b, d_c_sums, d_c)):
+        triton_kernel(
+            "bmm_chunk_bwd_kernel", (factor, d_scores, sums), (result,), flops=sizes.flops_of_scores
+        )
+    return d_summed_next, d_summed_before, (d_b_sums, d_c_sums, d_scores)
+
+
+def _score_gradients(
+    sizes: _Sizes, x: Tensor, d_outputs: Tensor, steps: Tensor, summed: Tensor, seq_idx: Tensor | None
+) -> Tensor:
+    splits = x.new_empty(sizes.B, sizes.C, sizes.head_splits, sizes.G, sizes.M, sizes.M, dtype=torch.float32)
+    triton_kernel(
+        "chunk_scan_bwd_dcb_kernel",
+        (x, d_outputs, steps, summed, seq_idx),
+        (splits,),
+        flops=sizes.flops_within_chunks,
+    )
+    return splits.sum(2)
+
+
+def _step_gradients(
+    d_summed: Tensor, d_steps: Tensor, dt: Tensor, a: Tensor, dt_bias: Tensor | None, d_dt: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """Return the gradients of decays and of the time steps' bias; those of time steps are written into ``d_dt``."""
+    d_bias = None if dt_bias is None else torch.empty_like(dt_bias, dtype=torch.float32)
+    d_a = torch.empty_like(a, dtype=torch.float32)
+    sums = [one.zero_() for one in (d_a, d_bias) if one is not None]
+    triton_kernel("chunk_cumsum_bwd_kernel", (d_summed, d_steps, dt, a, dt_bias), (d_dt,), updates=sums)
+    return d_a, d_bias
 
 
 def _sums_of_tiles(sizes: _Sizes, d: Tensor, columns: int, *, zeros: bool) -> Tensor:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+import lowmem_ft
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
 from lowmem_ft.foundation.catalog.clock_rates import host_range, unmeasured_share
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
@@ -28,9 +32,9 @@ from lowmem_ft.foundation.memory.uncertainty import (
     uncertainty_on_cpu,
     uncertainty_on_gpu,
 )
+from lowmem_ft.foundation.upstream.tested import installed_version
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
-from lowmem_ft.virtual_gpu.replay.library_versions import library_versions
 from lowmem_ft.virtual_gpu.replay.process_room import Held, ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
 from lowmem_ft.virtual_gpu.replay.timing.clock import Span, kinds_of_work
@@ -46,7 +50,7 @@ NOT_MODELLED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Surroundings:
+class EstimateContext:
     """Facts that a trace does not contain and an estimate needs.
 
     Args:
@@ -105,7 +109,7 @@ def estimate_on_gpu(
     trace: Trace,
     gpu: Gpu,
     budget: BudgetVerdict,
-    surroundings: Surroundings,
+    context: EstimateContext,
     trace_seconds: float = 0.0,
     replays: Replays | None = None,
 ) -> MemoryEstimate:
@@ -119,7 +123,7 @@ def estimate_on_gpu(
         trace: the trace of a program on a GPU of this kind.
         gpu: the GPU.
         budget: the limits for the process; the device's is at most its memory.
-        surroundings: facts that the trace does not contain.
+        context: facts that the trace does not contain.
         trace_seconds: seconds that tracing took, for the record.
         replays: those of the trace by the same allocator, to share them between GPUs; None: new ones.
 
@@ -128,12 +132,12 @@ def estimate_on_gpu(
         ``foundation/memory/uncertainty.py``). For a program that runs out of memory, it tells what the program would
         have needed.
     """
-    replays = replays or Replays(trace, surroundings.allocator)
+    replays = replays or Replays(trace, context.allocator)
     room = ProcessRoom(
         replays=replays,
         available_bytes=gpu.available_bytes,
-        outside_bytes=sum(surroundings.outside_bytes.values()),
-        allowed_bytes=surroundings.allowed_bytes,
+        outside_bytes=sum(context.outside_bytes.values()),
+        allowed_bytes=context.allowed_bytes,
         limit_bytes=min(budget.device_bytes or gpu.available_bytes, gpu.available_bytes),
     )
     held, others = room.held(), gpu.held_by_others_bytes
@@ -147,8 +151,8 @@ def estimate_on_gpu(
     fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
     lowest = None if fits else room.end_of_range(uncertainty, upper=False)
     fits_at_low_end = fits or (lowest is not None and room.process_peak(lowest) <= room.limit_bytes)
-    step, clock = _timed_step(replays, gpu, surroundings) or (None, None)
-    host = replays.host_tensors.peak_with(surroundings.host)
+    step, clock = _timed_step(replays, gpu, context) or (None, None)
+    host = replays.host_tensors.peak_with(context.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
     return _estimate(
         trace,
@@ -173,9 +177,9 @@ def estimate_on_gpu(
             reserved_bytes=replays.reserved_in_the_long_run,
             step=clock,
         ),
-        processes=surroundings.processes and _processes(trace, gpu, surroundings.processes),
+        processes=context.processes and _processes(trace, gpu, context.processes),
         choices=(*trace.choices, *_choices_of_allocator(held)),
-        not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *surroundings.not_modelled),
+        not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *context.not_modelled),
         trace_seconds=trace_seconds,
     )
 
@@ -190,7 +194,7 @@ def _choices_of_allocator(held: Held | None) -> Iterator[str]:
 
 
 def estimate_on_cpu(
-    trace: Trace, name: str, budget: BudgetVerdict, surroundings: Surroundings, trace_seconds: float = 0.0
+    trace: Trace, name: str, budget: BudgetVerdict, context: EstimateContext, trace_seconds: float = 0.0
 ) -> MemoryEstimate:
     """Estimate a traced program on a machine without a GPU: its tensors, exactly, and what the heap keeps in addition.
 
@@ -198,7 +202,7 @@ def estimate_on_cpu(
         trace: the trace of a program on a machine without a GPU.
         name: name of the machine's processor.
         budget: the limits.
-        surroundings: facts that the trace does not contain.
+        context: facts that the trace does not contain.
         trace_seconds: seconds that tracing took, for the record.
 
     Returns:
@@ -210,8 +214,8 @@ def estimate_on_cpu(
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_peak_bytes
-    base = surroundings.host.process_bytes
-    heap = _kept_by_heap(trace.timeline, peak_at, surroundings)
+    base = context.host.process_bytes
+    heap = _kept_by_heap(trace.timeline, peak_at, context)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(heap, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
@@ -231,49 +235,49 @@ def estimate_on_cpu(
         host_by_part={**tensors.by_category_at_peak, "heap": heap, "process": base},
         step=None,
         cpu_work=cpu_work(
-            trace, tokens=surroundings.tokens_per_step, micro_batches=surroundings.micro_batches_per_step
+            trace, tokens=context.tokens_per_step, micro_batches=context.micro_batches_per_step
         ),
-        processes=surroundings.processes,
+        processes=context.processes,
         choices=trace.choices,
-        not_modelled=(NO_SECONDS, "workspaces inside the CPU's kernels", *surroundings.not_modelled),
+        not_modelled=(NO_SECONDS, "workspaces inside the CPU's kernels", *context.not_modelled),
         trace_seconds=trace_seconds,
     )
 
 
-def _kept_by_heap(timeline: Timeline, position: int | None, surroundings: Surroundings) -> int:
+def _kept_by_heap(timeline: Timeline, position: int | None, context: EstimateContext) -> int:
     """Return the bytes that a process without a GPU holds in gaps between the heap's tensors at their peak."""
     alive = [] if position is None else timeline.alive_at(position)
     tensors = (timeline.allocations[index] for index in alive)
     sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
-    in_heap = sum(size for size in sizes if size < surroundings.largest_in_heap_bytes)
-    return round(surroundings.heap_share * in_heap)
+    in_heap = sum(size for size in sizes if size < context.largest_in_heap_bytes)
+    return round(context.heap_share * in_heap)
 
 
-def step_time(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> StepTime | None:
+def step_time(replays: Replays, gpu: Gpu, context: EstimateContext) -> StepTime | None:
     """Return the time of one optimizer step in the steady state; None if the trace has no step."""
-    found = _timed_step(replays, gpu, surroundings)
+    found = _timed_step(replays, gpu, context)
     return None if found is None else found[0]
 
 
-def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple[StepTime, StepClock] | None:
+def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[StepTime, StepClock] | None:
     """Return the time of a step and its clock; None likewise."""
     trace = replays.trace
     step_ends = trace.step_ends
     if not step_ends:
         return None
-    processes = surroundings.processes
+    processes = context.processes
     times = replays.clock.times_on(gpu, processes and link_between(gpu, processes.num_machines))
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
     sent = replays.clock.sent_bytes(first, last)
     by_operator = replays.clock.seconds_by_operator(times, first, last)
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
-    wanted = surroundings.micro_batches_per_step
+    wanted = context.micro_batches_per_step
     others, each_seconds = 0, 0.0
     spans = [(1, step)]
     if traced and wanted is not None:
         others = wanted - len(traced)
-        repeated = traced[0 if surroundings.sends_at_the_end else -1]
+        repeated = traced[0 if context.sends_at_the_end else -1]
         each = times.between(*repeated)
         each_seconds = each.seconds
         spans.append((others, each))
@@ -286,7 +290,7 @@ def _timed_step(replays: Replays, gpu: Gpu, surroundings: Surroundings) -> tuple
     unlike = gpu.rates.unlike_measured(by_kind)
     found = StepTime(
         seconds=whole.seconds,
-        tokens=surroundings.tokens_per_step,
+        tokens=context.tokens_per_step,
         bound_by=whole.bound_by,
         host_share=whole.shares["kernel launches"],
         host_range=host_range(),
@@ -330,7 +334,23 @@ def _estimate(
         host_peak_bytes=sum(host_by_part.values()),
         host_by_part_at_peak=host_by_part,
         choices=choices,
-        versions=library_versions(),
+        versions=_library_versions(),
         timeline=trace.timeline,
         **fields,
     )
+
+
+_LIBRARIES = ("transformers", "accelerate", "peft", "bitsandbytes")
+"""Libraries, in addition to torch, whose code a trace runs.
+
+PEFT decides the type of adapters, bitsandbytes how 4-bit weights are made. With another version a run can
+need 5 to 20% more or less.
+"""
+
+
+def _library_versions() -> dict[str, str]:
+    """Return the versions of lowmem_ft, torch, Python and those of :data:`_LIBRARIES` that are installed, by name."""
+    versions = {"lowmem_ft": lowmem_ft.__version__, "torch": str(torch.__version__)}
+    installed = {library: installed_version(library) for library in _LIBRARIES}
+    versions |= {library: version for library, version in installed.items() if version is not None}
+    return {**versions, "python": platform.python_version()}

@@ -141,7 +141,7 @@ def test_null_leaves_a_setting_to_the_trainer(tmp_path):
 
 def test_a_plan_for_a_trainer_tries_nothing_that_every_trainer_refuses():
     refused = {row.key for row in ROWS if all(isinstance(verdict, Refused) for verdict in row.under)}
-    tried = {key.path for key in recipe_keys().values() if key.tries}
+    tried = {key.path for key in recipe_keys().values() if key.search_values}
     assert "accumulation.fusion" in refused & tried <= set(DECIDED_BY_A_TRAINER)
 
 

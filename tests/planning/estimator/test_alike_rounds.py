@@ -25,7 +25,7 @@ from lowmem_ft.virtual_gpu import tracing_machine
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.timing import clock
-from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.replay.trace_estimate import EstimateContext, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 GPU = find_gpu("a100-80gb")
@@ -135,8 +135,8 @@ def assert_rounds_equal_the_full_trace(
 
 def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
     if kind == "cpu":
-        return estimate_on_cpu(trace, "cpu", BUDGET, Surroundings())
-    return estimate_on_gpu(trace, GPU, BUDGET, Surroundings())
+        return estimate_on_cpu(trace, "cpu", BUDGET, EstimateContext())
+    return estimate_on_gpu(trace, GPU, BUDGET, EstimateContext())
 
 
 def memory(estimate: MemoryEstimate) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from lowmem_ft.techniques.modules.model_parts import decoder_layers
 from lowmem_ft.training.step.session import Session
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.replay.trace_estimate import Surroundings, estimate_on_cpu, estimate_on_gpu
+from lowmem_ft.virtual_gpu.replay.trace_estimate import EstimateContext, estimate_on_cpu, estimate_on_gpu
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 GPU = find_gpu("a100-80gb")
@@ -168,8 +168,8 @@ def new_machine(kind: str) -> TracingMachine:
 
 def estimate_of(trace: Trace, kind: str) -> MemoryEstimate:
     if kind == "cpu":
-        return estimate_on_cpu(trace, "cpu", BUDGET, Surroundings())
-    return estimate_on_gpu(trace, GPU, BUDGET, Surroundings())
+        return estimate_on_cpu(trace, "cpu", BUDGET, EstimateContext())
+    return estimate_on_gpu(trace, GPU, BUDGET, EstimateContext())
 
 
 def numbers(estimate: MemoryEstimate) -> dict[str, Any]:

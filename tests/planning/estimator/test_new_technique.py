@@ -33,7 +33,7 @@ class HalvesConfig:
         effects={
             "halves": Effect(fidelity="unbiased rounding", engines=("fsdp2",), traits=("no loss scale",)),
         },
-        tries=("whole", "halves"),
+        search_values=("whole", "halves"),
     )
 """
 

@@ -196,11 +196,11 @@ def test_of_activations_those_count_that_backward_needs(make_recipe, shape):
 def test_a_number_of_layers_is_tried_from_the_most_memory_to_the_least(path, rung, make_recipe, shape):
     """Equally fast and equally costly choices are told apart by that order: the one that does least is taken."""
     deep, key = dataclasses.replace(shape, num_layers=64, widths=32 * shape.widths), recipe_keys()[path]
-    recipes = [with_settings(make_recipe(), LADDER[rung] | {path: number}) for number in key.tries]
+    recipes = [with_settings(make_recipe(), LADDER[rung] | {path: number}) for number in key.search_values]
     parts = [bounds.parts_of(recipe, deep) for recipe in recipes]
     needed = [bounds.weight_and_state_bytes(held) + bounds._activation_bytes(held) for held in parts]
     assert needed == sorted(needed, reverse=True)
-    assert len(set(needed)) == len(key.tries) > 1
+    assert len(set(needed)) == len(key.search_values) > 1
 
 
 def test_bounds_of_many_combinations_are_those_of_each(make_recipe, shape):

@@ -14,7 +14,7 @@ from lowmem_ft.recipe.tree import Recipe
 
 
 def settings_at_random(draw: random.Random) -> dict:
-    return {key.path: draw.choice(key.tries) for key in recipe_keys().values() if key.tries}
+    return {key.path: draw.choice(key.search_values) for key in recipe_keys().values() if key.search_values}
 
 
 def test_combinations_are_exactly_those_that_the_recipe_allows(make_recipe):
@@ -161,7 +161,7 @@ def test_every_value_that_changes_the_mathematics_has_a_word_for_it():
     for key in recipe_keys().values():
         effects = [key.effects] if isinstance(key.effects, Effect) else list((key.effects or {}).values())
         named |= {effect.consent for effect in effects if effect.consent}
-        for value in key.tries:
+        for value in key.search_values:
             effect = key.effect_of(value)
             assert effect.fidelity != "other mathematics" or effect.consent, (key.path, value)
     assert named == words
@@ -179,6 +179,6 @@ def test_rules_name_keys_that_exist():
 def test_a_recipe_of_defaults_may_be_anything_that_is_tried(make_recipe):
     recipe: Recipe = make_recipe()
     for key in recipe_keys().values():
-        assert len(set(map(repr, key.tries))) == len(key.tries), key.path
-        for value in key.tries:
+        assert len(set(map(repr, key.search_values))) == len(key.search_values), key.path
+        for value in key.search_values:
             assert with_settings(recipe, {key.path: value}) is not None

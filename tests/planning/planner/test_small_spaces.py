@@ -62,12 +62,14 @@ def test_a_plan_is_the_simplest_of_the_fastest_and_more_memory_is_never_slower(s
 def small_space(draw, model, gpu):
     """Return a recipe with some drawn values, its space of at most twenty combinations, and the needs of one."""
     given = [f"model={model}", "model.weights=random", "data.max_length=256"]
-    planned = [key for key in planned_keys(load_recipe(None, given)) if key.tries]
+    planned = [key for key in planned_keys(load_recipe(None, given)) if key.search_values]
     keys = [key for key in planned if not asks_consent(key)]
     while True:
         free = draw.sample(keys, draw.randint(1, 3))
         values = [
-            key.setting(draw.choice(key.tries)) for key in keys if key not in free and draw.random() < 0.3
+            key.setting(draw.choice(key.search_values))
+            for key in keys
+            if key not in free and draw.random() < 0.3
         ]
         rows = f"training.gradient_accumulation_steps={draw.choice((1, 2, 4))}"
         kept = ",".join(key.path for key in planned if key not in free)

@@ -1,4 +1,4 @@
-"""A technique that does not state what it leaves of a step's memory: nothing is called proven against it."""
+"""A technique that does not state what it remaining_bytes of a step's memory: nothing is called proven against it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ STATED = {"gradients": lambda held, value, step: NOTHING if value else held}
 STATED["state"] = STATED["gradients"]
 
 
-def config_with(leaves) -> type[OptimizerConfig]:
+def config_with(remaining_bytes) -> type[OptimizerConfig]:
     @dataclass(frozen=True, kw_only=True)
     class SparseOptimizerConfig(OptimizerConfig):
         """An optimizer that may train the head alone, as methods do that train some layers at a time."""
@@ -39,8 +39,8 @@ def config_with(leaves) -> type[OptimizerConfig]:
             "Drop each gradient but the head's as soon as backward has finished it.",
             frees="gradients",
             effects={True: Effect(cost="time")},
-            tries=(False, True),
-            leaves=leaves,
+            search_values=(False, True),
+            remaining_bytes=remaining_bytes,
         )
 
     return SparseOptimizerConfig
@@ -67,8 +67,8 @@ def join(monkeypatch):
         keys.recipe_groups.cache_clear()
         keys.recipe_keys.cache_clear()
 
-    def joined(leaves) -> None:
-        monkeypatch.setitem(Recipe.__annotations__, "optimizer", config_with(leaves))
+    def joined(remaining_bytes) -> None:
+        monkeypatch.setitem(Recipe.__annotations__, "optimizer", config_with(remaining_bytes))
         forget()
 
     one_more = enabled_techniques.Spec(

@@ -106,7 +106,7 @@ def test_a_run_is_the_one_with_what_was_chosen_and_goes_on_with_it(
 def test_with_enough_memory_no_layer_is_checkpointed(tiny, chosen_here, just_enough):
     recipe, _ = plan_first.with_plan(tiny("run", *just_enough("checkpointing.mode=none")))
     assert recipe.checkpointing.mode == "none"
-    assert recipe.left_to_choose == ()
+    assert recipe.undecided_keys == ()
 
 
 def test_where_no_choice_fits_nothing_is_trained(tiny, tmp_path, chosen_here, just_enough):

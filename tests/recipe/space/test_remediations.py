@@ -176,7 +176,12 @@ def test_a_device_without_bfloat16_gets_float16_beside_adapters_and_float32_wher
 
 def test_a_knob_that_states_leaner_values_and_their_effect_is_offered(monkeypatch):
     key = recipe_keys()["training.logging_steps"]
-    states = {"effects": Effect(cost="time"), "off": 10, "tries": (10, 20), "frees": "half of the lines"}
+    states = {
+        "effects": Effect(cost="time"),
+        "off": 10,
+        "search_values": (10, 20),
+        "frees": "half of the lines",
+    }
     monkeypatch.setitem(recipe_keys(), key.path, dataclasses.replace(key, **states))
     (way,) = [way for way in remediations_for(load_recipe(None, ["model=any"])) if key.path in way.settings]
     assert (way.overrides_text, way.why) == ("training.logging_steps=20", "half of the lines")

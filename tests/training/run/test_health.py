@@ -108,7 +108,7 @@ def test_a_ruined_checkpoint_of_a_run_that_was_killed_is_set_aside_by_the_run_th
         *steps,
     )
     with monkeypatch.context() as patch:
-        patch.setattr(loop.TrainingRun, "_stop_if_asked", lambda self: 1 / 0)
+        patch.setattr(loop.TrainingRun, "_stop_if_requested", lambda self: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             train(tiny(*again, *RUINOUS, output_dir=run))
     assert (run / "checkpoint-3").is_dir()

@@ -78,7 +78,7 @@ def test_a_run_without_an_estimate_says_what_it_took(tiny, tmp_path):
 
 def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
     recipe = tiny(*SETTINGS)
-    monkeypatch.setattr(loop.TrainingRun, "_asked", lambda self: (15, CONTINUE))
+    monkeypatch.setattr(loop.TrainingRun, "_requested", lambda self: (15, CONTINUE))
     with pytest.raises(Interrupted):
         train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
     assert len(records(tmp_path / "run", "estimated")) == 1
@@ -88,7 +88,7 @@ def test_a_run_that_is_stopped_has_left_both(tiny, tmp_path, monkeypatch):
 def test_a_run_that_is_stopped_after_its_last_step_has_measured_it_once(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(
         loop.TrainingRun,
-        "_asked",
+        "_requested",
         lambda self: (15 * (self.progress.step == self.num_steps), CONTINUE),
     )
     with pytest.raises(Interrupted):
@@ -155,7 +155,7 @@ def test_a_killed_run_has_left_the_seconds_of_its_second_step(tiny, tmp_path, mo
     monkeypatch.setenv(KEPT_FOLDER_VARIABLE, str(tmp_path / "kept"))
     recipe, seen = tiny(*PACKED), []
     kept = lambda run: seen.append(len(timed_steps(torch.get_num_threads())))  # noqa: E731
-    monkeypatch.setattr(loop.TrainingRun, "_stop_if_asked", kept)
+    monkeypatch.setattr(loop.TrainingRun, "_stop_if_requested", kept)
     train(recipe, preflight=Estimated(estimate_memory(recipe, "cpu")))
     assert seen == [0, 1, 1]
 

@@ -23,7 +23,7 @@ from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
     OTHERS,
-    Surroundings,
+    EstimateContext,
     allocator_config_of_runs,
     estimate_on_cpu,
     estimate_on_gpu,
@@ -59,13 +59,13 @@ def estimate(
     others: int | None = None,
     gpu: Gpu = GPU,
 ) -> MemoryEstimate:
-    surroundings = Surroundings(
+    context = EstimateContext(
         outside_bytes={"CUDA context": CONTEXT},
         allowed_bytes=allowed,
         host=HostOutside(process_bytes=host_base),
     )
     gpu = dataclasses.replace(gpu, held_by_others_bytes=others)
-    return estimate_on_gpu(trace, gpu, BudgetVerdict(device_bytes=limit, host_bytes=host), surroundings)
+    return estimate_on_gpu(trace, gpu, BudgetVerdict(device_bytes=limit, host_bytes=host), context)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ def test_a_step_unlike_those_that_were_timed_has_the_range_of_gpus_without_timed
     ]
     gpu = find_gpu("a100-80gb")
     replays = Replays(dataclasses.replace(trace_of(), work=work), allocator_config_of_runs(gpu))
-    step = step_time(replays, gpu, Surroundings(outside_bytes={}))
+    step = step_time(replays, gpu, EstimateContext(outside_bytes={}))
     assert step is not None
     assert step.unlike_measured == (() if is_like else ("memory traffic",))
     assert step.seconds_share == (gpu.rates.seconds_share if is_like else unmeasured_share())
@@ -135,8 +135,8 @@ def test_on_a_processor_it_may_not_fit_likewise():
 
     def verdict(limit: int | None) -> str:
         budget = BudgetVerdict(device_bytes=None, host_bytes=limit)
-        surroundings = Surroundings(host=HostOutside(process_bytes=500 * MIB))
-        return estimate_on_cpu(trace, "cpu", budget, surroundings).verdict
+        context = EstimateContext(host=HostOutside(process_bytes=500 * MIB))
+        return estimate_on_cpu(trace, "cpu", budget, context).verdict
 
     found = {limit and limit // MIB: verdict(limit) for limit in (None, 1000 * MIB, 1100 * MIB, 1200 * MIB)}
     assert found == {None: "fits", 1000: "does not fit", 1100: "may not fit", 1200: "fits"}
@@ -266,8 +266,8 @@ def test_the_host_has_a_budget_of_its_own():
 )
 def test_on_a_processor_both_budgets_are_the_hosts(device, host, fits):
     budget = BudgetVerdict(device_bytes=device and device * MIB, host_bytes=host and host * MIB)
-    surroundings = Surroundings(host=HostOutside(process_bytes=200 * MIB))
-    found = estimate_on_cpu(trace_of(60, 20), "cpu", budget, surroundings)
+    context = EstimateContext(host=HostOutside(process_bytes=200 * MIB))
+    found = estimate_on_cpu(trace_of(60, 20), "cpu", budget, context)
     assert found.allocated_peak_bytes == 80 * MIB
     assert found.reserved_peak_bytes == 86 * MIB  # three tenths of what is below 32 MiB
     assert found.process_peak_bytes == found.host_peak_bytes == 286 * MIB  # 6 and 16% of 200 more or less
@@ -309,7 +309,7 @@ def test_replays_with_other_workspaces_share_what_these_do_not_change():
     arguments = (
         GPU,
         BudgetVerdict(device_bytes=None, host_bytes=None),
-        Surroundings(allocator=AllocatorConfig()),
+        EstimateContext(allocator=AllocatorConfig()),
     )
     reserved = []
     for trace in traces[1:]:

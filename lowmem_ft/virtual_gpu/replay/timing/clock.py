@@ -31,6 +31,7 @@ from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import (
     COPY_TO_HOST,
     HOST_COPY,
     KERNELS,
+    MARK,
     RECORD,
     ROUND,
     SYNCHRONIZE,
@@ -431,11 +432,12 @@ class _Replay:
         carry_to_device, carry_to_host = (engine.carry for engine in self._engines)
         main, stalls, operator_seconds = self._main, self._stalls, self._operator_seconds
         for repetition in range(stretch.times):
-            if repetition:
+            if repetition:  # each event is now that of a round later
                 for event, next_event in stretch.follow:
                     reached_of[event], sources[event] = reached_of[next_event], sources[next_event]
             for step, index, stream, other in stretch.instructions:
                 if step == RECORD:
+                    # An idle stream reaches the event when the host issues it. (Comparing is faster than ``max``.)
                     reached = stream_ready[stream]
                     if reached < host:
                         reached = host
@@ -453,6 +455,8 @@ class _Replay:
                         host = self._held_host(host, index, end, stream)
                 elif step == WAIT:
                     ready, reached, source = stream_ready[stream], reached_of[other], sources[other]
+                    # The stream that computes loses the time by which a copy or collective is late. What it would
+                    # have waited for the host anyway is not the copy's.
                     if stream == main and source in stalls:
                         late = reached - (ready if ready > host else host)
                         if late > 0.0:
@@ -464,32 +468,42 @@ class _Replay:
                 elif step == KERNELS:
                     ready = stream_ready[stream]
                     begun_on_host[other], begun_on_stream[other] = host, ready
+                    # All work of the run follows what the stream did before, or as late as the host issues it.
                     until = host + held[other]
                     stream_ready[stream] = done[other] + (until if until > ready else ready)
                     host += issued[other]
                 elif step == ROUND:
                     host = self._go_through(stretch.rounds[other], host)
-                elif step == SYNCHRONIZE:
-                    starts[index] = host
-                    if other >= 0:
-                        host = self._held_host(host, index, reached_of[other], sources[other])
-                    else:
-                        for each, until in enumerate(stream_ready):
-                            host = self._held_host(host, index, until, each)
-                    ends[index] = host
-                elif step == COLLECTIVE:
-                    host += operator_seconds
-                    # Those of one communicator run one after the other, in the order of their issue.
-                    starts[index] = start = max(host, stream_ready[stream], self._exchange_ready)
-                    ends[index] = stream_ready[stream] = self._exchange_ready = start + durations[index]
-                elif step == HOST_COPY:
-                    starts[index] = host
-                    has_work_until = max(host, self._main_ready)
-                    host += durations[index]
-                    self.copy_stalls[index] += max(0.0, host - has_work_until)
-                    ends[index] = host
-                else:  # a mark
+                elif step == MARK:
                     starts[index] = ends[index] = host
+                else:
+                    host = self._pass_rare(step, index, stream, other, host)
+        return host
+
+    def _pass_rare(self, step: int, index: int, stream: int, other: int, host: float) -> float:
+        """Replay an entry of a kind that a step has few of, and return the time of the host afterwards."""
+        starts, ends = self._starts, self._ends
+        starts[index] = host
+        if step == SYNCHRONIZE:
+            if other >= 0:
+                host = self._held_host(host, index, self._reached[other], self._sources[other])
+            else:
+                for each, until in enumerate(self._stream_ready):
+                    host = self._held_host(host, index, until, each)
+        elif step == COLLECTIVE:
+            host += self._operator_seconds
+            # Those of one communicator run one after the other, in the order of their issue.
+            starts[index] = start = max(host, self._stream_ready[stream], self._exchange_ready)
+            end = self._stream_ready[stream] = self._exchange_ready = start + self._durations[index]
+            ends[index] = end
+            return host  # it only issues the collective
+        else:
+            assert step == HOST_COPY
+            # The host itself copies. Streams run on what was issued before; the copy costs what it outlasts that.
+            has_work_until = max(host, self._main_ready)
+            host += self._durations[index]
+            self.copy_stalls[index] += max(0.0, host - has_work_until)
+        ends[index] = host
         return host
 
     @property
@@ -498,6 +512,7 @@ class _Replay:
 
     def _held_host(self, host: float, index: int, until: float, source: int) -> float:
         """Let the host wait for a stream; the main stream may run out of work, unless the host waits for that one."""
+        # While the main stream still has work, it loses nothing by the host's wait.
         if source != self._main and source in self._stalls:
             self._stalls[source][index] += max(0.0, until - max(host, self._main_ready))
         return max(host, until)

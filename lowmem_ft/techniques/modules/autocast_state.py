@@ -21,7 +21,7 @@ def autocast_of_now(device: torch.device) -> Callable[[], torch.autocast]:
     )
 
 
-class Surroundings:
+class AutocastState:
     """Autocast and RNG state at some moment, to repeat the same computation later."""
 
     def __init__(self, device: torch.device) -> None:
