@@ -21,7 +21,7 @@ GPU_PYTHON = $(if $(filter file,$(origin PYTHON)),$(or $(wildcard $(BIN)/python)
 SITE = NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-traced test-all test-changed test-deepspeed check docs format gpu-check bench clean
+.PHONY: help setup demo test test-traced test-all test-changed test-deepspeed check docs release format gpu-check bench clean
 
 help: ## This list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## ?(.*)/\1\t\2/' | expand -t 16
@@ -65,6 +65,9 @@ check: setup ## Format, lint and docstrings (ruff), types (pyright), import laye
 
 docs: setup ## The pages of docs/ as a site, in site/; every link is checked
 	$(SITE)
+
+release: setup ## Build sdist and wheel in dist/, check them, try the wheel in an empty folder; TAG=v0.1.0: for that tag
+	$(BIN)/python scripts/release.py $${TAG:+--tag "$$TAG"}
 
 format: setup ## Format, and fix what the linter can fix
 	$(BIN)/ruff format .

@@ -15,7 +15,9 @@ from processes import LIMIT_SECONDS
 pytest.importorskip("hatchling")
 
 import torch
+from release import MOST_BYTES, FailedStepError, check_contents, check_version, wheel_problems
 
+import lowmem_ft
 from lowmem_ft.recipe import load_recipe, shipped_recipes
 
 ROOT = Path(__file__).parents[1]
@@ -48,7 +50,7 @@ def installed(tmp_path_factory):
             timeout=LIMIT_SECONDS,
         )
 
-    run.unpacked = unpacked  # pyright: ignore[reportFunctionMemberAccess]
+    run.wheel, run.unpacked = wheel, unpacked  # pyright: ignore[reportFunctionMemberAccess]
     return run
 
 
@@ -69,12 +71,45 @@ def test_recipes_catalogue_and_command_come_with_it(installed):
     assert (inside / "recipes" / "tiny" / "tokenizer.json").is_file()
 
 
-def test_every_file_of_the_package_comes_with_it(installed):
-    source = ROOT / "lowmem_ft"
-    files = [path.relative_to(source) for path in source.rglob("*") if path.is_file()]
-    files = [path for path in files if "__pycache__" not in path.parts]
-    assert len(files) > 500
-    assert [str(path) for path in files if not (installed.unpacked / "lowmem_ft" / path).is_file()] == []
+def test_the_release_finds_every_file_in_it_and_no_other(installed):
+    assert [*wheel_problems(installed.wheel)] == []
+
+
+def test_the_release_names_what_a_wheel_lacks_and_what_does_not_belong_there(installed, tmp_path):
+    broken = tmp_path / installed.wheel.name
+    with zipfile.ZipFile(installed.wheel) as whole, zipfile.ZipFile(broken, "w") as archive:
+        for name in whole.namelist():
+            if name not in ("lowmem_ft/recipes/tiny.yaml", "lowmem_ft/docs/index.md"):
+                archive.writestr(name, whole.read(name))
+        archive.writestr("lowmem_ft/docs/estimate.svg", bytes(MOST_BYTES + 1))
+        archive.writestr("tests/test_wheel.py", "")
+    with pytest.raises(FailedStepError) as failure:
+        check_contents(broken)
+    assert str(failure.value).splitlines()[1:] == [
+        "lacks lowmem_ft/docs/index.md",
+        "lacks lowmem_ft/recipes/tiny.yaml",
+        "has lowmem_ft/docs/estimate.svg",
+        "has tests/test_wheel.py",
+        f"has lowmem_ft/docs/estimate.svg, of {MOST_BYTES + 1:,} bytes",
+    ]
+
+
+def test_metadata_and_package_say_the_same_version(installed):
+    (metadata,) = installed.unpacked.glob("*.dist-info/METADATA")
+    assert f"\nVersion: {lowmem_ft.__version__}\n" in metadata.read_text(encoding="utf-8")
+    assert installed("-m", "lowmem_ft", "--version").stdout == f"lowmem-ft {lowmem_ft.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "tag, told",
+    [
+        ("v9.9.9", f"The tag of version {lowmem_ft.__version__} is v{lowmem_ft.__version__}, got v9.9.9."),
+        (lowmem_ft.__version__, f"got {lowmem_ft.__version__}."),
+    ],
+)
+def test_a_tag_of_another_version_is_refused(tag, told):
+    with pytest.raises(FailedStepError, match=re.escape(told)):
+        check_version(tag)
 
 
 def test_no_text_names_a_script_that_is_not_there(installed):
@@ -124,10 +159,10 @@ def test_it_trains(installed):
     assert "step 1/1" in done.stderr
 
 
-def test_no_string_of_the_package_names_a_file_of_the_clone():
-    """Errors and help are read where there is a wheel alone: they name commands, not scripts/ and docs/."""
-    of_the_clone = re.compile(r"\b(?:scripts|docs|configs|tests)/\w")
-    found, num_strings = [], 0
+def test_strings_of_the_package_name_pages_that_exist_and_no_file_of_the_clone():
+    """Errors and help are read where there is a wheel alone: they name commands and pages, not scripts/ and docs/."""
+    of_the_clone = re.compile(r"\b(?:scripts|docs|configs|tests)/(?:\w|[. ]|$)")
+    found, pages, num_strings = [], set(), 0
     for file in sorted((ROOT / "lowmem_ft").rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"))
         statements = [node for node in ast.walk(tree) if isinstance(node, ast.Expr)]
@@ -140,8 +175,11 @@ def test_no_string_of_the_package_names_a_file_of_the_clone():
             ):
                 num_strings += 1
                 found += [f"{file}:{node.lineno}: {text}" for text in of_the_clone.findall(node.value)]
+                pages |= {*re.findall(r"lowmem-ft docs (\w+)", node.value)}
     assert num_strings > 5_000
     assert found == []
+    assert "out_of_memory" in pages
+    assert [page for page in pages if not (ROOT / "docs" / f"{page}.md").is_file()] == []
 
 
 def test_no_description_of_a_recipe_names_a_file_of_the_clone():

@@ -28,6 +28,7 @@ COMMANDS = {
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",
+    "docs": "list the pages of documentation, or print one",
 }
 
 _LAUNCHED = ("train",)
@@ -82,7 +83,7 @@ def _parser() -> Parser:
         epilog="commands:\n"
         + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
         + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
-        "COMMAND --help` explains a command. Pages by question are in the folder docs/ of the repository.",
+        "COMMAND --help` explains a command; `lowmem-ft docs` lists pages by question.",
     )
     parser.add_argument("-V", "--version", action="version", version=f"lowmem-ft {lowmem_ft.__version__}")
     parser.add_argument("command", metavar="COMMAND", help="one of the commands below")

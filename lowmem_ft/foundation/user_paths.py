@@ -52,8 +52,18 @@ _ON_THE_HUB = re.compile(
 
 def recipes_folder() -> Path:
     """Return the folder of the recipes that come with this package."""
+    return _shipped("recipes")
+
+
+def docs_folder() -> Path:
+    """Return the folder of the pages that come with this package."""
+    return _shipped("docs")
+
+
+def _shipped(name: str) -> Path:
+    """Return a folder that is inside the package in a wheel, and next to it in the source tree."""
     package = Path(own_folder("lowmem_ft")).resolve()
-    inside_wheel, in_source_tree = package / "recipes", package.parent / "recipes"
+    inside_wheel, in_source_tree = package / name, package.parent / name
     return inside_wheel if inside_wheel.is_dir() else in_source_tree
 
 

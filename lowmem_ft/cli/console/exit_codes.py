@@ -36,7 +36,7 @@ from lowmem_ft.reports.text.wrapping import filled
 EXIT_NOBODY_READS = 141
 """128 + SIGPIPE: stdout was closed, as by ``| head``."""
 
-MORE_ON_MEMORY = "More ways to need less memory are in out_of_memory.md, in the repository's folder docs/."
+MORE_ON_MEMORY = "More ways to need less memory: `lowmem-ft docs out_of_memory`."
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
