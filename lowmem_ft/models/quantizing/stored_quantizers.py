@@ -16,6 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.integrations.finegrained_fp8 import Fp8Dequantize, FP8Experts, FP8GroupedLinear, FP8Linear
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, AutoHfQuantizer
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import format_bytes
@@ -36,8 +43,6 @@ def packed_format(hf_config: PretrainedConfig) -> str | None:
 @contextlib.contextmanager
 def stored_weights_trainable() -> Iterator[None]:
     """Let transformers load checkpoints in MXFP4 and FP8 for training within a block."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
     own = {method: AUTO_QUANTIZER_MAPPING[method] for method in FORMATS}
     AUTO_QUANTIZER_MAPPING.update(zip(FORMATS, (_mxfp4_quantizer(), _fp8_quantizer()), strict=True))
     try:
@@ -48,8 +53,6 @@ def stored_weights_trainable() -> Iterator[None]:
 
 def unpacking_config(hf_config: PretrainedConfig) -> Any:
     """Return the config with which ``from_pretrained`` unpacks each weight as it is read."""
-    from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
-
     is_mxfp4 = packed_format(hf_config) == "mxfp4"
     return Mxfp4Config(dequantize=True) if is_mxfp4 else FineGrainedFP8Config(dequantize=True)
 
@@ -66,8 +69,6 @@ def pack_as_stored(model: PreTrainedModel, hf_config: PretrainedConfig) -> None:
         model: plain.
         hf_config: names the format.
     """
-    from transformers.quantizers import AutoHfQuantizer
-
     with stored_weights_trainable():
         quantizer: Any = AutoHfQuantizer.from_config(hf_config.quantization_config, pre_quantized=True)
     quantizer.preprocess_model(model, device_map=None)
@@ -108,10 +109,6 @@ def _with_operation(conversions: list[Any], theirs: type, ours: Any) -> list[Any
 
 @functools.cache
 def _mxfp4_quantizer() -> type:
-    from transformers.integrations.mxfp4 import Mxfp4Dequantize
-    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
-    from transformers.quantizers.quantizers_utils import should_convert_module
-
     their_unpacking: Any = Mxfp4Dequantize
     theirs: Any = Mxfp4HfQuantizer
 
@@ -187,14 +184,6 @@ def _mxfp4_quantizer() -> type:
 
 @functools.cache
 def _fp8_quantizer() -> type:
-    from transformers.integrations.finegrained_fp8 import (
-        Fp8Dequantize,
-        FP8Experts,
-        FP8GroupedLinear,
-        FP8Linear,
-    )
-    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
-
     their_unpacking: Any = Fp8Dequantize
     theirs: Any = FineGrainedFP8HfQuantizer
 
