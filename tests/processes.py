@@ -43,8 +43,9 @@ FORKING = """
 import atexit, gc, json, os, signal, sys, traceback
 gc.disable()  # nothing of what is imported goes away
 import accelerate, datasets, torch, transformers
-import lowmem_ft.cli.commands.train, lowmem_ft.planning.estimator, lowmem_ft.planning.preflight.train
-import lowmem_ft.recipe, lowmem_ft.reports.run_report, lowmem_ft.training.run.loop, torch.distributed.fsdp
+import lowmem_ft.cli.answers.train, lowmem_ft.cli.commands.train, lowmem_ft.planning.estimator
+import lowmem_ft.planning.preflight.train, lowmem_ft.recipe, lowmem_ft.reports.run_report
+import lowmem_ft.training.run.loop, torch.distributed.fsdp
 from transformers.models.llama import modeling_llama
 
 def become(job, rank):

@@ -42,6 +42,11 @@ class OwnData:
     rows: int
     epochs: float = 1.0
 
+    @classmethod
+    def of_words(cls, rows: str | None, epochs: str | None) -> OwnData | None:
+        """Return the data by the numbers that a user typed; None without rows."""
+        return None if rows is None else cls(rows=int(rows), epochs=float(epochs or 1))
+
     def run_on(self, estimate: MemoryEstimate, gpu: Gpu | None, row_tokens: int | None) -> OwnRun | None:
         """Return hours and dollars of the steps, without loading, evaluation and saving.
 

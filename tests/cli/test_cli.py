@@ -13,6 +13,7 @@ from processes import LIMIT_SECONDS, launch_variables, set_launch
 
 import lowmem_ft
 from lowmem_ft.cli import COMMANDS, main
+from lowmem_ft.cli.answers import train as train_answer
 from lowmem_ft.cli.commands import train as train_command
 from lowmem_ft.cli.console.exit_codes import MORE_ON_MEMORY
 from lowmem_ft.foundation.errors import DoesNotFitError, Interrupted
@@ -29,7 +30,7 @@ def trained(monkeypatch: pytest.MonkeyPatch):
     """The recipes that reach the training loop, in place of training them."""
     recipes: list = []
     monkeypatch.setattr(preflight, "train", lambda recipe, folder: recipes.append(recipe))
-    monkeypatch.setattr(train_command, "_print_report", lambda result: None)  # there is no run
+    monkeypatch.setattr(train_answer, "_print_report", lambda result: None)  # there is no run
     for variable in ("RANK", "LOCAL_RANK"):
         monkeypatch.delenv(variable, raising=False)
     return recipes
@@ -215,9 +216,9 @@ def test_our_own_bug_keeps_its_traceback(trained, monkeypatch):
 STOPPED = {
     "lowmem_ft.planning.preflight.train.train": ["train", "recipe=tiny"],
     "lowmem_ft.recipe.request.request.load_recipe": ["train", "recipe=tiny"],
-    "lowmem_ft.planning.estimator.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
+    "lowmem_ft.cli.estimating.estimate_recipe.estimate_memory": ["estimate", "recipe=tiny", "--gpu", "l4"],
     "lowmem_ft.planning.planner.plan": ["plan", "recipe=tiny", "--gpu", "l4"],
-    "lowmem_ft.recipe.checks.path_checks.check_merge": ["merge", "adapter", "out"],
+    "lowmem_ft.cli.answers.export.check_merge": ["merge", "adapter", "out"],
     "importlib.import_module": ["recipes"],
 }
 
@@ -387,8 +388,8 @@ logging.getLogger("other").warning("trouble")
 def test_library_lines_are_said_once_and_errors_that_are_raised_anyway_not_at_all():
     code = """
 import logging, datasets, huggingface_hub
-from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-set_up_logging()
+from lowmem_ft.cli.console.asking import start_logging, take_over_library_logs
+start_logging()
 take_over_library_logs()
 logging.getLogger("huggingface_hub.x").warning("said once")
 logging.getLogger("datasets.packaged_modules.json.json").error("said by us")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterator
 
-from lowmem_ft.cli.console.asking import settled
+from lowmem_ft.cli.console.asking import libraries_loading, settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
-from lowmem_ft.foundation.errors import EXIT_DATA_IS_LOST
 from lowmem_ft.foundation.system.interrupts import on_interrupt
 
 ROWS_SHOWN = 2
@@ -43,25 +40,11 @@ def main(arguments: list[str]) -> int:
         The exit code: 0 if all is well; 4 if there is something that training warns of.
     """
     with on_interrupt("while reading data: only what was tokenized is kept, in the cache."):
-        return _show(arguments)
-
-
-def _show(arguments: list[str]) -> int:
-    options, words = _parser().parse_options(arguments)
-    request = settled("data", words, problems=_problems(options))
-
-    import datasets
-
-    from lowmem_ft.reports.data_table import data_table
-    from lowmem_ft.training.run.data_inspection import inspect_data_of
-
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
-    found = inspect_data_of(request.recipe, show=options.show)
-    output = Output(options.json)
-    output.add(data_table(found))
-    output.write_json(found.to_json())
-    return EXIT_DATA_IS_LOST if found.warnings else 0
+        options, words = _parser().parse_options(arguments)
+        request = settled("data", words, problems=_problems(options))
+        with libraries_loading():
+            from lowmem_ft.cli.answers.data import show_data
+        return show_data(request, options)
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from typing import TYPE_CHECKING
-
 from lowmem_ft.cli.console.asking import source_and_recipe
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.foundation.system.interrupts import on_interrupt
-
-if TYPE_CHECKING:
-    from lowmem_ft.recipe import Recipe
 
 _EXAMPLES = """\
 examples:
@@ -40,68 +33,13 @@ def main(arguments: list[str]) -> int:
         The exit code, 0.
     """
     with on_interrupt("while evaluating: nothing was written."):
-        return _evaluate(arguments)
+        options, settings = _parser().parse_options(arguments)
+        raise_problems(file_problems(options, "json"))
+        source, recipe = source_and_recipe(options.model, settings, base=options.base)
 
+        from lowmem_ft.cli.answers.evaluate import evaluate
 
-def _evaluate(arguments: list[str]) -> int:
-    options, settings = _parser().parse_options(arguments)
-    raise_problems(file_problems(options, "json"))
-
-    source, recipe = source_and_recipe(options.model, settings, base=options.base)
-
-    from lowmem_ft.cli.console.logs import take_over_library_logs
-    from lowmem_ft.planning.preflight.own_process import estimate_evaluation
-    from lowmem_ft.reports.estimate_words import verdict
-    from lowmem_ft.reports.text.document import Pairs
-    from lowmem_ft.training.export.saved_evaluation import evaluate_saved
-
-    take_over_library_logs()
-    estimate = None
-    if recipe.budget.preflight:
-        estimate = estimate_evaluation(recipe, adapter=source.adapter)
-        length = recipe.data.max_length or "as many as the model takes"
-        Output("-").add(f"{source} {verdict(estimate)} (estimated, for rows of {length} tokens).")
-    start = time.perf_counter()
-    result = evaluate_saved(recipe, adapter=source.adapter)
-    seconds = time.perf_counter() - start
-    output = Output(options.json)
-    output.add(
-        Pairs(
-            [
-                ("model", str(source)),
-                ("data", f"{_named(recipe)}{', held-out rows' if recipe.data.has_held_out else ''}"),
-                ("loss", f"{result.loss:.4f} nats per token"),
-                *((f"loss of {name}", f"{loss:.4f}") for name, loss in result.by_source.items()),
-                ("perplexity", f"{result.perplexity:.2f}"),
-                ("label tokens", f"{result.num_label_tokens:,}"),
-                ("seconds", f"{seconds:.1f}"),
-            ],
-            indent=0,
-        )
-    )
-    output.write_json(
-        {
-            "schema": 1,
-            "model": source.model.name_or_path,
-            "adapter": None if source.adapter is None else str(source.adapter),
-            "data": _named(recipe),
-            "is_held_out": recipe.data.has_held_out,
-            "loss": result.loss,
-            "loss_by_source": dict(result.by_source),
-            "perplexity": result.perplexity,
-            "label_tokens": result.num_label_tokens,
-            "seconds": seconds,
-            "estimated_peak_bytes": None if estimate is None else estimate.process_peak_bytes,
-        }
-    )
-    return 0
-
-
-def _named(recipe: Recipe) -> str:
-    """Return the paths of a recipe's data, with commas between them."""
-    from lowmem_ft.data.sources.listed import listed_sources
-
-    return ",".join(one.path for one in listed_sources(recipe.data))
+        return evaluate(options, source, recipe)
 
 
 def _parser() -> Parser:

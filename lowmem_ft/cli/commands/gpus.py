@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.units import GIB
-
-if TYPE_CHECKING:
-    from lowmem_ft.reports.text.document import Document
 
 _NOT_IN_JSON = ("nvlink", "held_by_others_bytes", "has_triton", "lacks", "segments_grow", "note")
 
@@ -46,20 +43,12 @@ def _row(gpu: Gpu) -> tuple[str, ...]:
     )
 
 
-def _details(gpu: Gpu) -> Document:
-    from lowmem_ft.reports.text.document import Document, Pairs
-
+def _details(gpu: Gpu) -> tuple[str, list[tuple[str, str]]]:
     prices = [
         (f"${price.usd_per_hour:.2f}", f"{price.provider}, {price.date}: {price.source}")
         for price in sorted(gpu.prices, key=lambda price: price.usd_per_hour)
     ]
-    return Document(
-        f"{gpu.full_name}. On-demand price of one GPU for an hour:",
-        Pairs(prices or [("no known price", "")]),
-        "Sources:",
-        Pairs((f"{field}:", source) for field, source in gpu.sources.items()),
-        gap=0,
-    )
+    return f"{gpu.full_name}. On-demand price of one GPU for an hour:", prices or [("no known price", "")]
 
 
 def _as_json(gpu: Gpu) -> dict[str, Any]:

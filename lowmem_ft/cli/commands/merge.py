@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.foundation.user_paths import expand_user
 
 _EXAMPLES = """\
 examples:
@@ -33,27 +30,9 @@ def main(arguments: list[str]) -> int:
     """
     options = _parser().parse_args(arguments)
 
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-    from lowmem_ft.recipe.checks.path_checks import check_merge
-    from lowmem_ft.training.export.model_source import trained_folder
+    from lowmem_ft.cli.answers.export import merge
 
-    set_up_logging()
-    adapter, target = trained_folder(expand_user(options.adapter)), expand_user(options.target)
-    check_merge(adapter, target, base=options.base)  # before the imports below, which take seconds
-
-    from lowmem_ft.training.export.merging import merge_into_base
-
-    take_over_library_logs()
-    merge_into_base(adapter, target, base=options.base, dtype=options.dtype, track=with_bar)
-    return 0
-
-
-def with_bar(layers: list[Any]) -> Iterable[Any]:
-    """Show a bar while layers are merged."""
-    import rich
-    from rich.progress import track
-
-    return track(layers, description="Merging", console=rich.get_console(), transient=True)
+    return merge(options)
 
 
 def _parser() -> Parser:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowmem_ft.cli.console.catalogue import Catalogue, show
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
@@ -12,9 +12,6 @@ from lowmem_ft.foundation.catalog.model_architectures import (
     load_architectures,
 )
 from lowmem_ft.foundation.errors import ModelError, did_you_mean
-
-if TYPE_CHECKING:
-    from lowmem_ft.reports.text.document import Document
 
 
 @explains_user_errors
@@ -62,9 +59,7 @@ def _billions(num_parameters: int) -> str:
     )
 
 
-def _details(model: Architecture) -> Document:
-    from lowmem_ft.reports.text.document import Document, Pairs
-
+def _details(model: Architecture) -> tuple[str, list[tuple[str, str]]]:
     variants = [
         (
             hub_id,
@@ -74,13 +69,8 @@ def _details(model: Architecture) -> Document:
         )
         for hub_id, differences in model.variants.items()
     ]
-    return Document(
-        f"{model.num_parameters:,} parameters. The same architecture on the hub:",
-        Pairs(variants or [("none in the catalogue", "")]),
-        "Sources:",
-        Pairs((f"{field}:", source) for field, source in model.sources.items()),
-        gap=0,
-    )
+    sentence = f"{model.num_parameters:,} parameters. The same architecture on the hub:"
+    return sentence, variants or [("none in the catalogue", "")]
 
 
 def _as_json(model: Architecture) -> dict[str, Any]:

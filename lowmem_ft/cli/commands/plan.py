@@ -3,27 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowmem_ft.cli.console.asking import settled
+from lowmem_ft.cli.console.asking import libraries_loading, settled
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.output import Output, writing
 from lowmem_ft.cli.console.parser import Parser
-from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.console.written_files import file_problems
-from lowmem_ft.cli.estimating.estimate_options import add_own_data, own_data_of, own_data_problems
-from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.cli.estimating.estimate_options import add_own_data, own_data_problems
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.packages import may_have_gpu
 
 if TYPE_CHECKING:
-    from lowmem_ft.foundation.memory.memory_estimate import StepTime
-    from lowmem_ft.planning.planner import MemoryPlan, PlanProgress
-    from lowmem_ft.planning.planner.run_length import RunLength
-    from lowmem_ft.recipe import Recipe
     from lowmem_ft.recipe.request.request import Request
 
 _USAGE = (
@@ -65,28 +57,14 @@ def main(arguments: list[str]) -> int:
         problems=_problems(options),
         further=lambda request: _refuse_no_device(request, arguments),
     )
+    with libraries_loading():
+        import torch
 
-    import torch
+        from lowmem_ft.cli.answers.plan import plan_memory
 
-    import lowmem_ft.planning.planner
-    from lowmem_ft.recipe.request.plan_defaults import named_as_planned
-    from lowmem_ft.reports.estimate_words import short_name
-
-    recipe = request.recipe
     if _is_open(request) and not torch.cuda.is_available():
         raise UserError(_for_no_device(arguments))
-    with progress_line(f"{short_name(recipe.model.name_or_path or '')}: planning") as say:
-        plan = lowmem_ft.planning.planner.plan(
-            recipe,
-            gpu=request.gpu,
-            max_gpus=int(options.max_gpus or 1),
-            on_progress=lambda progress: say(_words(progress)),
-        )
-    where = [place for place in (recipe.budget.device, request.gpu) if place is not None]
-    named = named_as_planned(
-        plan.recipe, request.settings, *(where or [plan.estimate.gpu.name.partition(" ")[0]])
-    )
-    return _report(dataclasses.replace(plan, recipe=named), request, options)
+    return plan_memory(request, options)
 
 
 def _is_open(request: Request) -> bool:
@@ -100,15 +78,6 @@ def _refuse_no_device(request: Request, arguments: Sequence[str]) -> None:
         raise UserError(_for_no_device(arguments))
 
 
-def _shared(recipe: Recipe) -> list[str]:
-    """Return the settings by which several processes share the model; empty for one process."""
-    config = recipe.distributed
-    if config.num_processes in (None, 1):
-        return []
-    strategy = [] if config.strategy is None else [f"distributed.strategy={config.strategy}"]
-    return [*strategy, f"distributed.num_processes={config.num_processes}"]
-
-
 def _for_no_device(arguments: Sequence[str]) -> str:
     """Return the error for neither GPU nor budget: planning for the processor takes minutes, and few users want it."""
     from lowmem_ft.recipe.command_lines import command_line, quoted
@@ -119,93 +88,6 @@ def _for_no_device(arguments: Sequence[str]) -> str:
         f"A plan is for a GPU or a budget, got neither, and this machine has no GPU. Name a GPU, such as {on_gpu} "
         f"(`lowmem-ft gpus` lists them), or a budget, such as {within}; --gpu cpu plans for this machine's processor."
     )
-
-
-def _words(progress: PlanProgress) -> str:
-    """Return the progress of a search in less than 80 columns, with how to end it last."""
-    best = progress.best
-    found = "nothing fits yet" if best is None else "one fits"
-    if best is not None and best.step is not None:
-        found = f"{best.step.seconds:.3g} s a step so far"
-    return f"planning: {progress.estimated} of {progress.combinations:,} tried, {found}; Ctrl-C ends it"
-
-
-def _report(plan: MemoryPlan, request: Request, options: argparse.Namespace) -> int:
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.recipe import recipe_to_yaml
-    from lowmem_ft.recipe.command_lines import launched
-    from lowmem_ft.reports.costs import row_tokens_of, with_cost
-    from lowmem_ft.reports.plan_table import another_plan, plan_table, planned_for, run_words, train_command
-    from lowmem_ft.reports.text.document import Command, Document
-
-    output, recipe = Output(options.json), request.recipe
-    command = [*request.words, *_shared(recipe)] if request.recipe_name else None
-    reason = _why_this_gpu(request)
-    output.add(
-        Document(f"{reason}; --gpu NAME takes another." if reason else None, plan_table(plan, recipe), gap=0)
-    )
-    values = plan.to_json()
-    gpu, own_data = load_gpus().get(plan.estimate.gpu.name), own_data_of(options)
-    row_tokens = row_tokens_of(plan.recipe, plan.estimate)
-    values["chosen"]["estimate"] = with_cost(plan.estimate, gpu, own_data, row_tokens)
-    if own_data is not None and plan.fits:
-        output.add(f"Your data: {own_data.run_in_words(plan.estimate, gpu, row_tokens)}.")
-    values["run"] = None
-    if plan.fits and plan.estimate.step is not None:
-        with progress_line("reading the data"):
-            length = _length_or_problem(plan.recipe, plan.estimate.step)
-        if isinstance(length, str):
-            output.add(length)
-        elif length is not None:
-            values["run"] = dataclasses.asdict(length)
-            output.add(run_words(length, plan.estimate))
-    data = [] if recipe.data.is_named else ["data=YOUR_DATA"]
-    if plan.fits and command is not None and options.write is None:
-        output.add(Document("Train it:", Command(*train_command(plan, command), *data), gap=0))
-    if options.write is not None and plan.fits:
-        with writing("write", options.write) as path:
-            trains = [*launched(plan.recipe), f"recipe={path}", *data]
-            head = f"# {shlex.join(trains)}\n# {planned_for(plan)}\n"
-            path.write_text(head + recipe_to_yaml(plan.recipe), encoding="utf-8")
-        output.add(Document(f"Written: {path}. Train it:", Command(*trains), gap=0))
-    elif options.write is not None:
-        output.add(f"{options.write} is not written, because nothing fits.")
-    elif plan.fits and command is None:  # train would plan a model alone again
-        trains = Command(*launched(plan.recipe), "recipe=my.yaml", *data)
-        output.add(Document("To train it, plan with --write my.yaml, then:", trains, gap=0))
-    if not plan.fits:
-        output.add(another_plan(plan, request.words, request.devices))
-    output.write_json(values)
-    return 0 if plan.fits else EXIT_DOES_NOT_FIT
-
-
-def _why_this_gpu(request: Request) -> str:
-    """Return which GPU of the catalogue was chosen for a budget; empty for a named GPU or this machine's."""
-    from lowmem_ft.planning.estimator.device_target import choose_gpu
-
-    recipe = request.recipe
-    is_of_budget = request.gpu is None and recipe.budget.device is not None
-    gpu, reason = (
-        choose_gpu(None, recipe.budget, use_cpu=recipe.training.use_cpu) if is_of_budget else (None, "")
-    )
-    return f"D{reason[1:]}" if gpu is not None else ""
-
-
-def _length_or_problem(recipe: Recipe, step: StepTime) -> RunLength | str | None:
-    """Return the run's length, or why it is unknown; None if its data is not on this machine, or streamed."""
-    from lowmem_ft.data.files.files import local_files
-    from lowmem_ft.data.sources.listed import listed_sources
-    from lowmem_ft.foundation.user_paths import expand_user
-    from lowmem_ft.planning.planner.run_length import run_length
-
-    paths = [one.path for one in listed_sources(recipe.data)]
-    if not paths or recipe.data.streaming:
-        return None
-    try:
-        is_here = all(local_files(path) or expand_user(path).is_dir() for path in paths)
-        return run_length(recipe, step) if is_here else None
-    except UserError as error:
-        return f"The length of the run is unknown: {' '.join(error.problems)}"
 
 
 def _problems(options: argparse.Namespace) -> Iterator[str]:

@@ -6,7 +6,6 @@ import os
 import webbrowser
 
 from lowmem_ft.cli.console.exit_codes import explains_user_errors
-from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.foundation.errors import UserError
@@ -50,6 +49,7 @@ def main(arguments: list[str]) -> int:
     os.environ.update(HF_HUB_OFFLINE="1", HF_HUB_DISABLE_TELEMETRY="1", GRADIO_ANALYTICS_ENABLED="False")
     os.environ["NO_PROXY"] = os.environ["no_proxy"] = "*"  # a proxy is another machine
     with progress_line("loading torch and gradio"):
+        from lowmem_ft.cli.console.output import Output
         from lowmem_ft.ui.serving import serve
 
     def tell(address: str) -> None:

@@ -1,27 +1,23 @@
-"""The start of a command: check the request, then import the slow libraries."""
+"""The start of a command: check the request, then import the slow libraries.
+
+Its own imports stand within functions, as the help of a command waits for none of them.
+"""
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from lowmem_ft.cli.console.spinner import libraries_loading
+from lowmem_ft.cli.console.spinner import progress_line
+from lowmem_ft.foundation.system.garbage_collector import libraries_imported
 
 if TYPE_CHECKING:
     from lowmem_ft.data.config import DataConfig
     from lowmem_ft.recipe import Recipe
     from lowmem_ft.recipe.request.request import Purpose, Request
     from lowmem_ft.training.export.model_source import ModelSource
-
-_ANSWERS = {
-    "data": "lowmem_ft.training.run.data_inspection",
-    "estimate": "lowmem_ft.planning.estimator",
-    "plan": "lowmem_ft.planning.planner",
-    "rehearse": "lowmem_ft.planning.rehearsal",
-}
-"""For each command, what answers it, and imports the libraries."""
 
 _READ_DATA = ("data", "rehearse")
 """Commands that read data. Small local data is checked before torch is imported."""
@@ -47,19 +43,13 @@ def settled(
     Raises:
         UserError: lists all problems.
     """
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
     from lowmem_ft.recipe.request.request import Request
 
-    set_up_logging()
-    if purpose in ("estimate", "rehearse"):  # whose reports say what was chosen and why
-        logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
+    start_logging(is_quiet=purpose in ("estimate", "rehearse"))
     request = Request.of(purpose, words, gpu, problems)
     request.check(*([lambda: further(request)] if further else []))
     if purpose in _READ_DATA:
         check_data(request.recipe.data)
-    with libraries_loading():
-        importlib.import_module(_ANSWERS[purpose])
-    take_over_library_logs()
     return request
 
 
@@ -77,11 +67,10 @@ def source_and_recipe(
     Raises:
         UserError: lists all problems.
     """
-    from lowmem_ft.cli.console.logs import set_up_logging
     from lowmem_ft.recipe.checks.path_checks import check_paths_of_evaluation
     from lowmem_ft.training.export.model_source import find_model, forward_recipe
 
-    set_up_logging()
+    start_logging()
     source = find_model(model, base=base)
     recipe = forward_recipe(source, settings)
     check_paths_of_evaluation(recipe, reads_data=reads_data)
@@ -96,8 +85,39 @@ def check_data(config: DataConfig) -> None:
     Raises:
         UserError: if no run can read it.
     """
-    from lowmem_ft.cli.console.logs import take_over_library_logs
     from lowmem_ft.data.early_checks import check_small_local_data
 
     take_over_library_logs()
     check_small_local_data(config)
+
+
+def start_logging(*, is_quiet: bool = False) -> None:
+    """Send log lines to stderr.
+
+    Args:
+        is_quiet: leaves out ours that are no warnings, for commands whose reports say what was chosen and why.
+    """
+    from lowmem_ft.cli.console.logs import set_up_logging
+
+    set_up_logging()
+    if is_quiet:
+        logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
+
+
+@contextlib.contextmanager
+def libraries_loading() -> Iterator[None]:
+    """Say that torch and transformers are being loaded while the block does it, and let it do nothing needless."""
+    with progress_line("loading torch and transformers"), libraries_imported():
+        yield
+    take_over_library_logs()
+
+
+def take_over_library_logs() -> None:
+    """Log each line of the libraries once, in our form; call this after they are imported.
+
+    On import, huggingface_hub and datasets add handlers to their loggers, in addition to ours at the root. The readers
+    of datasets log an error and then raise it, and we report what is raised in our own words.
+    """
+    for library in ("huggingface_hub", "datasets"):
+        logging.getLogger(library).handlers.clear()
+    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

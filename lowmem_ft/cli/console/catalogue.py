@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
 from lowmem_ft.foundation.errors import raise_problems
 
-if TYPE_CHECKING:
-    from lowmem_ft.reports.text.document import Document
-
 EntryT = TypeVar("EntryT")
+"""A dataclass whose ``sources`` say where each of its fields was read."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +30,7 @@ class Catalogue(Generic[EntryT]):
         columns: their headings.
         left: headings of the columns of words.
         spare: headings of the columns that a narrow terminal leaves out, the first ones first.
-        details: returns what an entry has in addition to its row.
+        details: returns what an entry has in addition to its row: a sentence, and pairs that are listed below it.
     """
 
     key: str
@@ -47,7 +44,7 @@ class Catalogue(Generic[EntryT]):
     columns: Sequence[str]
     left: Sequence[str]
     spare: Sequence[str]
-    details: Callable[[EntryT], Document]
+    details: Callable[[EntryT], tuple[str, Sequence[tuple[str, str]]]]
 
 
 def show(catalogue: Catalogue[Any], arguments: list[str]) -> int:
@@ -67,14 +64,21 @@ def show(catalogue: Catalogue[Any], arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     raise_problems(file_problems(options, "json"))
     found = [catalogue.find(options.name)] if options.name else list(catalogue.load().values())
+
+    from lowmem_ft.cli.console.output import Output
+    from lowmem_ft.reports.text.document import Document, Pairs, Table
+
     if options.json:
         Output(options.json).write_json({"schema": 1, catalogue.key: [*map(catalogue.as_json, found)]})
         return 0
-    from lowmem_ft.reports.text.document import Pairs, Table
-
     if options.name:
         cells = zip(catalogue.columns, catalogue.row(found[0]), strict=True)
-        Output().add(Pairs((pair for pair in cells if pair[1]), indent=0), catalogue.details(found[0]))
+        sentence, pairs = catalogue.details(found[0])
+        sources = Pairs((f"{field}:", source) for field, source in found[0].sources.items())
+        Output().add(
+            Pairs((pair for pair in cells if pair[1]), indent=0),
+            Document(sentence, Pairs(pairs), "Sources:", sources, gap=0),
+        )
     else:
         rows = map(catalogue.row, found)
         Output().add(Table(catalogue.columns, rows, left=catalogue.left, spare=catalogue.spare))

@@ -57,14 +57,3 @@ class _TerminalHandler(RichHandler):
             self.handleError(record)
 
     _last_time: str | None = None
-
-
-def take_over_library_logs() -> None:
-    """Log each line of the libraries once, in our form; call this after they are imported.
-
-    On import, huggingface_hub and datasets add handlers to their loggers, in addition to ours at the root. The readers
-    of datasets log an error and then raise it, and we report what is raised in our own words.
-    """
-    for library in ("huggingface_hub", "datasets"):
-        logging.getLogger(library).handlers.clear()
-    logging.getLogger("datasets.packaged_modules").setLevel(logging.CRITICAL)

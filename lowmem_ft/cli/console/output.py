@@ -8,12 +8,12 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console, RenderableType
 
 from lowmem_ft.foundation.errors import UserError
-
-if TYPE_CHECKING:
-    from rich.console import RenderableType
+from lowmem_ft.reports.text.document import Document
 
 
 class Output:
@@ -24,8 +24,6 @@ class Output:
     """
 
     def __init__(self, json_to: str | None = None) -> None:
-        from rich.console import Console
-
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, io.TextIOWrapper):
                 stream.reconfigure(errors="backslashreplace")  # for what its encoding lacks
@@ -35,8 +33,6 @@ class Output:
 
     def add(self, *blocks: RenderableType | None) -> None:
         """Print blocks of a :class:`~lowmem_ft.reports.text.document.Document`, below what was printed before."""
-        from lowmem_ft.reports.text.document import Document
-
         if document := Document(*blocks):
             if not self._is_empty:
                 self._console.print()

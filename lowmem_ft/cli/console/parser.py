@@ -68,12 +68,13 @@ class Parser(argparse.ArgumentParser):
 
     def add_without_packages(self) -> None:
         """Add the option by which estimates take no package with kernels as installed."""
-        from lowmem_ft.foundation.packages import KERNEL_PACKAGES
+        from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
 
         self.add_argument(
             "--without-packages",
-            action=_LeavesPackagesOut,
+            action=_SetsVariable,
             nargs=0,
+            const=LEFT_OUT_VARIABLE,
             help=f"estimate layers with a recurrent state as where {', '.join(KERNEL_PACKAGES)} are not installed",
         )
 
@@ -151,7 +152,7 @@ def _is_json_file(word: str) -> bool:
     return word == "-" or word.lower().endswith(".json")
 
 
-class _LeavesPackagesOut(argparse.Action):
+class _SetsVariable(argparse.Action):
     """An option that holds for this process and those that it starts: each may make traces."""
 
     def __call__(
@@ -161,9 +162,7 @@ class _LeavesPackagesOut(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        from lowmem_ft.foundation.packages import LEFT_OUT_VARIABLE
-
-        os.environ[LEFT_OUT_VARIABLE] = "1"
+        os.environ[str(self.const)] = "1"
 
 
 class _Once(argparse.Action):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 
-from lowmem_ft.foundation.system.garbage_collector import libraries_imported
-
 _SPINNER_CELLS = 3
 """Columns for the spinner, a space, and the last column, at which some terminals wrap."""
 
@@ -37,10 +35,3 @@ def progress_line(doing: str) -> Iterator[Callable[[str], None]]:
 
     with console.status(line(doing)) as status:
         yield lambda text: status.update(line(text))
-
-
-@contextlib.contextmanager
-def libraries_loading() -> Iterator[None]:
-    """Say that torch and transformers are being loaded while the block does it, and let it do nothing needless."""
-    with progress_line("loading torch and transformers"), libraries_imported():
-        yield

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.output import writing
-
-if TYPE_CHECKING:
-    from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
-    from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.snapshot import write_snapshot
+from lowmem_ft.reports.plots.memory_plot import write_plot
 
 
 def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config: AllocatorConfig) -> None:
@@ -20,9 +19,6 @@ def write_pictures(estimate: MemoryEstimate, options: argparse.Namespace, config
         options: --plot and --snapshot.
         config: the allocator's settings.
     """
-    from lowmem_ft.foundation.memory.snapshot import write_snapshot
-    from lowmem_ft.reports.plots.memory_plot import write_plot
-
     if options.plot is not None:
         with writing("plot", options.plot) as path:
             write_plot(path, estimate)

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import Any
 
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, own_data_of
+from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
-
-if TYPE_CHECKING:
-    from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-    from lowmem_ft.planning.estimator import MethodEstimate
-    from lowmem_ft.recipe.request.request import Request
-    from lowmem_ft.reports.costs import OwnData
+from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
+from lowmem_ft.planning.estimator import MethodEstimate, estimate_methods
+from lowmem_ft.planning.estimator.device_target import choose_gpu
+from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.recipe.request.request import Request
+from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
+from lowmem_ft.reports.costs import OwnData, with_cost
+from lowmem_ft.reports.estimate_table import way_to_a_plan
+from lowmem_ft.reports.estimate_words import short_name
+from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
+from lowmem_ft.reports.text.document import Document
 
 MODEL_NAMES = ("model", "model.name_or_path")
 """Keys that name a model."""
@@ -27,23 +34,8 @@ OF_DEFAULTS = (
 )
 
 
-def problems_of_model_alone(request: Request, options: argparse.Namespace) -> Iterator[str]:
-    """Yield what is wrong with options that need a recipe."""
-    without = f"got model={request.recipe.model.name_or_path} without"
-    if options.plot is not None or options.snapshot is not None:
-        yield (
-            f"--plot and --snapshot show one run, {without} a recipe, for which each training method is estimated. "
-            f"Name one, such as {request.with_recipe()}."
-        )
-    if options.changes:
-        yield f"--changes needs a recipe, {without} one. Name one, such as {request.with_recipe()}."
-
-
 def gpus_asked_for(request: Request) -> list[Gpu]:
     """Return all GPUs of the catalogue, or one; empty if it is this machine's processor."""
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.planning.estimator.device_target import choose_gpu
-
     if request.gpu == ALL_GPUS:
         return list(load_gpus().values())
     gpu, _ = choose_gpu(request.gpu, request.recipe.budget, use_cpu=False)
@@ -64,15 +56,6 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
     Raises:
         UserError: if no method can be estimated on any GPU.
     """
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.planning.estimator import estimate_methods
-    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.recipe.shipped.fine_tuning_methods import recipe_of
-    from lowmem_ft.reports.estimate_table import way_to_a_plan
-    from lowmem_ft.reports.estimate_words import short_name
-    from lowmem_ft.reports.method_table import methods_on_gpu, methods_on_gpus
-    from lowmem_ft.reports.text.document import Document
-
     model = request.recipe.model.name_or_path or ""
     is_all = request.gpu == ALL_GPUS
     short = short_name(model)
@@ -90,7 +73,7 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
     if not any(result.estimate for result in results):
         raise UserError(*problems)
     output = Output(options.json)
-    own_data = own_data_of(options)
+    own_data = OwnData.of_words(options.rows, options.epochs)
     output.add(
         methods_on_gpus(results, load_gpus(), own_data)
         if is_all
@@ -111,9 +94,6 @@ def estimate_model(request: Request, gpus: Sequence[Gpu], options: argparse.Name
 
 
 def _as_json(results: Sequence[MethodEstimate], own_data: OwnData | None) -> dict[str, Any]:
-    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
-    from lowmem_ft.reports.costs import with_cost
-
     return {
         "schema": SCHEMA,
         "estimates": [

@@ -10,15 +10,33 @@ from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
-from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU
+from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU, split_count
 from lowmem_ft.foundation.errors import UserError, raise_problems
 
 if TYPE_CHECKING:
-    from lowmem_ft.reports.costs import OwnData
+    from lowmem_ft.recipe.request.request import Request
 
 FOR_THE_PROCESSOR = "This is an estimate for the processor. See GPUs with --gpu NAME or --gpu all."
 STEPS_OF_SCRIPT, FEWEST_STEPS = 3, 2
 MOST_ROWS, MOST_EPOCHS = 10**12, 10**6
+
+ROWS_NEED_GPU = "--longest-rows is about a GPU's memory, got a processor. Name a GPU: --gpu NAME."
+LENGTH_ARGUMENTS = (
+    "max_length",
+    "max_seq_length",
+    "max_seq_len",
+    "max_sequence_length",
+    "sequence_length",
+    "sequence_len",
+    "seq_length",
+    "seq_len",
+    "block_size",
+    "cutoff_len",
+    "model_max_length",
+    "context_length",
+    "max_tokens",
+)
+"""Names that scripts give to the tokens of a row."""
 
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
@@ -106,8 +124,6 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
 
 def _several_gpus(gpu: str) -> str:
     """Return the name of a GPU that was given with a number; empty if there was no number."""
-    from lowmem_ft.foundation.catalog.gpu_catalog import split_count
-
     number, name = split_count(gpu)
     return "" if number is None else name
 
@@ -168,15 +184,6 @@ def _is_positive(word: str) -> bool:
         return False
 
 
-def own_data_of(options: argparse.Namespace) -> OwnData | None:
-    """Return the user's data by ``--rows`` and ``--epochs``; None without them."""
-    if options.rows is None:
-        return None
-    from lowmem_ft.reports.costs import OwnData
-
-    return OwnData(rows=int(options.rows), epochs=float(options.epochs or 1))
-
-
 def _picture_problems(options: argparse.Namespace) -> Iterator[str]:
     snapshot = options.snapshot
     if options.plot is not None:
@@ -196,6 +203,67 @@ def _picture_problems(options: argparse.Namespace) -> Iterator[str]:
 
 
 NO_SNAPSHOT_OF_CPU = "--snapshot shows CUDA's caching allocator, got a CPU. Name a GPU: --gpu NAME."
+
+
+def problems_of_model_alone(request: Request, options: argparse.Namespace) -> Iterator[str]:
+    """Yield what is wrong with options that need a recipe."""
+    without = f"got model={request.recipe.model.name_or_path} without"
+    if options.plot is not None or options.snapshot is not None:
+        yield (
+            f"--plot and --snapshot show one run, {without} a recipe, for which each training method is estimated. "
+            f"Name one, such as {request.with_recipe()}."
+        )
+    if options.changes:
+        yield f"--changes needs a recipe, {without} one. Name one, such as {request.with_recipe()}."
+
+
+def check_one_gpu(options: argparse.Namespace) -> None:
+    """Raise an error where the longest rows are asked for on all GPUs, or together with what shows one length.
+
+    Raises:
+        UserError: if they are.
+    """
+    others = [name for name in ("plot", "snapshot", "rows", "changes") if getattr(options, name)]
+    if options.gpu == ALL_GPUS:
+        raise UserError(
+            "--longest-rows searches on one GPU, got --gpu all. Name one, such as --gpu rtx-4090."
+        )
+    if options.gpu == CPU:
+        raise UserError(ROWS_NEED_GPU)
+    if others:
+        raise UserError(
+            f"--longest-rows tries many lengths, got --{others[0]}, which shows one. Leave one of them out."
+        )
+
+
+def length_argument(arguments: Sequence[str]) -> tuple[int, int, str]:
+    """Return where the value of a script's argument for the tokens of a row is, the value, and what is before it.
+
+    Args:
+        arguments: the script's own.
+
+    Returns:
+        The index of the word, the tokens, and the part of the word before the number: ``--max_length=`` or nothing.
+
+    Raises:
+        UserError: if no argument names a length, or its value is no number.
+    """
+    for index, word in reversed([*enumerate(arguments)]):  # of several, argparse takes the last
+        name, equals, value = word.partition("=")
+        if name.lstrip("-").replace("-", "_").lower() not in LENGTH_ARGUMENTS:
+            continue
+        place = index if equals else index + 1
+        if not equals:
+            name, value = "", arguments[place] if place < len(arguments) else ""
+        if value.isdecimal() and int(value):
+            return place, int(value), f"{name}{equals}"
+        raise UserError(
+            f"--longest-rows changes {word.partition('=')[0]}, got {value or 'nothing'} for it. Give tokens."
+        )
+    raise UserError(
+        "--longest-rows changes the script's own argument for the tokens of a row, got none after `--`. Name it, such "
+        f"as `-- --max_length 1024`; known are {', '.join(LENGTH_ARGUMENTS)}."
+    )
 
 
 def _parser() -> Parser:

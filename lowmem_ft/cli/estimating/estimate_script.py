@@ -7,31 +7,37 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import rich
 
 from lowmem_ft.cli.console.output import Output
-from lowmem_ft.cli.console.spinner import libraries_loading, progress_line
+from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_files import write_pictures
 from lowmem_ft.cli.estimating.estimate_options import (
     ALL_GPUS,
     FOR_THE_PROCESSOR,
     NO_SNAPSHOT_OF_CPU,
-    parse_for_script,
     steps_of,
 )
-from lowmem_ft.cli.estimating.lengths_that_fit import check_one_gpu, length_argument, longest_rows_of_script
-from lowmem_ft.cli.processes.isolated_process import in_own_process
+from lowmem_ft.cli.estimating.lengths_that_fit import longest_rows_of_script
+from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
+from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
 from lowmem_ft.foundation.packages import may_have_gpu
-from lowmem_ft.foundation.script_file import check_script
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from lowmem_ft.hf.trainers.attach_savings import Savings
-    from lowmem_ft.planning.script_runs import ScriptEstimate
+from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
+from lowmem_ft.planning.estimator import CannotRun
+from lowmem_ft.planning.script_runs import (
+    ScriptError,
+    ScriptEstimate,
+    estimate_script,
+    estimate_script_on_gpus,
+)
+from lowmem_ft.reports.estimate_table import estimate_table
+from lowmem_ft.reports.gpu_table import gpu_table
+from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
+from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
 
 logger = logging.getLogger(__name__)
 
@@ -42,43 +48,27 @@ _NO_TRAINER = (
 _OTHER_BATCHES = "the script looks for a batch that fits, and would find another one with techniques attached"
 
 
-def estimate_script(arguments: Sequence[str]) -> int:
+def report_on_script(path: Path, script_arguments: Sequence[str], options: argparse.Namespace) -> int:
     """Report what a script needs on one GPU, or on all.
 
     Args:
-        arguments: the command's; those of the script come after ``--``.
+        path: the script.
+        script_arguments: its own.
+        options: the command's.
 
     Returns:
         The exit code: 0 if it fits (on one GPU at least); 3 if it does not, or may not.
 
     Raises:
         UserError: if the script cannot be run, or not be estimated.
-        CrashedError: if it crashed its process.
     """
-    options, script_arguments = parse_for_script(arguments)
-    if options.longest_rows:
-        check_one_gpu(options)
-        length_argument(script_arguments)
-    path = check_script(options.script)
-    return in_own_process(lambda: _estimate(path, script_arguments, options), str(path))
-
-
-def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Namespace) -> int:
-    from lowmem_ft.cli.console.logs import set_up_logging, take_over_library_logs
-
-    set_up_logging()
-    logging.getLogger("lowmem_ft").setLevel(logging.WARNING)
-    with libraries_loading():
-        import lowmem_ft.planning.script_runs
-
-    take_over_library_logs()
     try:
         with _bound_to_stderr(), progress_line(f"{_doing(path)}: making it ready") as say:
             report = _on_all if options.gpu == ALL_GPUS else _on_one
             if options.longest_rows:
                 report = longest_rows_of_script
             finish = report(path, script_arguments, options, say)
-    except lowmem_ft.planning.script_runs.ScriptError as error:
+    except ScriptError as error:
         print(error.own_traceback, end="", file=sys.stderr)
         if options.gpu is None and not may_have_gpu():
             raise UserError(*error.problems, FOR_THE_PROCESSOR) from error
@@ -89,8 +79,6 @@ def _estimate(path: Path, script_arguments: Sequence[str], options: argparse.Nam
 @contextlib.contextmanager
 def _bound_to_stderr() -> Iterator[None]:
     """Bind the progress line to the current stderr, not to what replaces it while the script runs."""
-    import rich
-
     console = rich.get_console()
     console.file = sys.stderr
     try:
@@ -115,9 +103,6 @@ def _says_steps(doing: str, options: argparse.Namespace, say: Callable[[str], No
 def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
-    from lowmem_ft.planning.script_runs import ScriptError, estimate_script
-
     seen = TrainerSeen()
     run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=steps_of(options))
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
@@ -144,11 +129,6 @@ def _on_one(
 def _report_one(
     found: ScriptEstimate, savings: Savings | None, problems: Sequence[str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.reports.estimate_table import estimate_table
-    from lowmem_ft.reports.script_facts import script_facts, ways_to_fit
-    from lowmem_ft.virtual_gpu.replay.trace_estimate import allocator_config_of_environment
-
     if found.estimate.is_of_cpu and options.snapshot is not None:
         raise UserError(NO_SNAPSHOT_OF_CPU)
     gpu = load_gpus().get(found.estimate.gpu.name)
@@ -176,10 +156,6 @@ def _attach_facts(savings: Savings | None, problems: Sequence[str]) -> Iterator[
 def _on_all(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.planning.estimator import CannotRun
-    from lowmem_ft.planning.script_runs import estimate_script_on_gpus
-
     gpus = list(load_gpus().values())
     on_step = _says_steps(_doing(path), options, say)
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
@@ -196,11 +172,6 @@ def _on_all(
 def _report_all(
     found: Sequence[ScriptEstimate], cannot_run: dict[str, str], options: argparse.Namespace
 ) -> int:
-    from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
-    from lowmem_ft.reports.gpu_table import gpu_table
-    from lowmem_ft.reports.script_facts import ways_to_fit
-
     output = Output(options.json)
     fits = any(each.estimate.fits for each in found)
     output.add(

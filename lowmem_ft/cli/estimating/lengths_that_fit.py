@@ -6,62 +6,36 @@ import argparse
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lowmem_ft.cli.console.output import Output
 from lowmem_ft.cli.console.spinner import progress_line
 from lowmem_ft.cli.estimating.estimate_model import MODEL_NAMES
-from lowmem_ft.cli.estimating.estimate_options import ALL_GPUS, CPU, steps_of
+from lowmem_ft.cli.estimating.estimate_options import ROWS_NEED_GPU, length_argument, steps_of
+from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import EXIT_DOES_NOT_FIT, UserError
-
-if TYPE_CHECKING:
-    from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-    from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
-    from lowmem_ft.planning.estimator.longest_rows import LongestRows
-    from lowmem_ft.recipe.request.request import Request
-
-_NEEDS_GPU = "--longest-rows is about a GPU's memory, got a processor. Name a GPU: --gpu NAME."
-_LENGTH = "data.max_length"
-
-LENGTH_ARGUMENTS = (
-    *(
-        "max_length",
-        "max_seq_length",
-        "max_seq_len",
-        "max_sequence_length",
-        "sequence_length",
-        "sequence_len",
-    ),
-    *(
-        "seq_length",
-        "seq_len",
-        "block_size",
-        "cutoff_len",
-        "model_max_length",
-        "context_length",
-        "max_tokens",
-    ),
+from lowmem_ft.foundation.memory.memory_estimate import SCHEMA, MemoryEstimate
+from lowmem_ft.planning.estimator import estimate_methods
+from lowmem_ft.planning.estimator.device_target import choose_gpu
+from lowmem_ft.planning.estimator.longest_rows import (
+    FIRST_TOKENS,
+    MOST_TOKENS,
+    LongestRows,
+    longest_rows,
+    most_tokens,
+    search_length,
 )
-"""Names that scripts give to the tokens of a row."""
+from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
+from lowmem_ft.planning.script_runs import estimate_script
+from lowmem_ft.recipe.command_lines import command_line
+from lowmem_ft.recipe.request.request import Request
+from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
+from lowmem_ft.recipe.space.search_space import with_settings
+from lowmem_ft.reports.estimate_words import short_name
+from lowmem_ft.reports.longest_rows_table import length_table, length_words
+from lowmem_ft.reports.text.document import Command, Document
 
-
-def check_one_gpu(options: argparse.Namespace) -> None:
-    """Raise an error where the longest rows are asked for on all GPUs, or together with what shows one length.
-
-    Raises:
-        UserError: if they are.
-    """
-    others = [name for name in ("plot", "snapshot", "rows", "changes") if getattr(options, name)]
-    if options.gpu == ALL_GPUS:
-        raise UserError(
-            "--longest-rows searches on one GPU, got --gpu all. Name one, such as --gpu rtx-4090."
-        )
-    if options.gpu == CPU:
-        raise UserError(_NEEDS_GPU)
-    if others:
-        raise UserError(
-            f"--longest-rows tries many lengths, got --{others[0]}, which shows one. Leave one of them out."
-        )
+_LENGTH = "data.max_length"
 
 
 def longest_rows_of_recipe(request: Request, options: argparse.Namespace) -> int:
@@ -77,17 +51,10 @@ def longest_rows_of_recipe(request: Request, options: argparse.Namespace) -> int
     Raises:
         UserError: if the recipe cannot be estimated, or it is for a processor.
     """
-    from lowmem_ft.planning.estimator.device_target import choose_gpu
-    from lowmem_ft.planning.estimator.longest_rows import longest_rows
-    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.reports.estimate_words import short_name
-    from lowmem_ft.reports.longest_rows_table import length_table, length_words
-    from lowmem_ft.reports.text.document import Document
-
     recipe = request.recipe
     gpu, _ = choose_gpu(request.gpu, recipe.budget, use_cpu=recipe.training.use_cpu)
     if gpu is None:
-        raise UserError(_NEEDS_GPU)
+        raise UserError(ROWS_NEED_GPU)
     name = short_name(recipe.model.name_or_path or "")
     with progress_line(f"{name}: the longest rows that fit") as say:
         found = longest_rows(
@@ -113,16 +80,6 @@ def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespac
     Raises:
         UserError: if no method can be estimated.
     """
-    from lowmem_ft.planning.estimator import estimate_methods
-    from lowmem_ft.planning.estimator.longest_rows import FIRST_TOKENS, longest_rows, most_tokens
-    from lowmem_ft.planning.estimator.traces.trace_cache import KeptTraces
-    from lowmem_ft.recipe.command_lines import command_line
-    from lowmem_ft.recipe.shipped.fine_tuning_methods import methods_with, recipe_of
-    from lowmem_ft.recipe.space.search_space import with_settings
-    from lowmem_ft.reports.estimate_words import short_name
-    from lowmem_ft.reports.longest_rows_table import length_words
-    from lowmem_ft.reports.text.document import Command, Document
-
     model, kept = request.recipe.model.name_or_path or "", KeptTraces.of_user()
     name = short_name(model)
     first = methods_with(request.settings)[0]
@@ -159,36 +116,6 @@ def longest_rows_of_model(request: Request, gpu: Gpu, options: argparse.Namespac
     return 0 if any(each["tokens"] for each in in_json) else EXIT_DOES_NOT_FIT
 
 
-def length_argument(arguments: Sequence[str]) -> tuple[int, int, str]:
-    """Return where the value of a script's argument for the tokens of a row is, the value, and what is before it.
-
-    Args:
-        arguments: the script's own.
-
-    Returns:
-        The index of the word, the tokens, and the part of the word before the number: ``--max_length=`` or nothing.
-
-    Raises:
-        UserError: if no argument names a length, or its value is no number.
-    """
-    for index, word in reversed([*enumerate(arguments)]):  # of several, argparse takes the last
-        name, equals, value = word.partition("=")
-        if name.lstrip("-").replace("-", "_").lower() not in LENGTH_ARGUMENTS:
-            continue
-        place = index if equals else index + 1
-        if not equals:
-            name, value = "", arguments[place] if place < len(arguments) else ""
-        if value.isdecimal() and int(value):
-            return place, int(value), f"{name}{equals}"
-        raise UserError(
-            f"--longest-rows changes {word.partition('=')[0]}, got {value or 'nothing'} for it. Give tokens."
-        )
-    raise UserError(
-        "--longest-rows changes the script's own argument for the tokens of a row, got none after `--`. Name it, such "
-        f"as `-- --max_length 1024`; known are {', '.join(LENGTH_ARGUMENTS)}."
-    )
-
-
 def longest_rows_of_script(
     path: Path,
     arguments: Sequence[str],
@@ -206,11 +133,6 @@ def longest_rows_of_script(
     Raises:
         UserError: as :func:`length_argument`; if the script cannot be estimated, or the answer is for a processor.
     """
-    from lowmem_ft.planning.estimator.longest_rows import MOST_TOKENS, search_length
-    from lowmem_ft.planning.script_runs import estimate_script
-    from lowmem_ft.reports.longest_rows_table import length_table, length_words
-    from lowmem_ft.reports.text.document import Document
-
     place, first, before = length_argument(arguments)
     names: list[str] = []
 
@@ -218,7 +140,7 @@ def longest_rows_of_script(
         words = [*arguments[:place], f"{before}{tokens}", *arguments[place + 1 :]]
         found = estimate_script(path, words, gpu=options.gpu, steps=steps_of(options)).estimate
         if found.is_of_cpu:
-            raise UserError(_NEEDS_GPU)
+            raise UserError(ROWS_NEED_GPU)
         names.append(found.gpu.name)
         return found
 
@@ -247,6 +169,4 @@ def _tell(say: Callable[[str], None], name: str, number: int, tokens: int) -> No
 
 
 def _in_json(gpu: str, found: LongestRows) -> dict[str, Any]:
-    from lowmem_ft.foundation.memory.memory_estimate import SCHEMA
-
     return {"schema": SCHEMA, "gpu": gpu, **found.to_json()}

@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 import torch
+import torch.distributed
 from torch import Tensor
 
 
@@ -137,8 +138,6 @@ def sum_over_shards(value: Tensor, of: Tensor) -> Tensor:
     """
     dimension = _sharded_dimension(of) if is_sharded(of) else None
     if dimension is not None:
-        import torch.distributed
-
         mesh: Any = of.device_mesh  # type: ignore[attr-defined]
         there = value.to(mesh.device_type)  # shards may be on the host, from which the group cannot send
         torch.distributed.all_reduce(there, group=mesh.get_group(dimension))

@@ -9,6 +9,9 @@ from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 from lowmem_ft.foundation.upstream.grouped_experts import weights_of
 from lowmem_ft.models.quantizing.experts_in_parts import ReadExperts, in_parts
@@ -20,8 +23,6 @@ _METHODS: dict[str, Format] = {"bitsandbytes_4bit": "nf4", "bitsandbytes_8bit": 
 @contextlib.contextmanager
 def experts_packed() -> Iterator[None]:
     """Let transformers pack fused experts, too, within a block, where it packs linear layers."""
-    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
-
     own = {method: AUTO_QUANTIZER_MAPPING[method] for method in _METHODS}
     AUTO_QUANTIZER_MAPPING.update({method: _quantizer_class(kind) for method, kind in _METHODS.items()})
     try:
@@ -32,9 +33,7 @@ def experts_packed() -> Iterator[None]:
 
 @functools.cache
 def _quantizer_class(kind: Format) -> type:
-    from transformers.integrations import bitsandbytes as operations
-    from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
-    from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
+    from transformers.integrations import bitsandbytes as operations  # imports bitsandbytes
 
     stock_operation: Any = operations.Bnb4bitQuantize if kind == "nf4" else operations.Bnb8bitQuantize
     stock_quantizer: Any = Bnb4BitHfQuantizer if kind == "nf4" else Bnb8BitHfQuantizer

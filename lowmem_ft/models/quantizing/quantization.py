@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers.quantizers.auto import AutoHfQuantizer
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.tensors.logical_size import logical_numel
@@ -58,8 +59,6 @@ def quantize_weights(model: PreTrainedModel, bits: BitsAndBytesConfig) -> None:
         model: its weights may be on the meta device; there the layers change, and hold nothing.
         bits: from :func:`quantization_config`.
     """
-    from transformers.quantizers import AutoHfQuantizer  # imports bitsandbytes, which takes a second
-
     with experts_packed():
         quantizer: Any = AutoHfQuantizer.from_config(bits, pre_quantized=False)
     originals = dict(model.named_modules())

@@ -15,7 +15,7 @@ from tiny_models import TINY, model_of
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from lowmem_ft.cli import main
-from lowmem_ft.cli.commands import chat
+from lowmem_ft.cli.answers import chat
 from lowmem_ft.cli.console import exit_codes
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.lora import enable_lora

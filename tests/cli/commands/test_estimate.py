@@ -18,6 +18,8 @@ from processes import LIMIT_SECONDS
 from rich.console import Console
 
 from lowmem_ft.cli import main
+from lowmem_ft.cli.estimating import estimate_model, estimate_recipe
+from lowmem_ft.foundation.catalog import gpu_catalog
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.errors import ModelError, RecipeError, UserError
@@ -129,10 +131,12 @@ class FakeEstimator:
 @pytest.fixture
 def estimator(monkeypatch: pytest.MonkeyPatch):
     fake = FakeEstimator()
-    for asked in ("estimate_memory", "estimate_on_gpus", "estimate_methods"):
-        monkeypatch.setattr(f"lowmem_ft.planning.estimator.{asked}", getattr(fake, asked))
+    for asked in ("estimate_memory", "estimate_on_gpus"):
+        monkeypatch.setattr(estimate_recipe, asked, getattr(fake, asked))
+    monkeypatch.setattr(estimate_model, "estimate_methods", fake.estimate_methods)
     monkeypatch.setattr("lowmem_ft.planning.estimator.changes.estimate_memory", fake.estimate_changed)
-    monkeypatch.setattr("lowmem_ft.foundation.catalog.gpu_catalog.load_gpus", lambda: GPUS)
+    for place in (gpu_catalog, estimate_recipe, estimate_model):
+        monkeypatch.setattr(place, "load_gpus", lambda: GPUS)
     monkeypatch.setattr("lowmem_ft.recipe.checks.path_checks.require_within_reach", lambda config: None)
     logger = logging.getLogger("lowmem_ft")
     level = logger.level
@@ -284,7 +288,7 @@ def test_a_shipped_recipe_that_fits_is_told_before_the_search_for_changes(estima
             settings=settings, trains="adapters alone", estimate=estimator.estimate_memory(recipe, gpu)
         )
 
-    monkeypatch.setattr("lowmem_ft.planning.estimator.fitting_shipped_recipe.shipped_recipe_that_fits", fits)
+    monkeypatch.setattr(estimate_recipe, "shipped_recipe_that_fits", fits)
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out
     assert "A shipped recipe fits on small, with its own rows and steps" in " ".join(out.split())
@@ -363,7 +367,7 @@ def test_ctrl_c_before_the_first_estimate_of_the_search_keeps_the_verdict(estima
     def interrupted(recipe, gpu):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("lowmem_ft.planning.planner.outlook.outlook_for", interrupted)
+    monkeypatch.setattr(estimate_recipe, "outlook_for", interrupted)
     assert estimate("recipe=tiny", "--gpu", "small", "--json", "-", "--changes") == 3
     changes = json.loads(capsys.readouterr().out)["changes"]
     assert changes == {"fitting": [], "all_together": None, "complete": False}
@@ -470,7 +474,8 @@ def test_plot_and_snapshot_are_written(estimator, tmp_path, monkeypatch):
     timeline.malloc(Allocation(size_bytes=GIB, category="parameter", phase="load"))
     plain = estimator.estimate_memory
     monkeypatch.setattr(
-        "lowmem_ft.planning.estimator.estimate_memory",
+        estimate_recipe,
+        "estimate_memory",
         lambda *arguments, **keywords: dataclasses.replace(plain(*arguments), timeline=timeline),
     )
     plot, snapshot = tmp_path / "memory.html", tmp_path / "run.pickle"

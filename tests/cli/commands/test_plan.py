@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
+from lowmem_ft.cli.answers import plan as plan_answer
 from lowmem_ft.cli.commands import plan as cli_plan
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import DeviceLimit, MemoryEstimate, ModelSize, StepTime
@@ -225,7 +226,7 @@ def test_ctrl_c_shows_the_best_so_far(folder, capsys, monkeypatch):
 
 def test_on_80_columns_the_progress_says_how_to_end_it(folder, monkeypatch):
     said: list[str] = []
-    monkeypatch.setattr(cli_plan, "progress_line", lambda doing: contextlib.nullcontext(said.append))
+    monkeypatch.setattr(plan_answer, "progress_line", lambda doing: contextlib.nullcontext(said.append))
     assert main(["plan", f"model={folder}", "model.weights=random", KEEP, "budget=10GiB", "--gpu", "l4"]) == 0
     assert said
     for line in said:

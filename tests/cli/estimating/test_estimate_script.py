@@ -143,7 +143,7 @@ def test_no_line_promises_what_is_worse_or_fails(becomes, loop, capsys, tmp_path
             runs[0], estimate=dataclasses.replace(runs[0].estimate, process_peak_bytes=peak)
         )
 
-    monkeypatch.setattr("lowmem_ft.planning.script_runs.estimate_script", estimate)
+    monkeypatch.setattr("lowmem_ft.cli.estimating.estimate_script.estimate_script", estimate)
     assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--steps", "2", "--json", "j.json"]) == 0
     assert "hf.attach" not in capsys.readouterr().out
     assert json.loads((tmp_path / "j.json").read_text())["attach"] is None

@@ -9,7 +9,7 @@ from tiny_models import SIZES
 from transformers import LlamaConfig
 
 from lowmem_ft.cli import main
-from lowmem_ft.cli.estimating.lengths_that_fit import length_argument
+from lowmem_ft.cli.estimating.estimate_options import length_argument
 from lowmem_ft.foundation.errors import UserError
 
 LOOP = """

@@ -7,6 +7,7 @@ import transformers as hf
 from rich.console import Console
 
 from lowmem_ft.cli.commands.estimate import main
+from lowmem_ft.cli.estimating import estimate_recipe
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.units import GIB
 from lowmem_ft.planning.estimator import estimate_memory, estimate_on_gpus, estimate_on_several
@@ -93,10 +94,7 @@ def test_a_line_of_several_is_of_all_of_them(large):
 
 
 def test_the_command_says_it_in_text_and_json(large, capsys, monkeypatch):
-    monkeypatch.setattr(
-        "lowmem_ft.foundation.catalog.gpu_catalog.load_gpus",
-        lambda: {"l4": card("l4", 4.1), "a10": card("a10", 99)},
-    )
+    monkeypatch.setattr(estimate_recipe, "load_gpus", lambda: {"l4": card("l4", 4.1), "a10": card("a10", 99)})
     command = ["estimate", "recipe=tiny", f"model={large}", "data.max_length=64", "training.use_cpu=false"]
     assert main([*command[1:], "--gpu", "all", "--json", "-"]) == 0
     out, err = capsys.readouterr()

@@ -10,7 +10,7 @@ import pytest
 from processes import LIMIT_SECONDS
 
 from lowmem_ft.cli import main
-from lowmem_ft.cli.commands import estimate
+from lowmem_ft.cli.estimating import estimate_recipe
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.errors import RecipeError, UserError
 from lowmem_ft.recipe.request.request import Request
@@ -61,7 +61,7 @@ def answer_of(ask):
 def test_a_question_is_the_same_at_three_doors(form, tmp_path, monkeypatch, capsys):
     files, seen = KeptFiles(tmp_path), []
     for name in ("_estimate_on_one", "_estimate_on_all"):
-        monkeypatch.setattr(estimate, name, lambda request, options: seen.append(request) or 0)
+        monkeypatch.setattr(estimate_recipe, name, lambda request, options: seen.append(request) or 0)
     words = [f"recipe={form.recipe}", *form.settings(files)]
 
     def in_python():
