@@ -76,8 +76,8 @@ one machine."""
 LEAST_SLOPE = 0.1
 """A number is kept where one of its percents is at least a tenth of a percent of some row's seconds."""
 BOARD_OF_ITS_OWN = ("t4", "l40")
-"""GPUs whose rows say nothing of others with their compute capability: 70 W hold a T4's clock down, and an L40 has half
-of an L40S's peak."""
+"""GPUs whose rows say nothing about others with their compute capability: 70 W hold a T4's clock down, and an L40 has
+half of an L40S's peak."""
 
 
 AnyRow = TracedRow | TracedRecipe

@@ -42,6 +42,8 @@ WORDS = {
     r"whose ever": "whoever's",
     r"mend(s|ed|ing)?": "fix",
     r"without\s+a\s+word": "silently",
+    r"(says?|tells?)\s+(nothing|little|much|more)\s+of|tells?\s+of": "say about",
+    r"told(?!\s+apart)": "gets, is called with, is reported",
     r"(\d+f?|N)(?=\s%%?(?![\w(%.]))": "6%, without a space",
 }
 """Patterns and their replacements."""

@@ -221,7 +221,7 @@ class _Examples:
 
     @classmethod
     def of(cls, data: PreparedData) -> _Examples:
-        """Return those of unpacked data; of a stream, its first ones."""
+        """Return the examples of unpacked data; for a stream, its first ones."""
         train = data.train
         if isinstance(train, MappedExamples):
             return cls(train.row_lengths, lambda index: train.read(index)[0], train.masks)
@@ -290,7 +290,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _bins(lengths_R: np.ndarray) -> Iterator[tuple[int, int, int]]:
-    """Yield the bins of a histogram: of one width, or each twice as wide as the one before if some rows are long."""
+    """Yield the bins of a histogram: all of one width, or each twice as wide as the last if some rows are long."""
     least, most = int(lengths_R.min()), int(lengths_R.max())
     if most > 8 * np.median(lengths_R):
         powers = [1 << shift for shift in range(most.bit_length() + 1)]
@@ -318,7 +318,7 @@ def _round_step(least: float) -> int:
 def _paddings(
     lengths_R: np.ndarray, config: DataConfig, collate: Collator, seed: int, rows_per_batch: int
 ) -> dict[str, Padding]:
-    """Return the padding of the first epoch: of the recipe, and of the other ways to batch the same examples."""
+    """Return the first epoch's padding with the recipe's batching and with every other way to batch its examples."""
 
     def padding(*, packing: bool, group_by_length: bool) -> Padding:
         rows_R = lengths_R

@@ -118,7 +118,7 @@ def _mixed(
     for one, first_id, read in zip(of_each, first_ids, num_read, strict=True):
         logger.log(
             logging.INFO if one.examples else logging.WARNING,  # a source that is never drawn
-            "An epoch takes %s of %s, %s tokens, %.1f%% of all (%s); examples %d to %d are its rows.",
+            "An epoch has %s from %s, %s tokens, %.1f%% of all tokens (%s); their rows are examples %d to %d.",
             *(counted(one.examples, "example"), one.source, f"{one.tokens:,}", 100 * one.share, one.name),
             *(first_id, first_id + read - 1),
         )

@@ -125,7 +125,7 @@ def drawn(
 
     Args:
         streams: each starts a source again.
-        probabilities: of each source; their sum is 1.
+        probabilities: one for each source; their sum is 1.
         generator: draws.
         stopping_strategy: ``first_exhausted`` ends with the first source, ``all_exhausted`` with the last one.
     """

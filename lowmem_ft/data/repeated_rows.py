@@ -1,4 +1,4 @@
-"""Rows that stand several times in the data of a run, and held-out rows that it trains on, by digests of their tokens.
+"""Duplicate rows in a run's data, and held-out rows that are also training rows, found by digests of their tokens.
 
 Axes: R rows.
 """
@@ -51,7 +51,7 @@ class _Rows:
 
     @classmethod
     def of(cls, tables: Sequence[datasets.Dataset]) -> _Rows:
-        """Read the digests of kept examples; of a document that was split, only its first piece has one."""
+        """Read the digests of kept examples; in a document that was split, only the first piece has one."""
         digests = [column(table, "row_digest").reshape(-1, 2) for table in tables]
         digests_R2 = np.concatenate([*digests, np.zeros((0, 2), dtype=np.int64)])
         ids_R = np.concatenate(
@@ -116,11 +116,11 @@ def find_repeated_rows(
         among = np.flatnonzero(leaked)
         first = among[np.lexsort((evaluation.sample_ids_R[among], evaluation.parts_R[among]))[0]]
         logger.warning(
-            "%s of %s held-out rows (%.1f%%) are training rows as well, %s among them: their loss says nothing of new "
-            "rows, and the best checkpoint and early stopping go by it. %s",
+            "%s of %s held-out rows (%.1f%%) are also training rows (first: %s). Their loss does not measure "
+            "generalisation, but the best checkpoint and early stopping depend on it. %s",
             *(f"{number:,}", f"{len(evaluation):,}", 100 * number / len(evaluation)),
             _named(evaluation, int(first), held_out_parts),
-            "Remove the copies of rows from the file, so that data.eval_size holds out rows that stand once."
+            "Remove the copies of rows from the file, so that data.eval_size holds out rows that occur once."
             if is_split
             else "Remove these rows from the training data, or name other rows to hold out.",
         )

@@ -71,7 +71,7 @@ def raise_together(*checks: Callable[[], object]) -> None:
         *checks: each passes, or raises a ``UserError`` or the system's ``OSError`` about a file or a disk.
 
     Raises:
-        UserError: with the problems of all checks; of their own kind if they share one.
+        UserError: with the problems of all checks; if all errors have the same class, an error of that class.
         OSError: if the error is not one that :func:`machine_problem` explains.
     """
     errors: list[UserError] = []

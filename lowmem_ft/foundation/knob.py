@@ -120,7 +120,7 @@ def knob(
             ``last`` layers, which repeat by themselves.
         search_values: the values that a planner may choose from, in addition to the recipe's own, from the one that
             needs most memory to the one meant to need least; empty: the planner leaves the key alone.
-        planned: the values for a planner alone, where it chooses between more than are worth an offer; empty:
+        planned: the values that the planner searches, if it searches more than are worth suggesting to a user; empty:
             those of ``search_values``.
         remaining_bytes: for a memory knob, the statement of what its value leaves of each part of a step's least memory
             that it moves (``foundation/memory/least_memory.py``); None: unknown, so that nothing is proven not to fit

@@ -40,7 +40,7 @@ def address_problem(setting: str, path: str | os.PathLike[str]) -> str | None:
         return None
     rule = f"{setting} is a hub name or a path on this machine, got the address {text}."
     if found := _ON_THE_HUB.match(text):
-        return f"{rule} Write the hub name alone: {found[1]}."
+        return f"{rule} Write only the hub name: {found[1]}."
     return f"{rule} Download it, and name the file or folder."
 
 

@@ -35,8 +35,8 @@ class MemoryCallback(TrainerCallback):
         trainer = Trainer(..., callbacks=[MemoryCallback(budget="24GiB")])
 
     As training begins, it estimates what a step needs, in a process next to this one, compares that with the budget or
-    the device, and logs one line. Each log of the trainer gets ``memory_peak_bytes``: of tensors on CUDA, of the
-    process on a CPU. At the end it logs estimated and measured peaks by phase. Its lines go to the loggers below
+    the device, and logs one line. Each log of the trainer gets ``memory_peak_bytes``: the peak of tensors on CUDA, or
+    of the process on a CPU. At the end it logs estimated and measured peaks by phase. Its lines go to the loggers below
     ``lowmem_ft``.
 
     Trackers of ``report_to`` run before other callbacks: ``trainer.callback_handler.callbacks.insert(0,
@@ -119,7 +119,7 @@ class MemoryCallback(TrainerCallback):
             state.log_history[-1].update(peak)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Log estimated next to measured peaks; measured ones alone, if there is no estimate."""
+        """Log measured peaks, next to the estimated ones if there is an estimate."""
         self._begin("")
         for row in self.rows():
             if row.measured is not None:

@@ -79,7 +79,7 @@ def refuse_incomplete(name: str, written: Mapping[str, Any], hf_config: Pretrain
     if missing:
         raise ModelError(
             f"A config.json must give {', '.join(SIZES)}; that of {name} lacks {', '.join(missing)}. Add the fields, "
-            "or take the config.json of the model's original repository."
+            "or copy config.json from the model's original repository."
         )
 
 
@@ -118,7 +118,7 @@ def refuse_draft_model(name: str, hf_config: PretrainedConfig) -> None:
 
 
 def _routing_problems(name: str, text: PretrainedConfig) -> Iterator[str]:
-    way_out = "Correct the field, or take the config.json of the model's original repository."
+    way_out = "Correct the field, or copy config.json from the model's original repository."
     for part in (text, getattr(text, "ffn_config", None)):  # DBRX's are a part of their own
         names = getattr(part, "attribute_map", {})
         (experts, number), (per_token, chosen) = (
@@ -135,7 +135,7 @@ def _routing_problems(name: str, text: PretrainedConfig) -> Iterator[str]:
         # With one expert, or none, some families have plain layers.
         if number is not None and chosen is not None and number > 1 and not 1 <= chosen <= number:
             yield (
-                f"A token must pass between 1 and all of a layer's experts, {experts}={number}, but the config.json of "
+                f"Each token must go to at least 1 expert and at most {experts}={number}, but the config.json of "
                 f"{name} has {per_token}={chosen}. {way_out}"
             )
     for field in _ROUTER_LOSS:

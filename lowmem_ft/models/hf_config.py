@@ -1,4 +1,4 @@
-"""transformers' config of a model: read from its files, and what it says of types and sizes."""
+"""The transformers config of a model: loading it, and the types and sizes that it gives."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def load_model_config(config: ModelConfig, *, architecture_only: bool = False) -> PretrainedConfig:
-    """Load the architecture of the model, without its weights: of a model of several parts, the language model's.
+    """Load the model's architecture, without weights; for a model with several parts, its language model's.
 
     Args:
         config: the recipe's model group.
@@ -121,7 +121,7 @@ def _settle_packing(config: ModelConfig, hf_config: PretrainedConfig) -> None:
         raise ModelError(problem)
     if stored is not None and language_config(hf_config) is not hf_config:
         raise ModelError(
-            f"A base in {FORMATS[stored]} must be a language model alone, and {name} is a model of several parts "
+            f"A base in {FORMATS[stored]} must be a text-only model, but {name} is a model of several parts "
             f"({hf_config.model_type}). Name the model that it was made from."
         )
 

@@ -163,7 +163,7 @@ def _from_gguf(
     names = names_of_not_finite(model.named_parameters())
     if names:
         raise ModelError(
-            f"A weight must be finite, but in {source['gguf_file']} these hold NaN or infinity: {some_of(names)}. "
+            f"Weights must be finite, but {source['gguf_file']} has NaN or infinity in {some_of(names)}. "
             "Download or convert the file again."
         )
     return model, report

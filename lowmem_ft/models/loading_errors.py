@@ -114,12 +114,12 @@ def explained(
     if isinstance(error, BY_WHAT_IS_WRITTEN):
         kind = "" if isinstance(error, StrictDataclassError) else f"{type(error).__name__}: "
         return ModelError(
-            f"The config.json of {name} is invalid: {kind}{' '.join(str(error).split())} Correct the field, or take "
-            "the config.json of the model's original repository."
+            f"The config.json of {name} is invalid: {kind}{' '.join(str(error).split())} Correct the field, or copy "
+            "config.json from the model's original repository."
         )
     if "Should have a `model_type`" in str(error) and (expand_user(name) / "config.json").is_file():
         return ModelError(
-            f"A config.json must give model_type; that of {name} lacks it. Add the field, or take the config.json of "
+            f"A config.json must give model_type; that of {name} lacks it. Add the field, or copy config.json from "
             "the model's original repository."
         )
     if "automatic conversion of the weights" in str(error):

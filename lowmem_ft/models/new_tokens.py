@@ -51,7 +51,7 @@ def resize_embeddings(model: PreTrainedModel, num_tokens: int, seed: int, name: 
     Args:
         model: with its weights.
         num_tokens: tokens of the tokenizer.
-        seed: of the new rows; the same seed draws the same ones on a device.
+        seed: seed of the new rows; on one device, the same seed draws the same rows.
         name: the model's, for the message.
 
     Raises:
@@ -62,7 +62,7 @@ def resize_embeddings(model: PreTrainedModel, num_tokens: int, seed: int, name: 
         return
     if other_parts(model) is not None:
         raise ModelError(
-            f"model.add_tokens needs a language model alone, and {name} has several parts. Use tokens that its "
+            f"model.add_tokens needs a text-only model, but {name} has several parts. Use tokens that its "
             "tokenizer has, or train its language model saved by itself."
         )
     with torch.random.fork_rng():

@@ -1,6 +1,6 @@
 """The parts of a checkpoint that are not its language model: towers for images and sound, projectors, further heads.
 
-A run trains the language model alone, as the causal LM that transformers has for it. The other parts take no memory:
+A run trains only the language model, as the causal LM that transformers has for it. The other parts take no memory:
 they stay in their files, which are kept open, and are copied bit for bit into every model that is saved.
 """
 
@@ -46,7 +46,7 @@ _BODY, _HEAD, _EMBEDDING = "model.", "lm_head.", "embed_tokens.weight"
 
 
 def language_config(hf_config: PretrainedConfig) -> PretrainedConfig:
-    """Return the config of a model's language part if the model has others, too; else the config itself."""
+    """Return the language model's config: a part of a multimodal config, or else the config itself."""
     text = hf_config.get_text_config(decoder=True)
     if text is hf_config or hf_config.is_encoder_decoder or type(text) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return hf_config
@@ -70,7 +70,7 @@ class LanguageNames:
 
     @classmethod
     def among(cls, names: Iterable[str]) -> LanguageNames | None:
-        """Return those of a whole model by the place of its embedding of tokens; None: it has none of that name."""
+        """Return the names of a whole model, found by its token embedding; None: it has no embedding of that name."""
         names = sorted(names, key=len)
         bodies = [name.removesuffix(_EMBEDDING) for name in names if name.endswith(_EMBEDDING)]
         if not bodies:

@@ -110,7 +110,7 @@ def _has_own_code(model: PreTrainedModel) -> bool:
 
 
 def _ties(model: PreTrainedModel, language: LanguageNames | None = None) -> list[list[str]]:
-    """Return groups of names that share one parameter; of a whole model, those in its language model."""
+    """Return groups of names that share one parameter; with ``language``, only names of the language model."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         own = name if language is None else language.in_language_model(name)

@@ -160,7 +160,7 @@ class LeakFinder:
         )
 
     def _holders_in_garbage(self) -> dict[_Group, str]:
-        """Return holders of tensors among objects that only hold each other: collects them once."""
+        """Collect garbage once, and return the holders of tensors that only reference cycles kept alive."""
         flags, first = gc.get_debug(), len(gc.garbage)
         gc.set_debug(gc.DEBUG_SAVEALL)
         try:

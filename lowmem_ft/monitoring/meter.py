@@ -66,7 +66,7 @@ class MemoryMeter:
     CPU sees every operator; docs/monitoring.md has the seconds.
 
     Each phase resets the peaks: ``torch.cuda.max_memory_allocated()`` is then the phase's. The value it would have
-    returned is :attr:`peak_since_start`. Several meters, one within the other, know of each other; a program that calls
+    returned is :attr:`peak_since_start`. Meters may be nested. A program that calls
     ``torch.cuda.reset_peak_memory_stats`` itself makes the meter lose the peak that it resets.
 
     Args:

@@ -141,9 +141,9 @@ class OptimizerConfig:
     state: StateName | dict[str, StateName] = knob(
         "fp32",
         f"How {listed(optimizers_that('takes_state_formats'), 'and')} keep their running averages; a mapping such as "
-        "{exp_avg: bf16, exp_avg_sq: fp32} says it of each by its name, and one that it does not name is in fp32 "
+        "{exp_avg: bf16, exp_avg_sq: fp32} sets each by its name, and averages that it does not name are in fp32 "
         f"({_averages_by_optimizer()}).",
-        frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4; of one of its two averages alone, half of that",
+        frees="8bit: 6 of AdamW's 8 bytes a parameter; bf16: 4; for only one of its two averages, half of that",
         costs="values rounded at random, without bias, by up to 1/8 of their size (8bit) or 1/128 (bf16)",
         effects=_EffectsOfState(),
         search_values=("fp32", "bf16", "8bit"),

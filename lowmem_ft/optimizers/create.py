@@ -48,8 +48,8 @@ def create_optimizer(
     if may_lose_updates(optimizer):
         logger.warning(
             "No master weights for 16-bit weights with optimizer.name=%s: updates smaller than their rounding are "
-            "lost, and the run counts them. %s keep them with optimizer.master=split24 (1 byte a parameter) or "
-            "split16 (2).",
+            "lost, and the run counts them. To keep them, use %s with optimizer.master=split24 (1 byte a parameter) "
+            "or split16 (2).",
             config.name,
             ", ".join(optimizers_that("takes_formats")),
         )

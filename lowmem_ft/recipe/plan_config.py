@@ -1,4 +1,4 @@
-"""Choices that a plan may make for a recipe before it is trained; :mod:`lowmem_ft.planning.planner` makes them."""
+"""The ``plan`` keys of a recipe: whether the planner chooses its memory settings, and which changes it may make."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def data_table(inspection: Inspection) -> Document:
     """Return what the model reads, and what is wrong with it.
 
     Args:
-        inspection: what is known of the data.
+        inspection: the results of the inspection.
     """
     return Document(
         Document(*(Text(visible(note)) for note in inspection.notes), gap=0),
@@ -150,7 +150,7 @@ def _paddings(inspection: Inspection) -> Document:
 
 def _not_looked_at(inspection: Inspection) -> str:
     if inspection.num_streamed is not None:
-        return " Of a stream, the template was tried on the first row alone."
+        return " The template was tried only on the first row of the stream."
     if inspection.num_examples <= MOST_KINDS:
         return ""
     return (

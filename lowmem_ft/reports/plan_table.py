@@ -136,12 +136,7 @@ def _without_what_was_allowed(plan: MemoryPlan) -> str:
 
 
 def run_words(length: RunLength, estimate: MemoryEstimate) -> str:
-    """Return how long a planned run takes, and what it costs.
-
-    Args:
-        length: length of the run.
-        estimate: estimate of the plan.
-    """
+    """Return the duration and the cost of a planned run as a sentence."""
     gpu = load_gpus().get(estimate.gpu.name)
     hourly = None if gpu is None else usd_per_hour(estimate, gpu)
     cost = "" if hourly is None else f", {format_dollars(hourly * length.seconds / 3600)}"

@@ -107,7 +107,7 @@ def _is_of_cpu(measured: Peaks) -> bool:
 
 
 def facts(run: RunRecord) -> dict[str, str]:
-    """Return what is known of a run, for people; unknown facts are left out."""
+    """Return the facts about a run for readers; unknown facts are left out."""
     steps, loss, evaluations = run.steps, run.last("loss"), run.evaluations
     typical = [step for step in steps[1:] if not step.get("profiled")]  # the profiler makes steps slower
     rates = [record["tokens_per_second"] for record in typical or steps]

@@ -1,4 +1,4 @@
-"""Rules of a device for types and kernels, in facts that are known of a GPU of which only the name is given.
+"""Types and kernels that a device supports, from facts that are known for any GPU in the catalogue.
 
 Nothing here imports torch, so that a recipe that the GPU cannot run is rejected before that import.
 """

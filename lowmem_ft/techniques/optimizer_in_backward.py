@@ -128,7 +128,7 @@ class InBackward(Technique):
 
         Args:
             parameter: one of the optimizer's.
-            gradient: on the device; of that slice's shape or flat. Ownership passes to the optimizer, which may
+            gradient: gradient on the device, in the slice's shape or flat. Ownership passes to the optimizer, which may
                 overwrite it.
             start: the slice's first element in the flattened parameter; see ``slice_unit`` of the optimizer. Slices
                 have the same size, except the last.

@@ -88,7 +88,7 @@ def estimate(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
 
     Args:
         asked: the question.
-        on_progress: told what is being done.
+        on_progress: called with a description of the current work.
 
     Raises:
         UserError: if the settings are wrong, or the GPU cannot run them.
@@ -115,7 +115,7 @@ def compare_methods(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
 
     Args:
         asked: the question; its GPU is not used.
-        on_progress: told what is being done.
+        on_progress: called with a description of the current work.
 
     Raises:
         UserError: if no method can be estimated on any GPU.
@@ -145,7 +145,7 @@ def find_longest_rows(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
 
     Args:
         asked: the question.
-        on_progress: told what is being done.
+        on_progress: called with a description of the current work.
 
     Raises:
         UserError: if the settings are wrong, or the GPU cannot run them.
@@ -174,7 +174,7 @@ def make_plan(asked: Asked, on_progress: OnProgress) -> dict[str, Any]:
 
     Args:
         asked: the question.
-        on_progress: told how many combinations were tried.
+        on_progress: called with the number of combinations tried.
 
     Raises:
         UserError: if the settings are wrong, or nothing runs on the GPU.
@@ -205,7 +205,7 @@ def measure_rows(asked: Asked, data: Path, tokenizer: Path, on_progress: OnProgr
         asked: the question, for its model.
         data: the file.
         tokenizer: the folder of a ``tokenizer.json``.
-        on_progress: told what is being done.
+        on_progress: called with a description of the current work.
 
     Raises:
         UserError: if either cannot be read.
@@ -271,7 +271,7 @@ def _gpu_of(asked: Asked) -> Gpu:
 
 
 def _words(asked: Asked, gpu: Gpu, on_progress: OnProgress) -> tuple[str, ...]:
-    """Return ``recipe=NAME`` and settings: of a method, those of its fastest recipe that fits."""
+    """Return ``recipe=NAME`` and settings; for a method, those of its fastest recipe that fits."""
     if not asked.of_method:
         return (f"recipe={asked.recipe}", *asked.settings)
     count = None if asked.devices is None else split_count(asked.devices)[0]

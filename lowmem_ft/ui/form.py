@@ -81,7 +81,7 @@ class Form:
 
     @classmethod
     def of_query(cls, query: str) -> Form:
-        """Return the form of an address's query; of a query that is too long, the defaults."""
+        """Return the form of an address's query; if the query is too long, the defaults."""
         return cls.of(values_of(query))
 
     @property

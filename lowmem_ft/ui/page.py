@@ -372,7 +372,7 @@ def _number(label: str, name: str) -> gr.Textbox:
 
 
 def _changes(field: Any) -> list[Any]:
-    """Return the events of a field's change by its user: of a text, its end, as each letter would be a question."""
+    """Return the events of a user's change to a field; a text field waits until the edit is complete."""
     return [field.submit, field.blur] if isinstance(field, gr.Textbox) else [field.input]
 
 
@@ -386,7 +386,7 @@ def _tab(request: gr.Request) -> str:
 
 
 def _content(path: str | None, most_bytes: int) -> bytes:
-    """Return the content of a file that was uploaded; of one that is too large, one byte too many."""
+    """Return the content of an uploaded file, truncated to one byte more than the limit."""
     assert path is not None, "an upload has a file"
     with open(path, "rb") as file:
         return file.read(most_bytes + 1)

@@ -1,4 +1,4 @@
-"""The server of the page: for this machine alone, with headers that let a browser load nothing from elsewhere."""
+"""The server of the page: only for this machine, with headers that let a browser load nothing from elsewhere."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ class VirtualGPU(TracingMachine):
 def _call_it_cuda(error: BaseException | None) -> None:
     """Replace the device's name in an error of torch's C++, so that it reads as on CUDA.
 
-    Errors about operators that this device alone lacks stay as they are.
+    Errors about operators that only this device lacks stay as they are.
     """
     if type(error) is RuntimeError and error.args and isinstance(error.args[0], str):
         error.args = (error.args[0].replace(DEVICE_TYPE, "cuda"), *error.args[1:])

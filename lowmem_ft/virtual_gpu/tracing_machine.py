@@ -202,7 +202,7 @@ class TracingMachine:
         self.recorder.mark(tensor, category, owner)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
-        """Set the category of memory that several modules use in turn."""
+        """Set the category of memory that several modules share, one after the other."""
         self.recorder.mark_shared(tensor, category)
 
     def take_host_memory(self, tensor: Tensor, category: Category) -> None:

@@ -1,7 +1,7 @@
 """The bandwidth that each kind of kernel reaches, at the sizes of a Qwen3-8B layer.
 
 Bytes are the least that a kernel has to read and write, so that a share of the copy's bandwidth says how much better it
-could be. Of attention and the loss, whose work is products as well, FLOP/s and seconds are told.
+could be. For attention and the loss, which also compute products, FLOP/s and seconds are reported.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One Qwen3-8B decoder layer, forward and backward: as transformers has it, with Liger's kernels, compiled.
 
-Whether compiling pays is told by four numbers of each: seconds that the GPU computes, that the host launches, that a
+Four numbers of each show whether compiling pays: seconds that the GPU computes, that the host launches, that a
 pass takes where both run side by side, and the bytes of its peak.
 """
 

@@ -13,7 +13,7 @@ ROWS, TOKENS = 16, 2048
 """Rows of a step, and tokens of a row."""
 
 Head = Literal["own", "whole", "wide", "stock"]
-"""The head of a program, which computes its loss: as the tool does with Liger's kernels unless it is told otherwise;
+"""The head of a program, which computes its loss: as the tool does with Liger's kernels by default;
 with Liger's cross entropy on all logits of a micro-batch; with Liger's fused product and cross entropy in chunks
 sixteen times as long; without any of Liger's kernels, which torch.compile may do better alone."""
 HEADS_IN_WORDS = {

@@ -71,7 +71,7 @@ def test_held_out_rows_that_are_training_rows_are_a_warning(held_out_first, writ
     held_out = write_jsonl(rows(30, *held_out_first, 31), "held_out.jsonl")
     data = load(write_jsonl(rows(*range(20))), eval_path=held_out)
     (warning,) = said(caplog, logging.WARNING)
-    assert "2 of 4 held-out rows (50.0%) are training rows as well, example 1 of " in warning
+    assert "2 of 4 held-out rows (50.0%) are also training rows (first: example 1 of " in warning
     assert "held_out.jsonl" in warning
     assert "name other rows to hold out" in warning
     assert data.repeated.held_out_in_training == 2

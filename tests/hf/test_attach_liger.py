@@ -42,7 +42,7 @@ def test_the_flag_becomes_the_recipes_kernels_and_comes_back(tmp_path):
 def test_what_the_flag_asks_for_besides_is_refused_with_a_way_out(tmp_path):
     trainer, _ = trainer_of(tmp_path, fields={"use_liger_kernel": True})
     (problem,) = problems_of(trainer, "loss.chunk_tokens=null")
-    assert "replaces the loss too" in problem
+    assert "also replaces the loss" in problem
     trainer.args.liger_kernel_config = {"fused_linear_cross_entropy": False}
     hf.attach(trainer, recipe_of("loss.chunk_tokens=null")).remove()
     trainer.args.liger_kernel_config = {"rope": False}

@@ -143,7 +143,7 @@ def test_short_names_that_a_tower_has_too_adapt_the_language_model_alone(checkpo
 
 def test_a_layer_of_the_tower_gets_no_adapter(checkpoint, trained):
     with pytest.raises(
-        UserError, match=r"language model, which alone is trained, and 'fc1'.*vision_tower"
+        UserError, match=r"language model, the only part trained, but 'fc1'.*vision_tower"
     ) as raised:
         trained(checkpoint("gemma3"), *LORA, "adapter.target_modules=[fc1]")
     assert "It has down_proj" in str(raised.value)

@@ -26,8 +26,8 @@ class LabelledRows:
     There is no attention mask: under causal attention a real token never attends to the padding on its right, and
     padding has no label, so the mask would change no number and would only rule out the fast attention kernels.
     Packed rows have ``position_ids_BT`` that restart at 0 with every document; from them transformers builds the
-    mask (or the sequence boundaries) that keeps documents apart. Routers' load-balancing loss alone is told what is
-    padding (``techniques/loss/router_loss.py``).
+    mask (or the sequence boundaries) that keeps documents apart. Only the routers' load-balancing loss gets a padding
+    mask (``techniques/loss/router_loss.py``).
 
     Args:
         input_ids_BT: int64 token ids.

@@ -99,7 +99,7 @@ def known_files(folder: Path) -> list[Path]:
         if seen > MOST_BELOW_A_FOLDER:
             raise DataError(
                 f"A folder of data holds at most {MOST_BELOW_A_FOLDER:,} files and folders, got {folder}, below which "
-                "there are more. Name the folder below it that has the data alone."
+                "there are more. Name the subfolder that contains only data."
             )
         found += [path for file in files if reader_of(path := Path(parent, file)) and path.is_file()]
     return sorted(found)

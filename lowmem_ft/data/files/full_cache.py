@@ -1,4 +1,4 @@
-"""The error of a cache of ``datasets`` that has no room, or is to be read alone; it keeps rows and their tokens."""
+"""Errors when the cache of ``datasets``, which stores rows and their tokens, is full or read-only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _REFUSED = (errno.EROFS, errno.EACCES)
 
 
 def full_cache(error: BaseException, written: str | None = None) -> DataError | None:
-    """Return the error to show instead of one that a full disk or a cache to read alone caused; None: another cause.
+    """Return the error to show if a full disk or a read-only cache is the cause; None: another cause.
 
     Args:
         error: the error.

@@ -42,7 +42,7 @@ def mark_learnt(example: Example, tokenizer: PreTrainedTokenizerBase, loss_on: L
     """Return the text of an example with its learnt parts.
 
     Args:
-        example: of any format.
+        example: an example in any format.
         tokenizer: has a chat template if the example is a chat.
         loss_on: completion (for a chat without a named prompt: the last assistant turn), assistant, or all.
 

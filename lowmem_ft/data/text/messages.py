@@ -40,7 +40,7 @@ _SAYING = ("content", "value", *_CALLS)
 
 
 def raw_messages(value: Any) -> Any:
-    """Return the value of a column of messages; of JSON text, as a table in CSV has it, what it says.
+    """Return the value of a column of messages; JSON text, as in a CSV file, is parsed.
 
     Text of anything else than a list stays as it is.
     """

@@ -48,7 +48,7 @@ def prompts_of_examples(
     """Cut each example before the first token that is learnt; one that is learnt from its beginning, in the middle.
 
     Args:
-        examples: tokenized examples; of a chat with several learnt turns the prompt ends before the first of them.
+        examples: tokenized examples; a chat's prompt ends before its first learnt turn.
         tokenizer: decodes them.
 
     Returns:
@@ -150,7 +150,7 @@ def _asked(messages: Sequence[Message]) -> list[Message]:
     while asked and asked[-1]["role"] == "assistant":
         asked.pop()
     if not asked:
-        raise DataError("a chat needs a turn to answer, got the assistant's alone. Delete that row.")
+        raise DataError("a chat needs a turn to answer, but it has only assistant turns. Delete that row.")
     return asked
 
 

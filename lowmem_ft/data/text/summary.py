@@ -314,7 +314,8 @@ def marked_text(input_ids_T: np.ndarray, labels_T: np.ndarray, tokenizer: PreTra
         tokenizer: decodes them.
 
     Returns:
-        The text, special tokens included, and safe for a terminal: of a long one, a thousand characters from each end.
+        The text with its special tokens, safe for a terminal; a long text is cut to a thousand characters from each
+        end.
     """
     pieces = marked_pieces(input_ids_T, labels_T != IGNORED_LABEL, tokenizer)
     text = "".join(f"⟦{piece.text}⟧" if piece.is_learnt else piece.text for piece in pieces)

@@ -153,7 +153,7 @@ class _Check:
             )
 
     def strings(self, examples: Collection[Completion | Document]) -> Iterator[_Problem]:
-        """Yield what is wrong with texts and pairs of strings, which no template writes."""
+        """Yield the problems of raw texts and of prompts with completions, to which no chat template is applied."""
         for example in examples:
             begin = example.text if isinstance(example, Document) else example.prompt
             if problem := next(self._two_begins(begin[:_CONTEXT_CHARS], templated=False), None):
@@ -164,8 +164,8 @@ class _Check:
         if pairs and split > MUCH * len(pairs):
             yield _Problem(
                 "prompt_border",
-                f"{split} of the first {len(pairs)} prompts end inside a token of prompt and completion together, so a "
-                "prompt alone, as in generation, has other tokens than those learnt. Move the blank at the end of the "
+                f"{split} of the first {len(pairs)} prompts end inside a token of prompt and completion together, so "
+                "the prompt of a generation has other tokens than the prompts learnt. Move the blank at the end of the "
                 "prompts to the beginning of the completions, or set data.format=alpaca to wrap both in the chat "
                 "template.",
             )
@@ -209,7 +209,7 @@ class _Check:
             yield _Problem(
                 "question_learnt",
                 f"The chat template's {{% generation %}} marks hold more than answers, so questions are learnt too "
-                f"(data.loss_on={self.loss_on}). Set data.chat_template to a template that marks answers alone, or "
+                f"(data.loss_on={self.loss_on}). Set data.chat_template to a template that marks only answers, or "
                 "data.loss_on=all if that is intended.",
             )
 

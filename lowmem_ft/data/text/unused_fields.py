@@ -143,7 +143,7 @@ _KNOWN_OF_MESSAGES |= {"weight", "train", "training", "loss"}
 
 
 def _is_written(name: str, value: Any, text: str) -> bool:
-    """Return whether a text has a value: all of its strings; of tools, their names, descriptions and parameters."""
+    """Return whether a text contains a value: all of its strings, and for tools names, descriptions and parameters."""
     if name in TOOLS:
         return all(is_described(tool, text) for tool in read_tools(value, name))
     if isinstance(value, list):

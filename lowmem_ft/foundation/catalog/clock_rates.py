@@ -1,12 +1,12 @@
 """Shares of a GPU's published rates that programs reach, by architecture: data of ``clock_rates.json``.
 
-Each entry has the numbers that differ from those before it, with the source of each; the first is the default, others
-hold for a compute capability or for the GPUs that they name, and the last that applies wins.
+The first entry holds the defaults. Each later entry overrides some of them for a compute capability or for the GPUs
+that it names; the last entry that applies wins. Every number has its source.
 
-Numbers of the host are those of the machine that an entry's runs were timed on. They say nothing of the GPU, and
-nothing of the machine in which a reader will rent one: by them, a B200's publisher had a host that issues operators
-three times as fast as an L40S's. Estimates therefore assume one host for all GPUs (:func:`reference_host`); only where
-timed runs are predicted does each have its own.
+The host's numbers describe the machine on which an entry's runs were timed, not the GPU, and not the machine that a
+reader will rent: the published B200 runs had a host that issues operators three times as fast as that of the L40S runs.
+Estimates therefore assume the same host for all GPUs (:func:`reference_host`); only predictions of timed runs use each
+entry's own host.
 """
 
 from __future__ import annotations
@@ -107,12 +107,12 @@ def unmeasured_share() -> float:
 
 
 def reference_host(entries: Sequence[Mapping[str, Any]] | None = None) -> dict[str, float]:
-    """Return the numbers of the host that estimates assume: of the known hosts, the one in the middle.
+    """Return the numbers of the host that estimates assume: the median of the known hosts.
 
-    Known are the hosts of the microbenchmarks, which are the default, and of each entry that is fitted to timed runs
-    and has an ``operator_seconds`` of its own: where kernels outlast their launches, runs tell nothing of their host.
-    Each counts once, however many rows its publisher timed, since those are of one machine. The middle one, and no
-    mean, is taken whole: how long an operator and a launch take were fitted to the same runs.
+    A host is known if its numbers come from the microbenchmarks (the default entry) or if its entry was fitted to timed
+    runs and sets ``operator_seconds``: runs whose kernels outlast their launches reveal nothing about their host. Each
+    counts once, however many rows its publisher timed, since those are of one machine. The middle one, and no mean, is
+    taken whole: how long an operator and a launch take were fitted to the same runs.
 
     Args:
         entries: as for :func:`clock_rates`.

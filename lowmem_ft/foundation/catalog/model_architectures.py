@@ -28,8 +28,8 @@ class Architecture:
         published_parameters: the count that the authors or the hub publish.
         published_also_counts: parts of that count that are not parameters of the model, such as a tied head stored
             twice.
-        published_active_parameters: of a mixture of experts, the parameters per token as the authors count them, with
-            or without the embedding; None: they publish no such count, or the model has no experts.
+        published_active_parameters: a mixture's parameters per token as its authors count them, with or without the
+            embedding; None: they publish no such count, or the model has no experts.
         sources: where the published counts and ``config`` come from.
         config: the hub's config.json.
     """

@@ -36,8 +36,7 @@ class TimedStep:
 
     Args:
         work: the work of the step that was estimated, with rows of the longest length.
-        tokens: tokens of the steps that were timed, padding included; of shorter rows they are fewer than those of
-            ``work``.
+        tokens: tokens of the timed steps, padding included; fewer than those of ``work`` if rows were shorter.
         seconds: seconds of a step, scaled by tokens to those of ``work``.
         model: name of the model.
         date: the day, as ``2026-11-27``.

@@ -29,8 +29,8 @@ Part = Literal[
 layers, outer, rest: weights of the decoder layers, of embedding and head, and all others; gathered: weights that
 sharing processes hold whole between forward and backward; state: the optimizer's, with master tensors; gradients: at
 the end of the last backward pass; sums: gradients of several micro-batches, from the first to the last; saved: copies
-of trained weights while a model is saved; inputs: of checkpointed layers; activations: of all other layers; logits:
-of the model's own loss.
+of trained weights while a model is saved; inputs: those of checkpointed layers; activations: those of all other layers;
+logits: those of the model's own loss.
 """
 
 PARTS: tuple[Part, ...] = get_args(Part)
@@ -58,7 +58,7 @@ class Held(NamedTuple):
 NOTHING = Held()
 
 StepParts = Mapping[Part, Held]
-"""Maps each part to what is left of it; of many recipes at once, as arrays."""
+"""Maps each part to what is left of it; the values are arrays if it covers many recipes at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""A timeline as a GPU plays it: what its caching allocator holds after each event, and when a step reaches it."""
+"""Replayed timelines as values: the bytes that a GPU's allocator holds after each event, and when the event happens."""
 
 from __future__ import annotations
 

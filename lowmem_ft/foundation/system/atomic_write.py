@@ -109,7 +109,7 @@ def _complete_folder(target: Path, replace: Replace) -> None:
 
 
 def _give_usual_modes(folder: Path) -> None:
-    """Let those read the files of a new folder whom the umask lets read: safetensors 0.8 writes for the user alone.
+    """Apply the umask to the files of a new folder: safetensors 0.8 makes them readable only by the user.
 
     The folder, which this process has made, has the umask in its own mode; there is no other way to ask for it than to
     change it, in all threads.

@@ -1,4 +1,4 @@
-"""Device memory that this process holds now and at its peak: of CUDA by its counters, of a CPU the host's."""
+"""Device memory that this process holds now and at its peak, by CUDA's counters; on a CPU, host memory."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 Three things can happen to a signal here, and no two of them can be one context manager:
 
 - :func:`on_interrupt`: it ends the block at once; the words about what is left behind go with it.
-- :func:`defer_signals`: it ends the block as soon as an exception can pass through the code that runs. That code knows
-  nothing of signals, so this calls the handler before again by itself.
+- :func:`defer_signals`: it ends the block as soon as an exception can pass through the code that runs. That code does
+  not handle signals, so this module calls the previous handler itself.
 - :class:`Interruption`: it ends nothing. The block asks for it when it has something whole to save, which can be
   minutes later, and a second signal must not wait as long.
 """

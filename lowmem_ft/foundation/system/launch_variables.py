@@ -1,6 +1,6 @@
 """The environment variables by which every launcher tells a process its place among the others.
 
-Programs import this module before they can handle a signal: it imports the standard library alone.
+Programs import this module before they can handle a signal, so it imports only the standard library.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ _SETTINGS_OF_USERS = ("MALLOC_MMAP_THRESHOLD_", "mmap_threshold")
 def return_free_memory() -> None:
     """Let the C library give freed memory back to the system.
 
-    glibc keeps freed blocks of its heap, and cannot reuse them once something small is allocated in their midst: of a
-    model of 800 MB, 600 MB remained after it had been moved.
+    glibc does not return a freed block to the system while something small is allocated above it: after a model of 800
+    MB had been moved to a device, 600 MB remained.
     """
     trim = _function("malloc_trim")
     if trim is not None:

@@ -6,8 +6,8 @@ connection is gone, SIGUSR1 from a scheduler before a job's time is over (``sbat
 In a command each raises ``KeyboardInterrupt``. Its text, if it has one, continues "Stopped by SIGINT": the code that
 knows what has been done by then adds it. Training takes over all of them while there is something to save.
 
-Programs import this module before any other module of the package or of their own, so that a signal can arrive while
-those are still being imported: it imports the standard library alone.
+Programs import this module before any other module of the package or of their own, so that signals are handled during
+those imports. It therefore imports only the standard library.
 
 ``interrupts.py`` decides about signals in one block of code, and ``forked_signals.py`` around a fork.
 """
@@ -51,8 +51,8 @@ _terminated: list[tuple[int, float]] = []
 def handlers(new: Callable[[int, Any], Callable[[int, FrameType | None], Any] | None]) -> Iterator[None]:
     """Replace the handlers of the signals that ask to stop in a block, unless other code replaces them within it.
 
-    An ignored signal stays ignored, as SIGHUP is behind ``nohup``. Does nothing outside the main thread, which alone
-    gets signals.
+    An ignored signal stays ignored, as SIGHUP is behind ``nohup``. Does nothing outside the main thread, because only
+    the main thread gets signals.
 
     Args:
         new: takes the signal's number and the present handler, and returns the new one; None: the present one stays.
@@ -89,7 +89,7 @@ def is_ours(handler: Any) -> bool:
 
 
 def _is_caught_in_c(number: int) -> bool:
-    """Return whether native code, such as ``faulthandler.register``, has a handler that Python does not know of."""
+    """Return whether native code, such as ``faulthandler.register``, has a handler that Python cannot see."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith("SigCgt:"):

@@ -3,8 +3,8 @@
 Under a dispatch mode the engine does not dare to write in place and takes a new buffer for each sum. A tracker counts
 that buffer as the first one's memory, and leaves the sum itself as the engine made it.
 
-The number of references that the engine alone holds, and the absence of Python frames between it and the mode, come
-from undocumented parts of torch. They decide only what is counted: if they are wrong, a count of bytes is off by one
+The number of references that only the engine holds, and the absence of Python frames between it and the mode, come from
+undocumented parts of torch. They decide only what is counted: if they are wrong, a count of bytes is off by one
 gradient, and every number that the program computes is the same.
 """
 

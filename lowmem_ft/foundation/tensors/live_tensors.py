@@ -1,4 +1,4 @@
-"""The tensors of this process that Python knows of."""
+"""The live tensors of this process, found through Python's garbage collector."""
 
 from __future__ import annotations
 

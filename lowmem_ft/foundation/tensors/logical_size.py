@@ -27,7 +27,7 @@ def logical_numel(parameter: Tensor) -> int:
 def num_parameters(model: nn.Module) -> tuple[int, int]:
     """Return the number of a model's weights, and of those that are trained; a weight in two parameters counts once.
 
-    Rows of a table that alone are trained are a parameter of their own, which is a part of the table.
+    If only some rows of a table are trained, they are a parameter of their own that is part of the table.
     """
     sizes = {parameter: logical_numel(parameter) for parameter in model.parameters()}
     parts = sum(size for parameter, size in sizes.items() if getattr(parameter, PART_OF_ANOTHER, False))

@@ -37,7 +37,7 @@ _NEWEST_KERNELS = (12, 1)
 
 @dataclass(frozen=True, kw_only=True)
 class SdpaChoice:
-    """A kernel, and why torch rejects those that it tries before; the reason is empty if it is the first."""
+    """The kernel that torch chooses, and why it rejected those with higher priority; empty if it rejected none."""
 
     backend: Backend
     reason: str

@@ -51,7 +51,7 @@ class GroupedExperts:
         return of_tokens.sum(1).to(hidden_TI.dtype)
 
     def product(self, rows: Tensor, name: str, ends_E: Tensor) -> Tensor:
-        """Multiply each expert's rows by its weight; of one that is frozen, nothing is kept for backward.
+        """Multiply each expert's rows by its weight; a frozen weight saves nothing for backward.
 
         Args:
             rows: shape (S, I), sorted by expert.
@@ -89,7 +89,7 @@ class GroupedExperts:
 
 
 class _Product(torch.autograd.Function):
-    """The product of each expert's rows and its weight, which is frozen and read again in backward."""
+    """Grouped product with frozen weights: saves no weight for backward, which reads it again."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, ends_E: Tensor, experts: GroupedExperts, name: str) -> Tensor:

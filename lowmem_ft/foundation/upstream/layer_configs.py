@@ -7,7 +7,7 @@ from typing import Any
 
 
 def layer_configs(config: Any) -> Sequence[Any]:
-    """Return the config of each layer, or the model's own config alone if all layers have the same.
+    """Return the config of each layer, or only the model's own config if all layers share it.
 
     A heterogeneous config refuses to give a field that differs between layers (``head_dim``), with an error that
     neither ``hasattr`` nor the default of ``getattr`` handles. Whoever reads a field that a layer may have of its own

@@ -129,7 +129,7 @@ def _optimizer(trainer: Any, recipe: Recipe) -> Iterator[str]:
     args, name = trainer.args, recipe.optimizer.name
     if trainer.optimizer is not None:
         yield (
-            f"The recipe has the optimizer, {name}, but the trainer was given one: "
+            f"The recipe's optimizer is {name}, but another was passed to the trainer: "
             f"{type(trainer.optimizer).__name__}. Leave optimizers= out."
         )
     elif trainer.lr_scheduler is not None:

@@ -118,8 +118,8 @@ def liger_asked_by_flag(agreement: Agreement, args: Any, kind: Kind) -> Iterator
     # TRL's trainers have losses of their own, and leave Liger's out.
     if config.get(_LIGERS_LOSS, kind == "Trainer") and agreement.recipe.loss.chunk_tokens is None:
         yield (
-            "TrainingArguments.use_liger_kernel=True replaces the loss too, which hf.attach does not take from Liger, "
-            f"and loss.chunk_tokens=null leaves the model's. Set loss.chunk_tokens=1024, or liger_kernel_config="
+            "TrainingArguments.use_liger_kernel=True also replaces the loss, which hf.attach does not support, and the "
+            f"recipe's loss.chunk_tokens=null does not replace it. Set loss.chunk_tokens=1024, or liger_kernel_config="
             f"{{'{_LIGERS_LOSS}': False}}."
         )
     if agreement.recipe.model.kernels == "none":

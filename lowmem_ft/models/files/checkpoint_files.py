@@ -61,7 +61,8 @@ class LazyWeight:
         """Read it, and check it while it is in the CPU's cache.
 
         Raises:
-            ModelError: if it holds NaN or infinity, or another number of rows than :func:`rows_of_weights` was told.
+            ModelError: if it holds NaN or infinity, or if its number of rows differs from that of
+                :func:`rows_of_weights`.
         """
         if index is ... and (some := _ROWS.get()) is not None:
             index, number = some

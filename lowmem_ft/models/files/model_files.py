@@ -126,8 +126,8 @@ def refuse_unfit(config: ModelConfig) -> None:
     """Reject a model whose ``config.json`` shows that it cannot be trained here.
 
     Raises:
-        ModelError: if it is not JSON, is or has an encoder, its weights are in a format that is not
-            trained upon, or its sizes are invalid.
+        ModelError: if the file is not JSON, the model is or has an encoder, training does not support the format of its
+            weights, or its sizes are invalid.
     """
     fields, name = architecture_fields(config), config.name_or_path or ""
     _refuse_unreadable(config)
@@ -151,7 +151,7 @@ def refuse_unfit(config: ModelConfig) -> None:
     wrong += _odd_heads(fields)
     if wrong:
         raise ModelError(
-            f"The config.json of {name} must have {' and '.join(wrong)}. Correct it, or take the config.json of the "
+            f"The config.json of {name} must have {' and '.join(wrong)}. Correct it, or copy config.json from the "
             "model's original repository."
         )
 
@@ -179,7 +179,7 @@ def _refuse_unreadable(config: ModelConfig) -> None:
     file = expand_user(config.name_or_path or "") / "config.json"
     if config.is_gguf or not file.is_file():
         return
-    way_out = "take the config.json of the model's original repository."
+    way_out = "copy config.json from the model's original repository."
     try:
         fields = json.loads(file.read_text("utf-8"))
     except (ValueError, RecursionError) as error:

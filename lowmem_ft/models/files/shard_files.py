@@ -151,7 +151,7 @@ class CutTensor:
         return self.parts[0][1].get_dtype()
 
     def __getitem__(self, index: Any) -> Tensor:
-        """Join the parts; of a slice of rows, those rows of the parts that hold them, and read no others."""
+        """Join the parts; for a slice of rows, read only those rows."""
         import torch
 
         rows = range(self._shape[0] if self._shape else 1)

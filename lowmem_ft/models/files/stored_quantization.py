@@ -28,7 +28,7 @@ _NAMES_OF_E4M3 = ("e4m3", "float8_e4m3", "float8_e4m3fn")
 
 
 def method_of(quantization: Any) -> str | None:
-    """Return the ``quant_method`` of a ``quantization_config``, a dictionary or transformers' object; None has none.
+    """Return the ``quant_method`` of a ``quantization_config``, which is a dictionary, transformers' object or None.
 
     It is a key of :data:`FORMATS`, or the name of another format, which :func:`refuse_other_formats` refuses.
     """
@@ -116,7 +116,7 @@ def refuse_other_types(name: str, stored: str | None, types: Mapping[str, str]) 
     Args:
         name: name of the model, for the message.
         stored: the format by its config; None: plain weights.
-        types: of each tensor in the files, as safetensors names them, such as ``F8_E4M3``.
+        types: the type of each tensor in the files, as safetensors names it, such as ``F8_E4M3``.
 
     Raises:
         ModelError: if weights have scales that a plain model would not read, or are in another type than the format's.

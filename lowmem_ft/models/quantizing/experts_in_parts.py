@@ -107,6 +107,6 @@ class _InParts(WeightConverter):
 
 def _do_not_match(name: str, found: str) -> ModelError:
     return ModelError(
-        f"A checkpoint must hold all experts of each layer in the shapes that its config.json gives; of {name} it has "
-        f"{found}. Download the model again, or point model.name_or_path at a complete checkpoint."
+        f"A checkpoint must hold all experts of each layer in the shapes that its config.json gives; for {name} "
+        f"it has {found}. Download the model again, or point model.name_or_path at a complete checkpoint."
     )

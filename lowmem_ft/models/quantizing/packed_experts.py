@@ -3,8 +3,8 @@
 transformers keeps the experts of a layer in tensors of three axes. A product unpacks some experts at a time, keeps
 nothing for backward except where each expert's rows end, and unpacks them again there.
 
-bitsandbytes packs linear layers alone, and most of a mixture's weights are no such. In ``nf4_experts.py`` and
-``int8_experts.py`` each tensor becomes one packed parameter, which holds for every expert what a ``Linear4bit`` or
+bitsandbytes packs only linear layers, but most weights of a mixture are experts in one tensor. In ``nf4_experts.py``
+and ``int8_experts.py`` each tensor becomes one packed parameter, which holds for every expert what a ``Linear4bit`` or
 ``Linear8bitLt`` of its own would hold. Formats that checkpoints bring are in ``mxfp4.py`` and ``block_fp8.py``.
 
 Axes: S rows of all experts together, E experts, I inputs, O outputs of a product.
@@ -35,7 +35,7 @@ _PACKED_AT_ONCE = 2**25
 
 
 def fused_experts(model: nn.Module, kind: Format | None = None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules whose experts are tensors of three axes, by their names; of a format, if it can pack them."""
+    """Yield (name, module) for experts stored as three-axis tensors; with ``kind``, only those that it can pack."""
     for name, module in model.named_modules():
         weights = [module._parameters.get(weight) for weight in weights_of(module)]
         if weights and all(weight is not None and _can_be_packed(weight, kind) for weight in weights):

@@ -258,7 +258,7 @@ class _Fp8Quantizer(_TheirFp8):
         return False
 
     def update_weight_conversions(self, weight_conversions: list[Any], *args: Any) -> list[Any]:
-        """Return conversions that unpack matrices as above where transformers is told to."""
+        """Return conversions that unpack matrices as above if transformers is configured to dequantize."""
         stock = super().update_weight_conversions(weight_conversions, *args)
         if not self.quantization_config.dequantize:
             return stock

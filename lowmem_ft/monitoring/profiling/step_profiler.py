@@ -42,7 +42,7 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if self._device == "cuda":
             activities.append(ProfilerActivity.CUDA)
-        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it tells of its start and its stop on stderr
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it logs its start and stop to stderr
         self._profile = profile(activities=activities)
         self._ranges: ModuleRanges | None = None
 

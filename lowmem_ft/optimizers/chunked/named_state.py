@@ -105,7 +105,7 @@ def import_optimizer_state(
     state of the same optimizer in any formats (see :mod:`state_conversion`).
 
     Args:
-        optimizer: of the same kind over the same parameters; the optimizer itself, not Accelerate's wrapper.
+        optimizer: one of the same kind over the same parameters; the optimizer itself, not Accelerate's wrapper.
         named_parameters: from ``model.named_parameters()``; they hold the saved weights already.
         state: from memory or from files; its tensors are copied, never kept.
         saved_weight: returns the weight of that name as it was saved, or None. Called if it was finer than this

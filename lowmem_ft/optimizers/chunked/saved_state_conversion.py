@@ -48,8 +48,9 @@ class SavedState:
 def take_state(optimizer: ChunkedOptimizer, parameter: nn.Parameter, saved: SavedState) -> None:
     """Copy saved state into an optimizer's, bit for bit if the formats are the same.
 
-    The parameter holds the saved weight already, in its own type. If one of two formats is finer, the finer value is
-    kept as well as the other format can: between float32 weights, ``fp32`` and ``split16`` that is exact.
+    The parameter must already hold the saved weight, in its own type. Between formats of different precision the value
+    is rounded to what the target format can hold; between float32 weights, ``fp32`` and ``split16`` the conversion is
+    exact.
 
     Args:
         optimizer: its state of the parameter is overwritten.

@@ -46,7 +46,7 @@ class Adafactor:
         return {"exp_avg_sq_row": shape[:-1].numel(), "exp_avg_sq_col": shape[:-2].numel() * shape[-1]}
 
     def row_length(self, shape: torch.Size) -> int:
-        """Return the columns of a matrix."""
+        """Return the number of columns of a matrix."""
         return shape[-1] if len(shape) > 1 else 1
 
     def measured_step(

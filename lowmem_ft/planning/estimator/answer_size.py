@@ -64,7 +64,7 @@ class _NoLayersError(Exception):
 
 
 def _cache_of(model: Any) -> tuple[list[tuple[int, int | None]], int]:
-    """Return the bytes per token and the window of each layer whose cache grows, and the bytes of all that does not."""
+    """Return (bytes per token, window) of each layer's growing cache, and the total bytes that do not grow."""
     short, long = (_layers_of(model, length) for length in (_SHORT, _LONG))
     per_token, once = [], 0
     for (few, window), (many, _) in zip(short, long, strict=True):

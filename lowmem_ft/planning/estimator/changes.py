@@ -113,7 +113,7 @@ class ChangeSearch:
         kept: traces made before, as for ``estimate_memory``.
         on_estimate: called before each estimate, with the number of estimates made so far.
         exact: whether to try only changes that train the same numbers, up to the order of sums.
-        outlook: bounds and expectations, which save estimates; None: estimates alone.
+        outlook: bounds and expectations, which save estimates; None: use only estimates.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ def _names(ways: Ways) -> frozenset[str]:
 
 
 def _together(recipe: Recipe, ways: Ways) -> Remediation:
-    """Merge some changes into one; of two values for one key, the later wins."""
+    """Merge changes into one; if two set the same key, the later wins."""
     settings: dict[str, Any] = {}
     for way in ways:
         settings |= way.settings

@@ -51,7 +51,7 @@ from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
 DIFFERENT_ROUTING = 0.01
-"""Share of the process's peak up to which the balanced routing's own peak is not told."""
+"""Share of the process's peak: smaller differences from the peak with balanced routing are not reported."""
 
 
 def estimate_memory(
@@ -139,7 +139,7 @@ def _with_several_documents(recipe: Recipe) -> Recipe | None:
 
 
 def _in_seconds_of(of_one: MemoryEstimate, of_several: MemoryEstimate) -> MemoryEstimate:
-    """Return the estimate of rows of one document; with the memory of rows of several, if they need more."""
+    """Combine the time for one-document rows with the larger of the two memory estimates."""
     most = max(of_one, of_several, key=lambda found: (found.process_peak_bytes, found.allocated_peak_bytes))
     if most is of_one:
         return of_one

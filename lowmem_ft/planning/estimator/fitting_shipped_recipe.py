@@ -48,7 +48,7 @@ def shipped_recipe_that_fits(
         recipe: the recipe that does not fit: its model, whether all of it is trained, and the budget.
         gpu: the device, as for ``estimate_memory``.
         kept: traces made before, as for ``estimate_memory``.
-        outlook: bounds of the model on the device, which exclude recipes without an estimate; None: estimates alone.
+        outlook: bounds of the model on the device, which exclude recipes without an estimate; None: use only estimates.
 
     Returns:
         The recipe; None if none of those tried fits, or the device is a processor.

@@ -1,8 +1,8 @@
 """Estimates for a model without a recipe: fine-tuning in full, with LoRA and with QLoRA, by shipped recipes.
 
-A setting is traced once for all GPUs with bfloat16, and once for those without; a trace for each of nine architectures
-would take minutes. What is timed is the step of the printed command, with all of its micro-batches: one in place of 16
-was 15% off.
+A setting is traced twice: for all GPUs with bfloat16, and for those without. Tracing each of nine architectures would
+take minutes. The timed step is that of the printed command, with all of its micro-batches: timing one of 16 was 15%
+off.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class _Route:
 
 
 def _routes(method: Method, *, has_bfloat16: bool) -> list[tuple[_Route, ...]]:
-    """Return the routes in the order in which they are tried; of those together the fastest that fits is taken."""
+    """Return groups of routes in the order of preference; within a group the fastest that fits is chosen."""
     first, *others = (f"recipe={rung}" for rung in method.rungs)
     if has_bfloat16:
         roomy = _Route((first, *method.roomy), rows=method.rows, kept=method.kept)

@@ -124,7 +124,7 @@ class VirtualMachine(Machine):
         )
 
     def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
-        """Return zeros: a trace has no values, and it follows the step that succeeds."""
+        """Return zeros: a trace has no values. Finite zeros make the step take its normal path."""
         stacked = torch.stack([value.float() for value in values])
         self._tracing.recorder.orderings.host_reads(stacked)
         return (0.0,) * len(values)

@@ -167,9 +167,9 @@ def parts_of(recipe: Recipe, shape: ModelShape) -> StepParts:
 
 
 def statements_of(part: Part) -> list[tuple[RecipeKey, Statement]]:
-    """Return the statements about a part in the recipe's order, with their keys; of an unknown knob, that it is gone.
+    """Return (key, statement) for a part, in the recipe's order; an unknown knob is assumed to remove all of it.
 
-    The part depends on the values of these keys alone, and on what no plan changes.
+    The part depends only on the values of these keys, and on values that no plan changes.
     """
     known = [
         (key, key.remaining_bytes[part])
@@ -255,7 +255,7 @@ def device_bytes(parts: StepParts, gpu: Gpu) -> Any:
     """Return device bytes of the process at the end of a step's last backward or last forward pass, the larger.
 
     Args:
-        parts: of one recipe, or of many as arrays.
+        parts: those of one recipe, or arrays for many.
         gpu: the device.
     """
     forward = parts["gathered"].device + parts["sums"].device + _activation_bytes(parts)

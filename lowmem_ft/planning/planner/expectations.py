@@ -3,11 +3,11 @@
 Unlike the bounds, none of this has to hold: the level of each number is learned from the estimates that a search
 makes (``planning/planner/search/ranking.py``), so a wrong one costs estimates, never the plan.
 
-Nine shares stand in for what is not counted. ``scripts/calibrate expectations`` fits them to kept estimates of random
-combinations: of an 8B on two GPUs, and of a 1B on another. ``expected_shares.json`` has the shares, and their errors on
-each model when it is left out of the fit: the root mean square of the logarithm of seconds is at most 0.1, and 0.06
-without its level; that of device bytes is 0.06 for the 8B and 0.1 for the 1B. The samples are of an earlier clock: its
-rates are read where an expectation is made, and are no part of the shares.
+Nine shares stand in for what is not counted. ``scripts/calibrate expectations`` fits them to stored estimates of random
+combinations, for an 8B model on two GPUs and a 1B model on another. ``expected_shares.json`` has the shares, and their
+errors on each model when it is left out of the fit: the root mean square of the logarithm of seconds is at most 0.1,
+and 0.06 without its level; that of device bytes is 0.06 for the 8B and 0.1 for the 1B. The samples are of an earlier
+clock: its rates are read where an expectation is made, and are no part of the shares.
 
 With a tenth share, of sums of gradients, which are counted since, searches among the kept combinations alone, in 18
 budgets, found the best of them each time in 132 estimates (60 of the 8B, 72 of the 1B). With twelve shares set by hand
@@ -82,7 +82,7 @@ def device_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts, shares: Sh
     Args:
         recipe: what is expected to need them.
         shape: the model's sizes.
-        parts: of the recipe, or of many that differ from it in no key of ``READ_KEYS``, as arrays.
+        parts: those of the recipe, or arrays for many recipes that agree with it in all keys of ``READ_KEYS``.
         shares: the shares.
     """
     tokens, chunk = bounds.micro_batch_tokens(recipe, shape), recipe.loss.chunk_tokens
@@ -215,7 +215,7 @@ def _kept_of_a_token(recipe: Recipe, shape: ModelShape, shares: Shares) -> float
 
 
 def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> Any:
-    """Return the device bytes of gradients at the end of backward: of several micro-batches they are float32 sums."""
+    """Return the device bytes of gradients after backward; with several micro-batches, they are float32 sums."""
     itemsize = 4 if recipe.accumulation.dtype == "float32" else shape.dtype_of(recipe).itemsize
     is_sum = recipe.training.gradient_accumulation_steps > 1 and not recipe.optimizer.in_backward
     own = parts["gradients"].device * (itemsize / shape.dtype_of(recipe).itemsize if is_sum else 1.0)
@@ -223,7 +223,7 @@ def _gradient_bytes(recipe: Recipe, shape: ModelShape, parts: StepParts) -> Any:
 
 
 def _layers_at_work(recipe: Recipe, shape: ModelShape, shares: Shares) -> float:
-    """Return the bytes of weights and gradients of the layers at work; of streamed ones another is fetched."""
+    """Return the bytes of weights and gradients of the layers at work, plus the next layer if they are streamed."""
     itemsize = shape.dtype_of(recipe).itemsize
     layer = shape.layer_parameters * itemsize / max(1, shape.num_layers)
     head = shape.head_products * itemsize / recipe.tiling.head

@@ -202,7 +202,7 @@ class Findings:
         return found
 
     def _read_bytes(self, model: ModelSize) -> int:
-        """Return the bytes of the model in its own files, without adapters; of a quantized one, the most."""
+        """Return the bytes of the model's files, without adapters; for a quantized model, an upper bound."""
         config = self._recipe.model
         if config.weights == "random":
             return 0

@@ -21,7 +21,7 @@ class Fix:
 
     Args:
         change: gives the same result, up to the order of sums.
-        rehearsal: of the recipe with the change, over the same steps.
+        rehearsal: the rehearsal with the change, over the same steps.
     """
 
     change: Change

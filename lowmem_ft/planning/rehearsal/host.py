@@ -15,7 +15,7 @@ class RehearsedHost(Host):
     (``planning/estimator/run_host_memory.py``).
 
     Args:
-        timeline: of the machine that everything runs on.
+        timeline: the timeline of the tracing machine.
     """
 
     def __init__(self, timeline: Timeline) -> None:

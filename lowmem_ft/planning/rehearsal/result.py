@@ -28,7 +28,7 @@ class TracedShape:
     """The micro-batches, or the held-out batches, of one shape.
 
     Args:
-        shape: shape of their data; of all of a step's if they pass through the layers together.
+        shape: shape of their data; in vertical order, that of all micro-batches of a step.
         at_step: the first step with it, counted from 1.
         times: number of times in the rehearsed steps.
         seconds: mean seconds of one, forward and backward, by the GPU's timing model. Without the update, unless that
@@ -90,7 +90,7 @@ class Rehearsal:
     Args:
         recipe: the rehearsed one.
         gpu: the GPU it was rehearsed for.
-        estimate: of the real batches; its step is the mean of all.
+        estimate: estimate from the real batches; its step is their mean.
         worst: the estimate of the recipe's worst batch.
         num_steps: steps of the whole run, or those left of a resumed one.
         rehearsed_steps: number of these that were rehearsed.

@@ -1,4 +1,4 @@
-"""Seconds of data padded up to a shape, interpolated between traced shapes with fewer and with more tokens."""
+"""Step time by number of tokens: interpolates between traced shapes, for batches that were padded to a traced shape."""
 
 from __future__ import annotations
 

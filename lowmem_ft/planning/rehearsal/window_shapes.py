@@ -143,7 +143,7 @@ def in_shape(batches: Sequence[Batch], shape: WindowShape) -> list[Batch]:
     """Return micro-batches padded on the right and with more of their tokens learnt, until they have a shape.
 
     Args:
-        batches: of a shape that is no larger.
+        batches: micro-batches with a shape that is no larger.
         shape: the shape to reach.
 
     Returns:

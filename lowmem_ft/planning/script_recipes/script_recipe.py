@@ -279,8 +279,8 @@ def _note_unlike(script: Script, reading: Reading) -> None:
         )
     if args.use_liger_kernel and not script.has_fused_head:
         reading.warn(
-            "use_liger_kernel=True replaces the loss too, which a recipe does not take from Liger: it holds fewer "
-            "logits than the estimate counts."
+            "use_liger_kernel=True also replaces the loss, which a recipe cannot express: it holds fewer logits than "
+            "the estimate counts."
         )
     if script.keeps_logits and script.evaluates:
         reading.warn(

@@ -87,7 +87,7 @@ class AfterTraining:
         self._machine.attribution.starts_over()
 
     def in_words(self) -> str:
-        """Return what the training alone needs, if more is needed after it; else nothing."""
+        """Return a note with the needs of training itself if the script needs more after it; else nothing."""
         if not self.has_begun or self._peak.most_bytes <= self._most_bytes_before:
             return ""
         before = format_bytes(self._most_bytes_before)

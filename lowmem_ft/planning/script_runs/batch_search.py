@@ -81,5 +81,5 @@ class BatchSearch:
 
 
 def may_handle_running_out(files: Iterable[str]) -> bool:
-    """Return whether some code might continue after an error out of memory."""
+    """Return whether some code might continue after an out-of-memory error."""
     return any(_CATCHES.search(Path(file).read_text(encoding="utf-8", errors="replace")) for file in files)

@@ -210,7 +210,7 @@ class _Runs:
         return _Seen(self._run(gpu, environment=OF_ONE_PROCESS))
 
     def answer(self, seen: _Seen, gpu: Gpu | None, reason: str) -> ScriptEstimate:
-        """Return the estimate for one device: of what a script ends with that handles errors out of memory.
+        """Return the estimate for one device; if a script handles out-of-memory errors, for its last attempt.
 
         It is run with a limit if it needs more than there is. The limit is the one at which the upper end of the
         estimate's range still fits; where another batch's own replay finds less room, it is lowered once.
@@ -242,7 +242,7 @@ class _Runs:
             capacity_bytes=room.capacity_bytes,
             allowed_bytes=room.allowed_bytes,
         )
-        # An error that the script had with memory to spare was told by the run without a limit: here it ends of that.
+        # The run without a limit has already reported errors that are not about memory: here they only end the script.
         with contextlib.suppress(UserError):
             run = self._run(gpu, environment=unlimited.environment, allocator=allocator)
             if run.batches.failed and len(run.watch.steps) >= len(unlimited.watch.steps):

@@ -32,7 +32,7 @@ class ShortTraining:
         files: where output goes.
         num_steps: steps to take.
         on_trainer: called with each trainer that is about to train.
-        after: told when a trainer has trained.
+        after: called when a trainer has trained.
     """
 
     def __init__(

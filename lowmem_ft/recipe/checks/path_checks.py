@@ -314,7 +314,7 @@ def _require_flash_attention(config: ModelConfig) -> None:
 def _checks_of_data(recipe: Recipe) -> Iterator[Callable[[], object]]:
     config = recipe.data
     yield lambda: _require_data(config)
-    if not any(source.get("path") in (None, "") for source in config.sources or ()):  # which is told already
+    if not any(source.get("path") in (None, "") for source in config.sources or ()):  # reported already
         for listed in listed_sources(config):
             yield lambda listed=listed: _check_source(listed)
     if config.eval_path is not None:

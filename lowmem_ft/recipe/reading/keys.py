@@ -31,7 +31,7 @@ SHORT_FORMS = {
     "budget": "budget.device",
     "plan": "plan.mode",
 }
-"""The key that a group's name alone means on the command line: ``budget=24GiB``."""
+"""The key that the name of a group stands for on the command line, as in ``budget=24GiB``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,7 +91,7 @@ class RecipeKey:
         return tuple((self.effects or {}).values())
 
     def effect_of_change(self, recipe: Recipe, value: Any) -> Effect:
-        """Return the effect of a new value: of two optimizers with other mathematics, the second gives up no more."""
+        """Return the effect of a new value: between optimizers with other mathematics, nothing more is given up."""
         before, after = self.effect_of(self.value_in(recipe)), self.effect_of(value)
         if value == self.value_in(recipe):
             return NO_EFFECT

@@ -33,8 +33,8 @@ def parse_overrides(overrides: Iterable[str]) -> tuple[dict[str, Any], list[str]
     """Return the settings as nested values, and one problem for each that is not ``key=value``.
 
     Args:
-        overrides: settings such as ``training.learning_rate=1e-5``; of two with one key the later wins, with a warning
-            if they differ.
+        overrides: settings such as ``training.learning_rate=1e-5``; if a key occurs twice, the later value wins, with a
+            warning if they differ.
 
     Returns:
         The nested values, and the problems.

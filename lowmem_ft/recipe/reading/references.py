@@ -45,7 +45,7 @@ def resolve_references(settings: Mapping[str, Any], recipe_dir: str) -> Resolved
         The settings, and what is wrong with them.
 
     Raises:
-        TooLongError: if the values of references come to more than ``MOST_CHARACTERS``.
+        TooLongError: if the resolved references are longer than ``MOST_CHARACTERS``.
     """
     resolver = _Resolver(settings=settings, recipe_dir=recipe_dir)
     return ResolvedSettings(settings=resolver.value((), dict(settings)), problems=resolver.problems)
@@ -63,7 +63,7 @@ def escape_references(value: Any) -> Any:
 
 
 class TooLongError(Exception):
-    """The values of references come to more than a recipe may hold."""
+    """The resolved ``${...}`` references of a recipe are longer than ``MOST_CHARACTERS``."""
 
 
 class _Unknown:

@@ -121,7 +121,7 @@ _typed_scalar: Callable[[RecipeKey, Any], Any] = functools.lru_cache(maxsize=409
 
 @functools.cache
 def _schema(key: RecipeKey) -> DictConfig:
-    """Return a schema of the key's field alone: OmegaConf takes milliseconds per field, and a file sets many keys."""
+    """Return a schema with only the key's field: OmegaConf takes milliseconds per field, and a file sets many keys."""
     (field,) = (field for field in dataclasses.fields(key.config_class) if field.name == key.name)
     default = dataclasses.field(default=field.default, default_factory=field.default_factory)
     # OmegaConf has no unions with a mapping, which is read without it.

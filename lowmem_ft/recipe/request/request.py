@@ -49,7 +49,7 @@ class Request:
 
     Args:
         purpose: the question, by the name of its command.
-        recipe_name: the recipe's name or path; None: the settings name a model alone.
+        recipe_name: the recipe's name or path; None: the settings name only a model.
         settings: the settings as typed.
         recipe: the recipe, with ``distributed`` as at launch.
         devices: the GPUs as ``--gpu`` takes them, ``all``, or ``cpu``; None: open.
@@ -123,12 +123,12 @@ class Request:
 
     @functools.cached_property
     def is_by_method(self) -> bool:
-        """True for an estimate of a model alone, by each method that fits the settings."""
+        """True for an estimate of a model without a recipe, by each method that fits the settings."""
         is_of_model = self.purpose == "estimate" and self.recipe_name is None
         return is_of_model and not is_for_processor(self.settings, self.devices)
 
     def on_processor(self) -> Request:
-        """Return the question about a model alone for the processor, which trains it by no method."""
+        """Return the question as one about a recipe: on a CPU, there are no methods to compare."""
         return replace(self, recipe=load_recipe(None, self.settings))
 
     def check(self, *further: Check) -> None:
@@ -169,7 +169,7 @@ class Request:
                     yield self._check_device
 
     def _check_device(self) -> None:
-        """Check what is known of a named device; only torch knows what this machine has."""
+        """Check what the catalogue says about a named device; only torch knows what this machine has."""
         if self.is_of_processor or self.named_gpu is not None:
             check_device_of_estimate(self.recipe, self.named_gpu)
 

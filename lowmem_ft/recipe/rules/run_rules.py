@@ -114,8 +114,8 @@ def length_of_answers_needs_prompts(recipe: Recipe) -> Iterator[str]:
     training = recipe.training
     if not training.generates and training.max_new_tokens != TrainingConfig().max_new_tokens:
         yield (
-            f"training.max_new_tokens={training.max_new_tokens} is the length of answers at evaluations, and none are "
-            "asked for. Set training.eval_generations, or leave training.max_new_tokens out."
+            f"training.max_new_tokens={training.max_new_tokens} limits answers at evaluations, but the recipe requests "
+            "none. Set training.eval_generations, or leave training.max_new_tokens out."
         )
 
 

@@ -154,7 +154,7 @@ def unless_typed(further: Sequence[str], settings: Sequence[str]) -> list[str]:
 
 
 def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]:
-    """Return micro-batch or accumulation where the user has typed the other alone: a step keeps its number of rows.
+    """Derive micro-batch or accumulation from the other if the user set only one: the rows of a step stay the same.
 
     Methods split the rows of a step differently. With one half typed and each method's own other half, their steps
     would have different numbers of rows, and their seconds could not be compared.
@@ -167,7 +167,7 @@ def for_as_many_rows(shipped: Recipe, settings: Sequence[str]) -> dict[str, int]
     given = [typed[key] for key in ROWS if key in typed]
     if (
         len(given) != 1 or not given[0].isdecimal() or int(given[0]) == 0
-    ):  # what is wrong is told by the recipe's rules
+    ):  # the recipe's rules report what is wrong
         return {}
     rows = shipped.training.per_device_train_batch_size * shipped.training.gradient_accumulation_steps
     return {key: max(1, round(rows / int(given[0]))) for key in ROWS if key not in typed}

@@ -119,7 +119,7 @@ def remediations_for(
     """Return changes that need less device memory, from no cost in time or fidelity to the most, as the knobs state it.
 
     Each includes the settings that it requires (``optimizer.in_backward`` may require checkpointing of every layer), so
-    that it works alone as well as after any of those before it; of two values for one key the later counts.
+    that it works both alone and after any of those before it; if a key has two values, the later counts.
 
     Args:
         recipe: the recipe; changes that it has already made are not suggested again.

@@ -30,7 +30,7 @@ HEIGHT = 190
 """Height of the plot itself."""
 
 MOST_POINTS = 600
-"""Most points that are drawn of a line; of a longer one, each stretch keeps its least and its largest."""
+"""Most points that a line is drawn with; a longer line keeps the minimum and maximum of each stretch."""
 
 
 def line_svg(figure: LineFigure, width: int = 420) -> str:

@@ -103,7 +103,7 @@ def document(width: float, height: float, label: str, elements: Iterable[str]) -
 
 
 def within_page(document: str) -> str:
-    """Return a document for an HTML page, which knows SVG without being told its namespace."""
+    """Return a document for an HTML page, where SVG needs no namespace declaration."""
     return document.replace(f' xmlns="{_NAMESPACE}"', "", 1)
 
 

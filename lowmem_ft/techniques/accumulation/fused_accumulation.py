@@ -31,19 +31,18 @@ def enable_fused_accumulation(
 ) -> FusedAccumulation:
     """Make the product that computes a 16-bit weight's gradient add it to the sum of the micro-batches.
 
-    Frees: of each linear layer in turn the 16-bit gradient, 2 bytes a weight, and where sums are in float32 its float32
-    copy, 4 more; of a chunked loss's head those, and with float32 sums the gradients of the logits of a micro-batch.
-    Saves time on the GPU: a product, a cast and a sum become one kernel.
-    Costs: the host's time, for an autograd function in Python a layer. Where the host sets the pace, steps take longer:
-    on an H200, 1b-bf16 with one row per micro-batch took 1.28 s instead of 1.24.
-    Equals: autograd's sums, or those of :func:`enable_float32_accumulation` where it is enabled before, except that a
-    micro-batch's share is not rounded to 16 bits before it is added. A sum in 16 bits is rounded once a micro-batch.
-    Limits: the weights of ``nn.Linear`` layers. Norms, biases, embeddings, experts in one tensor and layers whose
-    forward something else has replaced (a streamed head) are summed as before. The loss must reach backward unscaled
-    where its head is summed. Hooks on a weight's gradient (``register_hook``) would get none and are refused; those
-    after accumulation run as before. Not with ``DistributedDataParallel`` or ``fully_shard``, which take gradients from
-    autograd.
-    Source: ``gradient_accumulation_fusion`` of Megatron-LM; ``torch.addmm(out_dtype=...)`` of torch 2.13.
+    Frees: the 16-bit gradient of one linear layer at a time, 2 bytes a weight, and its float32 copy, 4 more, if sums
+    are in float32; the same for a chunked loss's head, and with float32 sums a micro-batch's gradients of the logits.
+    Saves time on the GPU: a product, a cast and a sum become one kernel. Costs: the host's time, for an autograd
+    function in Python a layer. Where the host sets the pace, steps take longer: on an H200, 1b-bf16 with one row per
+    micro-batch took 1.28 s instead of 1.24. Equals: autograd's sums, or those of :func:`enable_float32_accumulation`
+    where it is enabled before, except that a micro-batch's share is not rounded to 16 bits before it is added. A sum in
+    16 bits is rounded once a micro-batch. Limits: the weights of ``nn.Linear`` layers. Norms, biases, embeddings,
+    experts in one tensor and layers whose forward something else has replaced (a streamed head) are summed as before.
+    The loss must reach backward unscaled where its head is summed. Hooks on a weight's gradient (``register_hook``)
+    would get none and are refused; those after accumulation run as before. Not with ``DistributedDataParallel`` or
+    ``fully_shard``, which take gradients from autograd. Source: ``gradient_accumulation_fusion`` of Megatron-LM;
+    ``torch.addmm(out_dtype=...)`` of torch 2.13.
 
     Args:
         model: a causal LM whose weights are trained, or its parts.

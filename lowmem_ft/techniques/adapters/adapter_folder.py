@@ -23,7 +23,7 @@ def read_adapter_config(adapter: Path, *, model_folder: str) -> dict[str, Any]:
         The content of ``adapter_config.json``.
 
     Raises:
-        UserError: if the folder lacks a file of an adapter, or the adapter is of another kind.
+        UserError: if a file is missing from the folder, or if the adapter is not LoRA.
     """
     if not adapter.is_dir():
         what = "is a file" if adapter.is_file() else "does not exist"

@@ -43,12 +43,12 @@ class AdapterConfig:
     target_parameters: tuple[str, ...] = knob(
         (),
         "Names of parameters that get adapters, for experts that are one tensor: [mlp.experts.gate_up_proj, "
-        "mlp.experts.down_proj]; all-linear then means linear layers alone.",
+        "mlp.experts.down_proj]; all-linear then means only linear layers.",
     )
     modules_to_save: tuple[str, ...] = knob(
         (),
         "Names of modules that are trained and saved whole with the adapters, in their own type: [embed_tokens, "
-        "lm_head]; of a tied model embed_tokens is both.",
+        "lm_head]; in a tied model embed_tokens is both.",
     )
     train_new_tokens: bool = knob(
         False,

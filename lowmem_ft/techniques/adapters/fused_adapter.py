@@ -1,4 +1,4 @@
-"""A linear layer and its LoRA adapter as one operation, which saves its input alone.
+"""A linear layer and its LoRA adapter as one operation, which saves only its input.
 
 It is one node of autograd, :class:`_Adapted`: each costs the host as much as several operators. Only the last one of a
 decoder layer saves its input by another node, so that recomputation can stop before it.

@@ -39,7 +39,7 @@ def modules_to_save(
     problems, found = [], dict[str, nn.Module]()
     if whole is not None:
         problems.append(
-            f"adapter.modules_to_save needs a language model alone, got [{', '.join(wanted)}] for the one of a model "
+            f"adapter.modules_to_save needs a text-only model, got [{', '.join(wanted)}] for the one of a model "
             "of several parts, in which PEFT would find modules of the others by these names. Leave the key out."
         )
     for target in wanted:

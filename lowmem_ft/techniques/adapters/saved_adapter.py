@@ -35,7 +35,7 @@ def merge_adapter(
 
     Args:
         model: the adapter's base, in any floating type; a plain model of type ``dtype`` afterwards.
-        folder: of an adapter in PEFT's format.
+        folder: folder of an adapter in PEFT's format.
         dtype: the type that the merged weights are rounded to.
         track: wraps the list of layers to iterate over, to show progress.
         whole: the model whose language model this is, if the adapter is named for that.
@@ -66,11 +66,11 @@ def _adapted_weight(layer: Any) -> nn.Parameter:
 
 
 def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | None = None) -> Any:
-    """Add a saved adapter to its base model, in place, as PEFT does; rows that were trained alone join their tables.
+    """Add a saved adapter to its base model, in place, as PEFT does; trained rows are written into their tables.
 
     Args:
         model: the adapter's base, its weights plain or packed.
-        folder: of an adapter in PEFT's format.
+        folder: folder of an adapter in PEFT's format.
         whole: the model whose language model this is, if the adapter is named for that.
 
     Returns:
@@ -87,8 +87,8 @@ def add_saved_adapter(model: PreTrainedModel, folder: Path, whole: WholeModel | 
     )  # which also says what is wrong with a damaged file
     if not_finite:
         raise UserError(
-            f"An adapter's weights must be finite; in {folder / WEIGHTS_FILE} these hold NaN or infinity: "
-            f"{some_of(not_finite)}. Take an earlier checkpoint of that run."
+            f"An adapter's weights must be finite, but {folder / WEIGHTS_FILE} has NaN or infinity in "
+            f"{some_of(not_finite)}. Use an earlier checkpoint of that run."
         )
     try:
         with without_pefts_warnings(), for_language_model(folder, whole) as read_from:
@@ -141,7 +141,7 @@ def _layers_beyond(model: nn.Module) -> list[str]:
 
 
 def _put_rows_in_tables(model: nn.Module) -> None:
-    """Write rows that were trained alone to their tables, which PEFT's own layers would copy for each forward."""
+    """Write trained rows into their tables, because PEFT's own layers would copy the table in each forward."""
     from peft.utils.other import TrainableTokensWrapper
 
     for name, module in list(model.named_modules()):

@@ -66,8 +66,8 @@ def target_modules(
             continue
         if whole is not None and (other := _first_named(target, whole.layers())) is not None:
             problems.append(
-                f"adapter.target_modules names layers of the language model, which alone is trained, and {target!r} "
-                f"is a layer of another part ({other}). Name layers of {type(model).__name__}. {way_out}"
+                f"adapter.target_modules names layers of the language model, the only part trained, but {target!r} is "
+                f"a layer of another part ({other}). Name layers of {type(model).__name__}. {way_out}"
             )
             continue
         problems.append(
@@ -86,7 +86,7 @@ def target_modules(
 
 
 def short_name(name: str) -> str:
-    """Return the last part of a module's name, and of one in a list the list's: a number alone names decoder layers."""
+    """Return the last part of a name, with a list's name before an index: an index alone selects decoder layers."""
     _, of_list, last = f"..{name}".rsplit(".", 2)
     return f"{of_list}.{last}" if last.isdigit() else last
 
@@ -121,8 +121,8 @@ def source_of(kind: type) -> str:
 def _names_of_bypassed_layers(model: PreTrainedModel) -> set[str]:
     """Return the names of layers whose weights are read without calling them: no adapter of theirs would be trained.
 
-    They are a Mamba mixer's, whose weights fused kernels read, and Gemma 3n's corrections, which it clamps. Mixers that
-    have the same decay ``A_log`` and call their layers (gated delta nets) are told apart by their source.
+    They are a Mamba mixer's, whose weights fused kernels read, and Gemma 3n's corrections, which it clamps. Mixers with
+    the same decay ``A_log`` that call their layers (gated delta nets) are recognised by their source.
     """
     is_clamped = getattr(model.config.get_text_config(), "altup_coef_clip", None) is not None
     clamped = {"correction_coefs"} if is_clamped else set()

@@ -23,8 +23,8 @@ from lowmem_ft.techniques.technique import Technique
 class Lora(Technique):
     """The adapters of a model, and their files in PEFT's format.
 
-    The model itself is what gets called, so that everything that works on its layers finds them where they were;
-    PEFT's wrapper serves the files alone, and any caller that wants it.
+    Training calls the model itself, so that its layers stay where other techniques expect them. PEFT's wrapper is used
+    only for the files, and by callers that want it.
 
     Attributes:
         model: the model with adapters.

@@ -45,12 +45,12 @@ class TrainedRows:
 
 
 def trained_rows_of(layer: nn.Module) -> TrainedRows | None:
-    """Return the rows of an embedding or head that alone are trained; None: it is frozen or trained whole."""
+    """Return the only rows of an embedding or head that are trained; None: it is frozen or trained whole."""
     return vars(layer).get(_ATTRIBUTE)
 
 
 def check_rows(model: Any, rows: range, saved_whole: list[nn.Module], *, of_several_parts: bool) -> None:
-    """Reject a model whose rows cannot be trained alone, or not as vanilla PEFT would load them.
+    """Reject a model in which rows cannot be trained separately, or whose rows vanilla PEFT could not load.
 
     Args:
         model: a causal LM from transformers.
@@ -65,7 +65,7 @@ def check_rows(model: Any, rows: range, saved_whole: list[nn.Module], *, of_seve
     problems = []
     if of_several_parts:
         problems.append(
-            "adapter.train_new_tokens=true needs a language model alone, got the one of a model of several parts. "
+            "adapter.train_new_tokens=true needs a text-only model, got one with several parts. "
             "Use tokens that its tokenizer has, and set it to false."
         )
     if not rows:
@@ -136,7 +136,7 @@ def trained_parameters(model: Any) -> set[nn.Parameter]:
 
 
 def peft_setting(model: Any) -> dict[str, list[int]]:
-    """Return ``trainable_token_indices`` of PEFT's config; of tied layers PEFT is told the embedding alone."""
+    """Return PEFT's ``trainable_token_indices``; for tied layers it names only the embedding."""
     trained = {name: trained_rows_of(layer) for name, layer in _ends(model).items()}
     named = {name: list(one.rows) for name, one in trained.items() if one is not None}
     return dict(list(named.items())[:1]) if is_tied(model) else named

@@ -46,7 +46,7 @@ def _needs_repeated_heads(
         key_heads: heads of keys and values.
         size: elements of a head.
         dtype: the type of queries and keys.
-        compute_capability: of the CUDA device.
+        compute_capability: the CUDA device's.
     """
 
     def kernel(key_heads: int) -> str:

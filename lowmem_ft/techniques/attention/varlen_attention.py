@@ -1,4 +1,4 @@
-"""Attention without a mask: documents of packed rows are told apart by their borders.
+"""Variable-length attention: packed documents are separated by their boundaries, without a mask.
 
 The kernel is torch's own flash attention, over documents end to end (``torch.nn.attention.varlen``), for which nothing
 has to be installed. A mask of tokens x tokens would keep sdpa from that kernel, and to build one, transformers makes a
@@ -91,7 +91,7 @@ def _document_borders(position_ids_BT: Tensor) -> tuple[Tensor, int]:
 
 
 class _Watch:
-    """Record of whether a forward's borders have reached attention."""
+    """Record of whether the document boundaries of a forward pass reached attention."""
 
     has_arrived = False
 
@@ -101,13 +101,13 @@ _watch = _Watch()
 
 @contextlib.contextmanager
 def borders_arrive(inputs: dict[str, Any]) -> Iterator[None]:
-    """Reject a model that does not pass its keyword arguments on: its documents would attend to each other.
+    """Reject a model that does not pass its keyword arguments on to attention: packed documents would see each other.
 
     Args:
         inputs: the inputs of its forward in the ``with`` block.
 
     Raises:
-        ModelError: if there were borders among them, and none reached attention.
+        ModelError: if the inputs have document boundaries, but none reached attention.
     """
     _watch.has_arrived = False
     yield

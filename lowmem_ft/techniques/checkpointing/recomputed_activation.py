@@ -33,7 +33,7 @@ _CHECKED_TOKENS = 8
 def enable_recomputed_activations(
     model: nn.Module | ModelParts, config: CheckpointingConfig, *, device: torch.device
 ) -> Technique:
-    """Make MLPs keep the outputs of their first linear layers alone, and compute what follows again in backward.
+    """Make MLPs save only the outputs of their first linear layers, and recompute the rest in backward.
 
     Frees: the input of an MLP's last linear layer (batch x tokens x intermediate), in each layer that is not
     checkpointed. The outputs of the linear layers before it are kept anyway, by activation functions whose backward
@@ -231,7 +231,7 @@ class _Recomputing:
 
     def _unknown(self, why: str) -> ModelError:
         return ModelError(
-            f"{_KEY}=recompute needs MLPs that compute with the outputs of their linear layers alone; of "
+            f"{_KEY}=recompute needs MLPs that compute only with the outputs of their linear layers; in "
             f"{type(self.mlp).__name__}, {why}. Set {_KEY}=keep."
         )
 

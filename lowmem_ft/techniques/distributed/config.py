@@ -42,7 +42,7 @@ class DistributedConfig:
         "sharded by rows among the processes (torch's fully_shard); zero2, zero3: DeepSpeed shards gradients and "
         "state, and in zero3 weights; null: as launched.",
         frees=(
-            "fsdp2, zero3: of N processes each holds 1/N of weights, gradients and state; zero2: also all weights"
+            "fsdp2, zero3: each of N processes holds 1/N of weights, gradients and state; zero2: also all weights"
         ),
         costs="each layer's weights cross the link before its forward and its backward, its gradients after",
         effects={

@@ -114,7 +114,7 @@ def enable_fsdp2(
     Each decoder layer is gathered by itself, and so are the embedding and the head, unless they share their weight; the
     rest (a norm) stays gathered from forward to backward. Gradients are summed in float32.
 
-    Frees: of N processes, each holds 1/N of weights, gradients and optimizer state, and one or two whole layers.
+    Frees: each of N processes holds 1/N of weights, gradients and optimizer state, and one or two whole layers.
     Costs: all weights cross the link before forward and, with ``reshard_after_forward``, before backward, and all
     gradients after it.
     Equals: one process with the same global batch, except for the order of sums, and for gradients of 16-bit weights,

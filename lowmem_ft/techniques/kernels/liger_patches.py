@@ -36,7 +36,7 @@ ARCHITECTURES = frozenset(
 )
 """Values of ``model_type`` whose gradients a test compares with transformers' own, for a whole model.
 
-Liger knows more of them. But a norm may write its gradient over that of its output only where nothing else reads it,
+Liger supports more. But a norm may write its gradient over that of its output only where nothing else reads it,
 which no trial of one module can see: an architecture is added once that test passes.
 """
 

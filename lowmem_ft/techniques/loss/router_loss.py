@@ -42,7 +42,7 @@ def weighted_router_loss(model: Any, outputs: Any) -> Tensor | None:
 
     Args:
         model: a causal LM, or a PEFT model around one.
-        outputs: of its forward.
+        outputs: the outputs of its forward.
 
     Raises:
         ModelError: if it is not known how the model weighs the loss.
@@ -64,7 +64,7 @@ def weighted_router_loss(model: Any, outputs: Any) -> Tensor | None:
 
 @contextlib.contextmanager
 def router_loss_off(model: nn.Module) -> Iterator[None]:
-    """Leave the routers' loss out within a block: an evaluation measures the language loss alone."""
+    """Disable the router loss within a block: an evaluation measures only the language loss."""
     with Handle() as off:
         if has_router_loss(model):
             config: Any = model.config
@@ -82,7 +82,7 @@ def padding_left_out(model: Any, lengths: Sequence[int] | None, shape_BT: torch.
         shape_BT: rows, and tokens of a row.
 
     Raises:
-        ModelError: if the model's routers' loss cannot be told what is padding.
+        ModelError: if the model does not pass a padding mask to its router loss.
     """
     if lengths is None or not has_router_loss(model) or min(lengths) == shape_BT[1]:
         yield

@@ -20,7 +20,7 @@ _METHODS = {StepEvent: "on_step", EvaluationEvent: "on_evaluate", SaveEvent: "on
 
 
 class Callbacks:
-    """All callbacks of a run, called in the main process alone, one after the other.
+    """All callbacks of a run, called only in the main process, one after the other.
 
     The first that returns a :class:`Stop`, or raises an exception, decides how the run ends. The loop tells the other
     processes of the :attr:`wish`, and ends the run at the end of its step. After an exception no callback is called any
@@ -28,7 +28,7 @@ class Callbacks:
 
     Args:
         callbacks: the objects.
-        ranks: of the run.
+        ranks: ranks of the run.
     """
 
     def __init__(self, callbacks: Iterable[object], ranks: Ranks) -> None:
@@ -77,8 +77,8 @@ def callbacks_of_run(
     Args:
         callbacks: the caller's.
         config: says whether a run stops early.
-        progress: of the run, which may resume where it was to stop.
-        ranks: of the run.
+        progress: progress of the run, which may resume where it was to stop.
+        ranks: ranks of the run.
     """
     if config.early_stopping_patience is None:
         return Callbacks(callbacks, ranks)

@@ -8,7 +8,7 @@ the tokenizer) that also holds the rest of the run: ``optimizer-*.safetensors``,
 last, ``checkpoint.json``: the progress, every number that is not a tensor, and the size and the CRC-32 of every file.
 There is no pickle.
 
-The main process alone writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Ranks that share
+Only the main process writes, into ``checkpoint-N.incomplete/``, which is flushed to disk and renamed. Ranks that share
 a model (``distributed.strategy=fsdp2``) write there together: each writes its own rows of the model's weights and the
 optimizer's state, in ``shard-RANK-of-RANKS-*.safetensors`` (``sharded_files.py``), and the main process writes the
 rest, once all are done. Under DeepSpeed the other ranks send their state to the main process, a parameter at a time
@@ -130,7 +130,7 @@ def explaining_write_errors(folder: Path, way_out: str = FREE_SPACE_AND_RESUME) 
 
     Args:
         folder: what is written.
-        way_out: what to do, in a sentence; of a run, by default.
+        way_out: what to do, in a sentence; by default, advice for a run.
 
     Raises:
         CheckpointError: if the disk is full or refuses the write.

@@ -23,7 +23,7 @@ class BestModel:
     Args:
         config: says what is compared, and whether the best model is the finished one.
         folder: the run's folder.
-        progress: of the run; this class changes ``best`` and ``evaluations_without_gain``.
+        progress: progress of the run; this class changes ``best`` and ``evaluations_without_gain``.
     """
 
     def __init__(self, config: TrainingConfig, folder: RunFolder, progress: Progress) -> None:

@@ -32,7 +32,7 @@ class Evaluated(NamedTuple):
 
     Attributes:
         result: the loss on held-out data; None: prompts alone were answered.
-        answers: the answers to the prompts, in the main process alone.
+        answers: the answers to the prompts, only in the main process.
     """
 
     result: EvaluationResult | None
@@ -48,7 +48,7 @@ class RunEvaluations:
         session: the model with its optimizer.
         runtime: the device and the processes.
         generations: the prompts that the model answers.
-        progress: of the run; this class changes ``evaluated_step``, and :class:`BestModel` its own fields.
+        progress: progress of the run; this class changes ``evaluated_step``, and :class:`BestModel` its own fields.
         best: compares the evaluations.
         metrics: where results are written.
         interrupted: whether this process has received a signal, which cuts an evaluation short.

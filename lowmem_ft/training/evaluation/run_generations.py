@@ -92,7 +92,7 @@ class RunGenerations:
             interrupted: called after each prompt.
 
         Returns:
-            The answers, in the main process alone, for :meth:`write`; none in a rehearsal. None: interrupted.
+            The answers, only in the main process, for :meth:`write`; none in a rehearsal. None: interrupted.
 
         Raises:
             NotRetried: if memory ran out where several processes share the weights, which wait for each other.

@@ -118,6 +118,6 @@ class Comparison:
         if self.source.ids == self.exported.ids:
             return f"{rounded}; the answer is the same"
         return (
-            f"{rounded}. A greedy answer changes at its first close choice, which says little of its worth; losses "
-            f"tell: {to_measure}"
+            f"{rounded}. A greedy answer changes at its first close choice, which says little about its quality. "
+            f"Compare losses: {to_measure}"
         )

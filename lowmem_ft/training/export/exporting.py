@@ -88,7 +88,7 @@ def export_quantized(
     model, tokenizer = load_merged(source.model, source.adapter, dtype=dtype, track=track)
     if (parts := other_parts(model)) is not None:
         raise ModelError(
-            f"--quantized takes a language model alone, and {source.model.name_or_path} is of several parts "
+            f"--quantized needs a text-only model, but {source.model.name_or_path} has several parts "
             f"({parts.fields.get('model_type')}). Export it with --merged or --gguf."
         )
     answer, weights_dtype = greedy_answer(model, tokenizer), model.dtype
@@ -205,8 +205,8 @@ def _answer_of_gguf(file: Path, dtype: torch.dtype, source: Answer) -> Answer | 
     if answer.prompt_ids == source.prompt_ids:
         return answer
     logger.warning(
-        "transformers reads the prompt's tokens from the GGUF file as %s, and from the source as %s, with which the "
-        "answers are compared. Compare them with llama.cpp's own (llama-tokenize).",
+        "The tokenizer of the GGUF file encodes the prompt as %s, that of the source as %s. The answers are compared "
+        "with the source's tokens. Check them with llama.cpp's own tokenizer (llama-tokenize).",
         answer.prompt_ids,
         source.prompt_ids,
     )
@@ -216,7 +216,7 @@ def _answer_of_gguf(file: Path, dtype: torch.dtype, source: Answer) -> Answer | 
 def _refuse_another_model(comparison: Comparison, folder: Path) -> None:
     if not comparison.relative_error < 1:
         raise CheckpointError(
-            f"What was exported is not the source's model: the logits after the prompt differ by "
+            f"The exported model is not the source's model: the logits after the prompt differ by "
             f"{comparison.relative_error:.0%} of their standard deviation ({folder.name} is removed). Compare the "
             "versions of transformers, bitsandbytes or llama.cpp with a newer one."
         )

@@ -87,6 +87,6 @@ def convert_to_gguf(converter: Path, folder: Path, target: Path, gguf_type: str)
         raise MissingPackageError("llama.cpp's converter", missing[1], "export")
     last = next((line for line in reversed(ended.stdout.splitlines()) if line.strip()), "it said nothing")
     raise ModelError(
-        f"llama.cpp's converter in {converter.parent} has failed (exit code {ended.returncode}): {last.strip()} Take a "
-        "newer llama.cpp, or a model that it knows."
+        f"llama.cpp's converter in {converter.parent} failed (exit code {ended.returncode}): {last.strip()} Use a "
+        "newer llama.cpp, or a model that it supports."
     )

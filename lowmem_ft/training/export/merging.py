@@ -81,7 +81,7 @@ def load_merged(
     """Load a model to host memory, unpacked if its files hold it in MXFP4 or FP8, with an adapter merged into it.
 
     Args:
-        config: of the model, from ``check_plain_model`` or ``base_of_adapter``.
+        config: the model's, from ``check_plain_model`` or ``base_of_adapter``.
         adapter: the adapter's folder; None: the model is taken as it is.
         dtype: type of the weights; ``auto``: the model's own.
         track: wraps the list of layers, to show progress while they are merged.

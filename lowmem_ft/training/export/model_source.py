@@ -1,6 +1,6 @@
 """The model that a name on the command line means: a model, an adapter with its base, or what a run has trained.
 
-This module imports no torch, so that a command can tell of a wrong name before the imports that take seconds.
+This module does not import torch, so that a command can reject a wrong name before imports that take seconds.
 """
 
 from __future__ import annotations

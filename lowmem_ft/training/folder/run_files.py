@@ -24,7 +24,7 @@ from lowmem_ft.training.step.session import Session
 
 
 class RunFiles:
-    """Files that the main process writes alone; where processes hold parts, the saving is overridden.
+    """Files that only the main process writes; runtimes whose processes hold parts override the saving.
 
     Args:
         ranks: the processes of the run.
@@ -37,7 +37,7 @@ class RunFiles:
     def save_trained(self, session: Session, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
         """Write the trained weights or adapters, and the tokenizer, so that vanilla libraries load them.
 
-        Every process calls it; a process that alone holds everything writes alone.
+        Every process calls it; if one process holds everything, only that process writes.
 
         Raises:
             CheckpointError: if the folder, read back, does not hold the weights.
@@ -52,7 +52,7 @@ class RunFiles:
     def save_from_checkpoint(
         self, session: Session, tokenizer: PreTrainedTokenizerBase, checkpoint: Path, folder: Path
     ) -> None:
-        """Write what :meth:`save_trained` would have written at a checkpoint's step; the main process calls this alone.
+        """Write what :meth:`save_trained` would have written at a checkpoint's step; only the main process calls this.
 
         Files are copied: loading them into streamed, offloaded or sharded weights would take a loader for each, and
         memory.

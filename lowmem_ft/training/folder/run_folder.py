@@ -265,7 +265,7 @@ def _refuse_to_replace(path: Path, recipe: Recipe, resume_from: Path | None) -> 
 
 
 def _ways_on(path: Path, recipe: Recipe, checkpoint: Path | None) -> str:
-    """Return the ways out for a folder that holds a run: only those that would not be refused in turn."""
+    """Return suggestions for an output folder that already holds a run; suggestions that would fail are left out."""
     ways = ["choose another folder"]
     if checkpoint is not None and _can_go_on(recipe, checkpoint):
         ways.append(f"resume from {checkpoint.name} with training.resume_from_checkpoint=auto")

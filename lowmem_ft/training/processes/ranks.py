@@ -63,7 +63,7 @@ class Ranks:
         return value
 
     def max(self, value: int) -> int:
-        """Return the largest of the processes' values; of flags, whether any is set."""
+        """Return the maximum over all processes; for flags, whether any is set."""
         return value
 
     def gather(self, value: list[Any]) -> list[Any]:

@@ -138,9 +138,9 @@ class RunMemory:
             )
 
     def _keep_speed(self) -> None:
-        """Keep what a step took on a processor, in the user's cache folder, for estimates on this machine.
+        """Store a CPU step's measured time in the user's cache folder, for estimates on this machine.
 
-        Steps of fewer than half as many tokens as the estimated one tell little of it, and are not kept.
+        A step with fewer than half of the estimated step's tokens says too little about it and is not stored.
         """
         estimate = self.estimate
         work = None if estimate is None or estimate.processes is not None else estimate.cpu_work

@@ -63,7 +63,7 @@ class AccelerateRanks(Ranks):
 
     @contextlib.contextmanager
     def reading_weights(self, config: ModelConfig, host: HostMemory | None) -> Iterator[torch.device]:
-        """Yield the device; of a sharded model, weights are read on the host, of which each process keeps its rows."""
+        """Yield the device, or for a sharded model the host: each process then keeps only its rows."""
         if host is not None or not self._holds_part:
             with super().reading_weights(config, host) as device:
                 yield device

@@ -1,6 +1,6 @@
 """The techniques of a recipe: the one ordered list of what is enabled around a model and its optimizer.
 
-The order matters and is defined here alone, in four phases: :data:`ADAPTERS`, :data:`FORWARD`, :data:`STATE` and
+The order matters and is defined only here, in four phases: :data:`ADAPTERS`, :data:`FORWARD`, :data:`STATE` and
 :data:`STEP`. What changes the model's forward comes before the optimizer sees its parameters, from the inside out: MLP
 tiles are inside a checkpointed layer, which is inside the loop over micro-batches, which is inside the visit of
 streamed weights.
@@ -111,7 +111,7 @@ class Build:
 
     @property
     def sums_gradients(self) -> bool:
-        """True if gradients are summed: of several micro-batches, or by FSDP2, which sums those of one, too."""
+        """True if gradients are summed: over several micro-batches, or by FSDP2, which sums even a single one."""
         return self.sums or self.find(FullySharded) is not None
 
     def enable(self, specs: Iterable[Spec], techniques: Techniques) -> None:

@@ -51,7 +51,7 @@ def generate_greedily(
         prompt_BT: the prompt, one row, on the device.
         max_new_tokens: the most tokens of the answer.
         end_ids: the tokens that end it, see :func:`end_tokens`.
-        after_forward: called after each forward pass: of the prompt, then of one token each.
+        after_forward: called after each forward pass: first the prompt's, then one per token.
 
     Returns:
         The tokens of the prompt and of the answer, the one that ends it included.

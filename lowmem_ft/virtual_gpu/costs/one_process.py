@@ -1,4 +1,4 @@
-"""One rank without the others, and one process alone: what it sends goes nowhere, and nothing waits for it."""
+"""Process groups of a traced process: one rank with simulated peers, or groups of one; collectives cost no time."""
 
 from __future__ import annotations
 

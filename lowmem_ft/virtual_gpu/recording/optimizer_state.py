@@ -53,8 +53,8 @@ def check_state(optimizer: Optimizer, booked_bytes: Callable[[Tensor], int | Non
     )
     if missed:
         raise LostMemoryError(
-            f"{name} keeps {missed:,} bytes of state that the trace has not seen being made, so its numbers would be "
-            f"too low. {_REPORT}"
+            f"{name} holds {missed:,} bytes of state whose allocation the trace did not record, so the estimate would "
+            f"be too low. {_REPORT}"
         )
     if not parts and _always_keeps_state(optimizer) and any(_with_gradients(optimizer)):
         raise LostMemoryError(

@@ -157,7 +157,7 @@ class Recorder(TorchDispatchMode):
             self._births.pop(index, None)
 
     def mark_shared(self, tensor: Tensor, category: Category) -> None:
-        """Mark a tensor's storage as used in turn: it is no single module's, whichever parameters it holds."""
+        """Mark a tensor's storage as shared: it belongs to no single module, whichever parameters it holds."""
         self.mark(tensor, category, "")
         if (index := self.index_of(tensor)) is not None:
             self._tenants.share(index)

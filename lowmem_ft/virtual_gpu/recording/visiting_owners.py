@@ -1,6 +1,7 @@
-"""Owners of weights and state that visit memory which several modules use in turn.
+"""The modules that own the current contents of shared buffers, such as the slots of streamed weights.
 
-A layer's turn is told by the modules of its allocations: without this a model is traced whole, slowly, not wrongly.
+Extrapolation recognises a layer by the modules of its allocations. Without these owners it would not recognise layers
+that share buffers, and the whole model would be traced: slower, with the same result.
 """
 
 from __future__ import annotations
@@ -9,9 +10,9 @@ from lowmem_ft.foundation.memory.timeline import Allocation
 
 
 class Tenants:
-    """Modules by the index of an allocation: the module of the data that was copied into it last.
+    """For each shared allocation, the module whose data was copied into it last.
 
-    What a step makes from that data belongs to that module, as if it had been made from the module's own.
+    Results that a step computes from that data are attributed to that module.
     """
 
     def __init__(self) -> None:
@@ -19,11 +20,11 @@ class Tenants:
         self._shared: set[int] = set()
 
     def share(self, index: int) -> None:
-        """Mark memory as used in turn: it is no single module's, whichever parameters it holds."""
+        """Mark memory as shared: it belongs to no single module, whichever parameters it holds."""
         self._shared.add(index)
 
     def is_shared(self, index: int) -> bool:
-        """Return whether several modules use the memory in turn."""
+        """Return whether several modules share the memory."""
         return index in self._shared
 
     def of(self, index: int) -> str:

@@ -182,11 +182,11 @@ def mamba_inner_fn(
 
     Args:
         xz: inputs and gates, B x 2 D x T.
-        conv1d_weight: of the short convolution over inputs, D x 1 x W.
+        conv1d_weight: weight of the short convolution over inputs, D x 1 x W.
         conv1d_bias: likewise.
-        x_proj_weight: of time steps and both matrices, (R + 2 N) x D.
-        delta_proj_weight: of time steps, D x R.
-        out_proj_weight: of the last projection.
+        x_proj_weight: projection to time steps and both matrices, (R + 2 N) x D.
+        delta_proj_weight: projection of time steps, D x R.
+        out_proj_weight: weight of the last projection.
         out_proj_bias: likewise.
         A: decays, D x N.
         B: none: it comes from the input.
@@ -194,9 +194,9 @@ def mamba_inner_fn(
         D: weights of the inputs in the outputs.
         delta_bias: added to time steps.
         delta_softplus: changes no bytes.
-        b_rms_weight: of a norm of the input matrices.
-        c_rms_weight: of a norm of the output matrices.
-        dt_rms_weight: of a norm of the time steps.
+        b_rms_weight: weight of a norm of the input matrices.
+        c_rms_weight: weight of a norm of the output matrices.
+        dt_rms_weight: weight of a norm of the time steps.
         b_c_dt_rms_eps: changes no bytes.
 
     Returns:

@@ -514,7 +514,7 @@ def mamba_split_conv1d_scan_combined(
 
     Args:
         zxbcdt: gates, inputs, matrices and time steps, B x T x (2 * H * P + 2 * G * N + H).
-        conv1d_weight: of the short convolution over inputs and matrices.
+        conv1d_weight: weight of the short convolution over inputs and matrices.
         conv1d_bias: likewise.
         dt_bias: H.
         A: H.
@@ -524,10 +524,10 @@ def mamba_split_conv1d_scan_combined(
         seq_idx: number of the document of each token, B x T.
         dt_limit: changes no bytes.
         return_final_states: whether to return the last states, too.
-        activation: of the convolution.
-        rmsnorm_weight: of a norm after the scan, H * P; None: gates without a norm.
+        activation: the convolution's.
+        rmsnorm_weight: weight of a norm after the scan, H * P; None: gates without a norm.
         rmsnorm_eps: changes no bytes.
-        outproj_weight: of the projection after that; None: no projection.
+        outproj_weight: weight of the projection after that; None: no projection.
         outproj_bias: likewise.
         headdim: P, if ``D`` does not tell it.
         ngroups: G.

@@ -39,7 +39,7 @@ class ProcessRoom:
         """Return what the allocator holds; None if it runs out of memory.
 
         Args:
-            factor: of the bytes that the program needs: a hundredth more is the same as a hundredth less room.
+            factor: scale of the bytes that the program needs: 1% more needs is the same as 1% less room.
             further_bytes: bytes outside the allocator in addition to those expected.
         """
         capacity = int((self.available_bytes - self.outside_bytes - further_bytes) / factor)

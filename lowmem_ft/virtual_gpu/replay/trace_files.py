@@ -69,10 +69,10 @@ def arrays_of(trace: Trace, repetition: Repetition | None, **notes: Any) -> dict
 
 
 def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
-    """Return the arguments that :func:`arrays_of` made the arrays from.
+    """Rebuild the arguments of the :func:`arrays_of` call that returned ``arrays``.
 
     Raises:
-        KeyError, TypeError, ValueError, IndexError: if :func:`arrays_of` has not made the arrays.
+        KeyError, TypeError, ValueError, IndexError: if the arrays are not from :func:`arrays_of`.
     """
     header = json.loads(arrays[_HEADER].tobytes())
     words = [dict(zip(_ALLOCATION_WORDS, each, strict=True)) for each in header["allocation_words"]]

@@ -62,14 +62,14 @@ def _launch_compiled(
 def _launch_interpreted(
     run: Callable[..., Any], kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
 ) -> Any:
-    """Launch where Triton was told to interpret kernels, which it does with tensors of the host."""
+    """Launch under ``TRITON_INTERPRET``: record launches on virtual tensors, interpret those on the host."""
     if any(is_virtual(tensor.device) for tensor in tensors_of((*args, *kwargs.values()))):
         return _launch_compiled(run, kernel, *args, grid=grid, warmup=warmup, **kwargs)
     return run(kernel, *args, grid=grid, warmup=warmup, **kwargs)
 
 
 class _Tuning:
-    """Choices of autotuners in a block: those of a real GPU are kept for it, and the block's are not."""
+    """Autotuner caches for a block: hides the choices made for a real GPU, and discards those made in the block."""
 
     def __init__(self) -> None:
         self._chosen: dict[Any, dict[Any, Any]] = {}

@@ -54,7 +54,7 @@ class _OneWorker:
         self._reset(loader)
 
     def _reset(self, loader: DataLoader[Any]) -> None:
-        """Begin an epoch; workers that persist are told so by torch."""
+        """Begin an epoch; torch notifies persistent workers of it."""
         with self._at_work():
             self._batches = self._make(self._loader)
         fetcher = existing(self._batches, "_dataset_fetcher")

@@ -206,7 +206,7 @@ def test_code_that_a_model_brings_is_never_run(folders, capsys):
         (
             [9, 2, 3],
             0.1,
-            r"rounded: 10\.\d\d%, where 0% is equal and 100% is refused\. .* losses tell: `measure`$",
+            r"rounded: 10\.\d\d%, where 0% is equal and 100% is refused\. .* Compare losses: `measure`$",
         ),
     ],
 )

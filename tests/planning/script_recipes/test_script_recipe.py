@@ -178,7 +178,7 @@ def test_ligers_operators_are_the_recipes_and_its_loss_is_said(tmp_path, caplog)
     with caplog.at_level(logging.WARNING, "lowmem_ft"):
         recipe = hf.recipe_from(arguments(tmp_path, use_liger_kernel=True), tiny_llama(), max_length=8)
     assert recipe.model.kernels == "auto"
-    assert "use_liger_kernel=True replaces the loss too" in caplog.text
+    assert "use_liger_kernel=True also replaces the loss" in caplog.text
 
 
 @pytest.mark.parametrize(

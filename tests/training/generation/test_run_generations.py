@@ -177,7 +177,7 @@ def test_prompts_of_a_file_need_no_held_out_rows(tiny, tmp_path):
     [
         ('{"question": "Who?"}\n', "needs a column of prompts"),
         ('{"prompt": " "}\n', "Example 0 of .*: a prompt is text, got an empty one"),
-        ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "the assistant's alone"),
+        ('{"messages": [{"role": "assistant", "content": "Hi"}]}\n', "only assistant turns"),
         (json.dumps({"prompt": "long " * 200}), "less than data.max_length=128 tokens"),
     ],
 )
@@ -198,7 +198,7 @@ def test_more_answers_than_held_out_rows_are_refused(tiny):
 def test_settings_that_answer_nothing_are_refused(tiny):
     with pytest.raises(RecipeError, match=r"training\.eval_generations needs held-out data"):
         tiny("data.eval_size=null", "training.eval_steps=null", *ANSWERING)
-    with pytest.raises(RecipeError, match=r"training\.max_new_tokens=9 is the length of answers"):
+    with pytest.raises(RecipeError, match=r"training\.max_new_tokens=9 limits answers"):
         tiny("training.max_new_tokens=9")
     with pytest.raises(RecipeError, match=r"distributed\.strategy=zero3.*fsdp2 or ddp"):
         tiny("distributed.strategy=zero3", "training.eval_generations=2")

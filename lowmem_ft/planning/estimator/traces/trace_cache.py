@@ -137,7 +137,7 @@ class KeptTraces:
         return any(proof.layers == layers for proof in self._proofs.get(key.architecture, {}).values())
 
     def keep(self, key: TraceKey, short: ShortTrace) -> None:
-        """Keep a trace; in memory alone where the folder is not writable."""
+        """Store a trace; only in memory if the folder is not writable."""
         self._remember(key, short)
         file = self._file_of(key)
         if file is None:

@@ -100,7 +100,7 @@ class _MostLayers(MostThatFits[Need]):
         )
 
     def _expected_end(self, known: tuple[int, float] | None) -> float:
-        """Return where memory should end, by what is expected of each layer and what is known of one number."""
+        """Predict how many layers fit, from the expected bytes of each layer and one estimate if there is one."""
         none, each = self._expected
         number, room = known or (0, self._limits.device_bytes - none)
         if each <= 0:

@@ -19,7 +19,7 @@ def cpu_work(trace: Trace, *, tokens: int, micro_batches: int | None) -> StepWor
         micro_batches: micro-batches of a step, of which the trace may have fewer; None: as traced.
 
     Returns:
-        The work; None if the trace has no step, or the step no tokens or no products.
+        The work; None if the trace has no step, or if the step has no tokens or no matrix products.
     """
     if not trace.step_ends or not tokens:
         return None

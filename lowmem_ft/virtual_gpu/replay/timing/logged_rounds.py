@@ -47,8 +47,8 @@ class Instruction(NamedTuple):
         step: what it does, such as ``RECORD``.
         entry: the index of its entry in the log, the first if it has several.
         stream: the number of its stream in the program.
-        other: of ``RECORD``, ``WAIT`` and ``SYNCHRONIZE``, the number of the event (-1: all streams); of a copy, 1 if
-            the host waits for it; of ``KERNELS``, the number of the run; of ``ROUND``, that of the round.
+        other: for ``RECORD``, ``WAIT`` and ``SYNCHRONIZE``, the number of the event (-1: all streams); for a copy, 1 if
+            the host waits for it; for ``KERNELS``, the number of the run; for ``ROUND``, that of the round.
     """
 
     step: int
