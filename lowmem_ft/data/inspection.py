@@ -27,7 +27,7 @@ from lowmem_ft.data.repeated_rows import RepeatedRows
 from lowmem_ft.data.row import IGNORED_LABEL, TokenizedExample
 from lowmem_ft.data.text.marked_pieces import Piece, marked_pieces
 from lowmem_ft.data.tokenized_parts import SHOWS_ROW
-from lowmem_ft.foundation.system.heard_logs import log_heard
+from lowmem_ft.foundation.system.log_capture import log_heard
 
 STREAMED_EXAMPLES = 1000
 """Examples of a stream that are looked at."""

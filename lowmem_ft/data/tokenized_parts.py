@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.epoch_rows import TokenizedStream
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.files.full_cache import full_cache
+from lowmem_ft.data.files.cache_errors import full_cache
 from lowmem_ft.data.files.reading import READING_ERRORS, Source, no_example, reading_error
 from lowmem_ft.data.row import TokenizedExample
 from lowmem_ft.data.sources.splits import Part

@@ -6,7 +6,10 @@ holds a second copy of the weights: the peak is the weights plus the largest ten
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +26,6 @@ from lowmem_ft.models.files.checkpoint_files import causal_lm_class, generation_
 from lowmem_ft.models.files.sources import BY_WHAT_IS_WRITTEN, DAMAGED_GGUF, source_of
 from lowmem_ft.models.files.stored_quantization import FORMATS, refuse_other_types
 from lowmem_ft.models.hf_config import compute_dtype, named_dtype, weights_dtype
-from lowmem_ft.models.load_report import report_held
 from lowmem_ft.models.loading_errors import explained, refuse_layers_beyond, refuse_missing_weights
 from lowmem_ft.models.new_tokens import resize_embeddings, set_new_rows
 from lowmem_ft.models.other_parts import language_weights, set_other_parts
@@ -108,7 +110,7 @@ def _loaded(
         options["quantization_config"] = bits
     elif config.quantization == "dequantize":
         options["quantization_config"] = unpacking_config(hf_config)
-    with report_held() as held:
+    with _report_held() as held:
         try:
             read = _from_gguf if "gguf_file" in source else _from_safetensors
             with experts_packed() if bits is not None else stored_weights_trainable():
@@ -215,3 +217,42 @@ def _dequantize_gguf() -> Any:
     """Return the config for plain weights of a GGUF file; a transformers without such a config always unpacks."""
     config_class = getattr(transformers, "GgufConfig", None)
     return config_class(dequantize=True) if config_class else None
+
+
+_REPORT, _ROW = "LOAD REPORT", re.compile(r"^(\S+)\s*\|[^|\n]*CONVERSION", re.MULTILINE)
+
+
+class _HeldReport(logging.Filter):
+    """Holds back ``from_pretrained``'s report of missing weights until it is known whether an error says the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: list[logging.LogRecord] = []
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether a record is something else."""
+        is_other = _REPORT not in record.getMessage()
+        if not is_other:
+            self._records.append(record)
+        return is_other
+
+    def log(self) -> None:
+        """Log what was held."""
+        for record in self._records:
+            logging.getLogger(record.name).handle(record)
+
+    @property
+    def unconverted(self) -> list[str]:
+        """The weights that could not be put together from the files' own."""
+        return [name for record in self._records for name in _ROW.findall(record.getMessage())]
+
+
+@contextlib.contextmanager
+def _report_held() -> Iterator[_HeldReport]:
+    """Keep transformers from logging its report within a block."""
+    logger, report = logging.getLogger("transformers.modeling_utils"), _HeldReport()
+    logger.addFilter(report)
+    try:
+        yield report
+    finally:
+        logger.removeFilter(report)

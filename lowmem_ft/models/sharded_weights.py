@@ -1,4 +1,4 @@
-"""Loading a model of which each process keeps its own rows, so that no process holds the whole.
+"""Sharded loading: each process keeps its own rows of every weight, so that no process holds the whole model.
 
 What looks at values comes after the rows have been put together (``Ranks.shard``): until then weights are hollow.
 """

@@ -12,12 +12,12 @@ from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
 from lowmem_ft.foundation.memory.comparison import Peaks, Row, compared
 from lowmem_ft.foundation.units import format_bytes
+from lowmem_ft.monitoring.profiling.step_profile import Section, StepProfile
 from lowmem_ft.recipe import recipe_to_yaml
 from lowmem_ft.recipe.checks.path_checks import MODEL_FOLDER
 from lowmem_ft.reports.estimate_table import format_dollars
 from lowmem_ft.reports.estimate_words import duration
 from lowmem_ft.reports.next_steps import next_steps
-from lowmem_ft.reports.profile_table import profile_report
 from lowmem_ft.reports.run_record import RunRecord
 from lowmem_ft.reports.text.document import Document, Pairs, Table
 
@@ -30,7 +30,7 @@ def run_report(runs: Sequence[RunRecord]) -> Document:
     Args:
         runs: at least one run.
     """
-    profiles = (profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
+    profiles = (_profile_report(run.profile, run.path.name) for run in runs if run.profile is not None)
     ending = next_steps(runs[0]) if len(runs) == 1 else None
     return Document(_side_by_side(runs), *map(_answers, runs), *notes(runs), *profiles, ending)
 
@@ -173,3 +173,24 @@ def notes(runs: Sequence[RunRecord]) -> Iterator[str]:
 
 def _names(runs: Iterable[RunRecord]) -> str:
     return ", ".join(run.path.name for run in runs)
+
+
+def _profile_report(profile: StepProfile, run: str) -> Document:
+    """Return a run's profile as a document.
+
+    Args:
+        profile: the profile.
+        run: name of the run.
+    """
+    advice = Pairs([(f"{number}.", text) for number, text in enumerate(profile.advice, start=1)])
+    return Document(
+        *(Document(_table(section), title=section.title, gap=0) for section in profile.sections()),
+        Document(advice, title="What to change first", gap=0) if advice else None,
+        title=f"{run}: {profile.title}",
+    )
+
+
+def _table(section: Section) -> Table:
+    """Return a table whose first column, of words, wraps where it has no room."""
+    words = section.headings[0]
+    return Table(section.headings, section.rows, left=(words,), wraps=(words, 24))

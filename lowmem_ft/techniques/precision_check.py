@@ -1,4 +1,4 @@
-"""Check of a run's types on its device."""
+"""Precision checks: whether a device supports a run's weight types and its mixed precision."""
 
 from __future__ import annotations
 

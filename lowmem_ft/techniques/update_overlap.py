@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.optimizer_in_backward import InBackward
 from lowmem_ft.techniques.technique import Technique

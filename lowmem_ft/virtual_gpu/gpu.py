@@ -7,9 +7,11 @@ import dataclasses
 import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 
 from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
@@ -20,12 +22,15 @@ from lowmem_ft.foundation.memory.race import Race, race_error
 from lowmem_ft.foundation.memory.snapshot import memory_snapshot
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE, activated
 from lowmem_ft.virtual_gpu.calls.active import active_gpu_or_none
-from lowmem_ft.virtual_gpu.checks.cuda_checks import CudaChecks
+from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
+from lowmem_ft.virtual_gpu.checks.device_mismatches import check_devices, check_generator
+from lowmem_ft.virtual_gpu.checks.dtype_checks import Capability, check_dtypes
 from lowmem_ft.virtual_gpu.costs.one_process import process_groups_of_one
 from lowmem_ft.virtual_gpu.costs.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.cuda.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
 from lowmem_ft.virtual_gpu.device.streams import number_anew
+from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recurrent.package_functions import package_functions_as_installed
 from lowmem_ft.virtual_gpu.replay.memory_counters import MemoryCounters
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
@@ -75,7 +80,7 @@ class VirtualGPU(TracingMachine):
         register_virtual_device()
         super().__init__(
             torch.device(DEVICE_TYPE, 0),
-            check=CudaChecks(DEVICE_TYPE, self.spec.compute_capability),
+            check=_CudaChecks(DEVICE_TYPE, self.spec.compute_capability),
             workspace_rule=functools.partial(workspace_bytes, gpu=self.spec),
             workspaces=functools.partial(persistent_workspaces, gpu=self.spec),
             check_streams=check_streams,
@@ -166,3 +171,34 @@ def _call_it_cuda(error: BaseException | None) -> None:
     """
     if type(error) is RuntimeError and error.args and isinstance(error.args[0], str):
         error.args = (error.args[0].replace(DEVICE_TYPE, "cuda"), *error.args[1:])
+
+
+@dataclass(frozen=True)
+class _CudaChecks:
+    """Refuses calls that CUDA refuses because of their tensors' devices and types, or because of the GPU.
+
+    A call that passes once passes whenever it is repeated with equal arguments.
+
+    Args:
+        device_type: type of the virtual device.
+        compute_capability: that of the GPU.
+    """
+
+    device_type: str
+    compute_capability: Capability
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raise as CUDA would.
+
+        Raises:
+            RuntimeError: in CUDA's words.
+        """
+        generator = kwargs.get("generator")
+        if generator is not None:
+            check_generator(generator, args, kwargs)
+        devices = {tensor.device.type for tensor in tensors_in((args, kwargs))} - {"meta"}
+        if self.device_type in devices and isinstance(func, OpOverload):
+            if len(devices) > 1 and func.namespace == "aten":
+                check_devices(func, args, kwargs)
+            check_dtypes(func, args, kwargs, self.compute_capability)
+            check_index_writes(func, args, kwargs)

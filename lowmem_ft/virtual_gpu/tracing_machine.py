@@ -19,7 +19,7 @@ from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.repetition import abridged_for
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.foundation.system.interrupts import defer_signals
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
 from lowmem_ft.foundation.upstream.tested import warn_if_untested

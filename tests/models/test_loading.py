@@ -215,7 +215,7 @@ def test_a_weight_of_a_gguf_file_that_is_not_finite_is_named(folder, tmp_path):
     weight.data[0, 0] = float("nan")
     path = tmp_path / "tiny.gguf"
     _write_gguf(gguf, model, path)
-    with pytest.raises(ModelError, match=r"tiny\.gguf.*NaN.*: model\.layers\.1\.mlp\.up_proj\.weight\."):
+    with pytest.raises(ModelError, match=r"tiny\.gguf.*NaN.* in model\.layers\.1\.mlp\.up_proj\.weight\."):
         load(ModelConfig(name_or_path=str(path)))
 
 

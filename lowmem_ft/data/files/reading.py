@@ -23,6 +23,7 @@ import pyarrow
 from datasets.exceptions import DataFilesNotFoundError, DatasetNotFoundError, DatasetsError
 
 from lowmem_ft.data.config import SampleBy
+from lowmem_ft.data.files.cache_errors import full_cache
 from lowmem_ft.data.files.files import (
     count_of_suffixes,
     csv_header,
@@ -34,7 +35,6 @@ from lowmem_ft.data.files.files import (
     reader_of,
     wrong_beginning,
 )
-from lowmem_ft.data.files.full_cache import full_cache
 from lowmem_ft.data.files.hub_datasets import not_to_be_had
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.hub_connection import hub_is_reachable

@@ -1,9 +1,12 @@
-"""Conversations rendered as text by the tokenizer's chat template, and tokenizers prepared for training."""
+"""Conversations rendered by the tokenizer's chat template, with a limit on its output; tokenizers for training."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -12,8 +15,8 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lowmem_ft.data.files.files import read_chat_template
-from lowmem_ft.data.text.bounded_templates import bounded_templates
 from lowmem_ft.foundation.errors import DataError
+from lowmem_ft.foundation.upstream.patches import replace, wrap
 
 logger = logging.getLogger(__name__)
 
@@ -125,7 +128,7 @@ class Renderer:
         # apply_chat_template calls this too, but returns the marks only as a token mask; we need characters.
         try:
             special_tokens: dict[str, Any] = self.tokenizer.special_tokens_map
-            with bounded_templates():
+            with _bounded_templates():
                 texts, ranges = render_jinja_template(
                     conversations=[[_with_names_of_reasoning(message) for message in messages]],
                     tools=[*self.tools] or None,
@@ -159,3 +162,46 @@ def _with_names_of_reasoning(message: Message) -> Message:
 def has_generation_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
     """Return whether the chat template marks the assistant's text with ``{% generation %}``."""
     return re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.get_chat_template()) is not None
+
+
+MOST_CHARS = 2**27
+"""Characters of one conversation: more than a hundred novels, and less than 1 GiB as Python keeps them."""
+
+CHARS_OF_PIECE = 8
+"""Characters that each piece of the text counts for in addition: a loop may write empty ones without an end."""
+
+_patching = threading.RLock()
+"""Held while a template is rendered: the limit is a patch of jinja's classes."""
+
+
+@contextlib.contextmanager
+def _bounded_templates() -> Iterator[None]:
+    """Raise a ``TemplateError`` once a template has written more than :data:`MOST_CHARS` characters.
+
+    A whole template and its parts that are kept in a variable, macros and ``{% generation %}`` blocks count each for
+    themselves. Strings that one expression multiplies are not looked at.
+    """
+    with _patching, contextlib.ExitStack() as undo:
+        replace(undo, jinja2.Environment, "concat", staticmethod(_joined))
+        wrap(undo, jinja2.Template, "generate", _generated)
+        yield
+
+
+def _joined(pieces: Iterable[str]) -> str:
+    return "".join(_bounded(pieces))
+
+
+def _generated(generate: Callable[..., Iterator[str]], *args: Any, **kwargs: Any) -> Iterator[str]:
+    return _bounded(generate(*args, **kwargs))
+
+
+def _bounded(pieces: Iterable[str]) -> Iterator[str]:
+    length = 0
+    for piece in pieces:
+        length += len(piece) + CHARS_OF_PIECE
+        if length > MOST_CHARS:
+            raise jinja2.TemplateError(
+                f"it has written more than {MOST_CHARS:,} characters, as a loop without an end would"
+            )
+        if piece:
+            yield piece

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.text.chat_templates import Message, Renderer, has_generation_marks
 from lowmem_ft.data.text.examples import Chat, Completion, Document, Example
-from lowmem_ft.data.text.tools import names_of, with_arguments_as_text, with_unique_names, writes_python
+from lowmem_ft.data.text.tool_calls import names_of, with_arguments_as_text, with_unique_names, writes_python
 from lowmem_ft.foundation.errors import DataError
 
 

@@ -7,7 +7,7 @@ import math
 from typing import TYPE_CHECKING, Any, cast
 
 from lowmem_ft.data.text.examples import Row
-from lowmem_ft.data.text.tools import read_calls, shortened
+from lowmem_ft.data.text.tool_calls import read_calls, shortened
 from lowmem_ft.foundation.errors import DataError, did_you_mean
 
 if TYPE_CHECKING:

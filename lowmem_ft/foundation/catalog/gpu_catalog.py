@@ -17,7 +17,6 @@ from typing import Any
 
 from lowmem_ft.foundation.catalog.clock_rates import rates_of_estimates
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu, Price
-from lowmem_ft.foundation.catalog.other_gpus import may_be_misspelt, what_it_is
 from lowmem_ft.foundation.errors import UserError, did_you_mean
 from lowmem_ft.foundation.units import MIB
 
@@ -25,6 +24,24 @@ ALL_GPUS = "all"
 """The word for every GPU of the catalogue."""
 CPU = "cpu"
 """The word for this machine's processor."""
+
+_OTHER_MAKERS = {
+    "AMD": r"mi\d{2,3}[a-z]*|radeon.*|instinct.*|rx-?\d{4}.*|gfx\d.*|w\d{4}|strix.*",
+    "Apple": r"(apple-)?m[1-9](-?(pro|max|ultra))?|apple.*|mps",
+    "Intel": r"gaudi.*|hpu|arc.*|xpu|max-?1[15]\d0",
+    "Google": r"tpu.*|v\d[ep]",
+    "AWS": r"trainium.*|trn\d.*|inferentia.*|inf\d.*",
+    "Huawei": r"ascend.*|npu|910[a-d]",
+}
+"""Devices that are not NVIDIA's, by their maker."""
+
+_SHARED_MEMORY = r"(dgx-)?spark|gb10|(jetson|agx|drive|orin|thor|xavier).*|tegra.*"
+"""NVIDIA's devices that share the memory of the host."""
+
+_UNLISTED = r"a2|a16|a800.*|h20|h800.*|gh200.*|b100|b300.*|gb[23]00.*|l2|l20|v100s.*|a10m"
+"""NVIDIA's GPUs that are not in the catalogue, and differ from the one with the nearest name."""
+
+_MODEL_NUMBER = r"[a-z]{1,2}(\d+)[a-z]?"
 
 
 @functools.cache
@@ -64,14 +81,14 @@ def find_gpu(name: str) -> Gpu:
 
 def _nearest(key: str, one: str, gpus: Mapping[str, Gpu]) -> str:
     """Return what a name that the catalogue does not have may mean, or what else it is and the way out."""
-    if (other := what_it_is(one)) is not None:
+    if (other := _unlisted_device(one)) is not None:
         return f" {other} For memory alone, give its size in place of a name, such as budget=96GiB."
     for asked in (key, one):
         if near := did_you_mean(
-            asked, [known for known in gpus if asked in known and may_be_misspelt(one, known)]
+            asked, [known for known in gpus if asked in known and _may_be_misspelt(one, known)]
         ):
             return near
-    return did_you_mean(key, [known for known in gpus if may_be_misspelt(one, known)])
+    return did_you_mean(key, [known for known in gpus if _may_be_misspelt(one, known)])
 
 
 def gpu_word(word: str) -> str:
@@ -144,3 +161,26 @@ def _gpu(name: str, row: Mapping[str, Any], price_lists: list[dict[str, Any]]) -
         ),
         sources=row["sources"],
     )
+
+
+def _unlisted_device(name: str) -> str | None:
+    """Return a sentence about a known device that the catalogue does not list; None: the name may be misspelt.
+
+    Args:
+        name: lower case, with ``-`` between words.
+    """
+    name = name.removeprefix("nvidia-")
+    for maker, names in _OTHER_MAKERS.items():
+        if re.fullmatch(names, name):
+            return f"That is {maker}'s, and only NVIDIA's GPUs with memory of their own are known."
+    if re.fullmatch(_SHARED_MEMORY, name):
+        return "It shares the host's memory, and only NVIDIA's GPUs with memory of their own are known."
+    if re.fullmatch(_UNLISTED, name):
+        return "It is another product than those with names like it."
+    return None
+
+
+def _may_be_misspelt(name: str, known: str) -> bool:
+    """Return whether a name may mean that of the catalogue: ``h10`` is no ``h100``, as its number is the product."""
+    number = re.fullmatch(_MODEL_NUMBER, name)
+    return number is None or number[1] in re.findall(r"\d+", known)

@@ -27,8 +27,8 @@ _SETTINGS_OF_USERS = ("MALLOC_MMAP_THRESHOLD_", "mmap_threshold")
 def return_free_memory() -> None:
     """Let the C library give freed memory back to the system.
 
-    glibc does not return a freed block to the system while something small is allocated above it: after a model of 800
-    MB had been moved to a device, 600 MB remained.
+    glibc keeps freed blocks in its heap, and cannot reuse them once something small is allocated between them: after a
+    model of 800 MB had been moved, 600 MB remained.
     """
     trim = _function("malloc_trim")
     if trim is not None:

@@ -1,4 +1,4 @@
-"""Processor cores near a PCI device: copies between a GPU and memory of another NUMA node are slower.
+"""NUMA affinity: the CPU cores near a GPU. Copies between a GPU and memory of another node are slower.
 
 Linux places memory on the node of the thread that touches it first, so it is enough to run a process on its GPU's node
 before it pins memory. Accelerate's ``ACCELERATE_CPU_AFFINITY`` does so by ``nvidia-ml-py`` and numbers GPUs without

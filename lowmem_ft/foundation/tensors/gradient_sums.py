@@ -18,7 +18,7 @@ import torch
 import torch.autograd.graph
 from torch import Tensor
 
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 
 aten = torch.ops.aten
 

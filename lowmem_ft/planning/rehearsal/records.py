@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
 
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.planning.estimator.traced_answers import TracedAnswer
-from lowmem_ft.planning.rehearsal.host_waits import HostWaits
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
+from lowmem_ft.virtual_gpu.calls.work import WorkLog
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
 
 
 @dataclass(kw_only=True)
@@ -95,7 +100,7 @@ class Records:
         self.checkpoints: list[Saved] = []
         self.model: Saved | None = None
         self.num_steps = self.first_step = 0
-        self.waits = HostWaits(gpu.work)
+        self.waits = _HostWaits(gpu.work)
         self._gpu = gpu
         self._settle: Callable[[], None] = gpu.step_is_over
 
@@ -143,3 +148,34 @@ class Records:
         self._settle()
         self._settle = lambda: None
         self.waits.take()
+
+
+_NOT_THE_PROGRAM = (
+    str(Path(torch.__file__).parent),
+    *map(own_folder, ("lowmem_ft.planning.rehearsal", "lowmem_ft.planning.estimator")),
+)
+"""Folders whose lines only replace those of the program, or are called by them."""
+
+
+class _HostWaits:
+    """Counts of host waits in a log of work, by the line that waits.
+
+    Args:
+        work: the log, whose waits are counted from now on.
+    """
+
+    def __init__(self, work: WorkLog) -> None:
+        self._counts: Counter[str] = Counter()
+        work.on_host_wait = self._count
+
+    def take(self) -> Counter[str]:
+        """Return the waits since the last call, as ``file:line``."""
+        counts, self._counts = self._counts, Counter()
+        return counts
+
+    def _count(self, times: int) -> None:
+        for frame in asking_frames():
+            if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+                self._counts[f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"] += times
+                return
+        self._counts["a line without source code"] += times

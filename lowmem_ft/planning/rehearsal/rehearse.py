@@ -16,7 +16,7 @@ from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import Interrupted, ModelError, RaceError, UserError
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
-from lowmem_ft.foundation.system.heard_logs import log_heard
+from lowmem_ft.foundation.system.log_capture import log_heard
 from lowmem_ft.models.hf_config import vocab_size
 from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus

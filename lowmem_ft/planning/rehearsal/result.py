@@ -90,7 +90,7 @@ class Rehearsal:
     Args:
         recipe: the rehearsed one.
         gpu: the GPU it was rehearsed for.
-        estimate: estimate from the real batches; its step is their mean.
+        estimate: the estimate from the real batches; its step is their mean.
         worst: the estimate of the recipe's worst batch.
         num_steps: steps of the whole run, or those left of a resumed one.
         rehearsed_steps: number of these that were rehearsed.

@@ -13,6 +13,8 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.batches.batch import Batch
+from lowmem_ft.foundation.memory.timeline import Timeline
+from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.foundation.tensors.live_tensors import storage_key
 from lowmem_ft.models.other_parts import other_parts
 from lowmem_ft.models.saving import save_tokenizer
@@ -20,7 +22,6 @@ from lowmem_ft.optimizers import export_optimizer_state
 from lowmem_ft.planning.estimator.runtime import NoValues, VirtualMachine, VirtualRanks
 from lowmem_ft.planning.estimator.traced_answers import trace_answer
 from lowmem_ft.planning.estimator.traces.tracing import NUM_MICRO_BATCHES
-from lowmem_ft.planning.rehearsal.host import RehearsedHost
 from lowmem_ft.planning.rehearsal.records import Records, Saved
 from lowmem_ft.planning.rehearsal.window_shapes import (
     MOST_EVALUATION_SHAPES,
@@ -35,11 +36,13 @@ from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.training.folder.run_files import RunFiles
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
+from lowmem_ft.training.step.budget_cap import Host
 from lowmem_ft.training.step.machine import Machine
 from lowmem_ft.training.step.schedule import create_scheduler
 from lowmem_ft.training.step.session import Session
 from lowmem_ft.training.step.step import StepResult
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
+from lowmem_ft.virtual_gpu.replay.host_peak import ON_HOST
 
 
 class _RehearsedValues(NoValues):
@@ -232,7 +235,7 @@ def rehearsal_runtime(
         on_step: called with the number of each step, and the number of shapes traced.
     """
     device = torch.device("cuda")  # Accelerate's name for it
-    host = RehearsedHost(gpu.recorder.timeline)
+    host = _RehearsedHost(gpu.recorder.timeline)
     machine = VirtualMachine(gpu, recipe.training.mixed_precision, device, host)
     ranks = VirtualRanks(gpu, machine.device)
     return Runtime(
@@ -250,3 +253,44 @@ def _bytes_in_files(model: nn.Module, *, adapters_alone: bool = False) -> int:
     tensors = model.state_dict(keep_vars=True).values()
     places = {(storage_key(each), each.storage_offset(), each.shape): each for each in tensors}
     return sum(tensor.nbytes for tensor in places.values())
+
+
+class _RehearsedHost(Host):
+    """The host of a rehearsed run: libraries and the trace's host allocations, not what this machine's host holds.
+
+    Weights in transit while files are read and written are not in a trace; the estimate adds them
+    (``planning/estimator/run_host_memory.py``).
+
+    Args:
+        timeline: the timeline of the tracing machine.
+    """
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._seen = 0
+        self._alive: dict[int, int] = {}
+        self._live_bytes = self._most_bytes = 0
+
+    def held_bytes(self) -> int:
+        """Return the bytes held now, without page cache of files."""
+        self._catch_up()
+        return HOST_BYTES_WITH_CUDA + self._live_bytes
+
+    def peak_bytes(self, file_bytes: int) -> int:
+        """Return the most bytes held, without page cache: the trace has files on the disk."""
+        self._catch_up()
+        return HOST_BYTES_WITH_CUDA + self._most_bytes
+
+    def limit(self, file_bytes: int) -> None:
+        """Return None: neither the machine's memory nor its other load is known."""
+
+    def _catch_up(self) -> None:
+        events, allocations = self._timeline.events, self._timeline.allocations
+        for kind, index in events[self._seen :]:
+            if kind == "free":
+                self._live_bytes -= self._alive.pop(index, 0)
+            elif kind == "malloc" and allocations[index].place in ON_HOST:
+                self._alive[index] = allocations[index].size_bytes
+                self._live_bytes += allocations[index].size_bytes
+            self._most_bytes = max(self._most_bytes, self._live_bytes)
+        self._seen = len(events)

@@ -80,10 +80,10 @@ def choose_attention(
 ) -> AttentionChoice:
     """Choose the attention kernel of a model: the requested one if it can train here, or the leanest that can.
 
-    On a CUDA device ``auto`` takes varlen_attn where it runs, torch's own flash kernel, which gets the boundaries of
-    packed documents, while sdpa needs a mask of tokens x tokens bytes a row; else flash_attention_2, which does so too;
-    else sdpa; else eager. On a virtual GPU it never takes flash_attention_2, as it is unknown whether the machine of
-    the run will have flash-attn.
+    On a CUDA device ``auto`` takes varlen_attn where it runs, torch's own flash kernel, which needs only the boundaries
+    of packed documents, while sdpa needs a mask of tokens x tokens bytes a row; else flash_attention_2, which also
+    needs only boundaries; else sdpa; else eager. On a virtual GPU it never takes flash_attention_2, as it is unknown
+    whether the machine of the run will have flash-attn.
 
     Args:
         requested: the recipe's value.

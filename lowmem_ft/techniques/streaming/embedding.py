@@ -77,7 +77,7 @@ class StreamedEmbedding(Handle):
         super().__init__(set_attribute(embedding, "forward", self._forward))
 
     def train_with(self, take: TakeGradient, written: Written) -> None:
-        """Pass gradients to ``take``; wait for ``written`` before reading rows, so that they are up to date."""
+        """Pass gradients to ``take``, and wait for ``written`` before reading rows, so that they include updates."""
         self._take, self._written = take, written
 
     def expect(self, ids_BT: Tensor) -> None:

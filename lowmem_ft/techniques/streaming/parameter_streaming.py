@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.foundation.host.copy_engine import CopyEngine, CopyEvent
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.modules.model_parts import ModelParts, tensor_of_experts

@@ -1,13 +1,13 @@
-"""The callbacks of a run: objects with any of ``on_step``, ``on_evaluate`` and ``on_save``."""
+"""The callbacks of a run: objects with any of ``on_step``, ``on_evaluate`` and ``on_save``, and early stopping."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from lowmem_ft.foundation.errors import UserError, raise_problems
 from lowmem_ft.recipe.training_config import TrainingConfig
-from lowmem_ft.training.callbacks.early_stopping import EarlyStopping
 from lowmem_ft.training.callbacks.events import EvaluationEvent, SaveEvent, StepEvent, Stop
 from lowmem_ft.training.folder.checkpoint_folders import Progress
 from lowmem_ft.training.processes.ranks import Ranks
@@ -82,7 +82,7 @@ def callbacks_of_run(
     """
     if config.early_stopping_patience is None:
         return Callbacks(callbacks, ranks)
-    early_stopping = EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold)
+    early_stopping = _EarlyStopping(config.early_stopping_patience, config.early_stopping_threshold)
     all_of_run = Callbacks((*callbacks, early_stopping), ranks)
     all_of_run.ask(early_stopping.verdict(progress.evaluations_without_gain))
     return all_of_run
@@ -134,3 +134,29 @@ def _problem(callback: object) -> str:
     if broken := [name for name in found if not callable(getattr(callback, name))]:
         return f"A callback's {broken[0]} must be a method, got another value in {name}. Correct it."
     return "" if found else f"A callback must have one of the methods {methods}; {name} has none of them."
+
+
+@dataclass(frozen=True)
+class _EarlyStopping:
+    """Stops a run whose evaluations no longer improve, as ``training/evaluation/best_model.py`` compares them.
+
+    Args:
+        patience: ``training.early_stopping_patience``.
+        threshold: ``training.early_stopping_threshold``, by which results that count as better have improved.
+    """
+
+    patience: int
+    threshold: float = 0.0
+
+    def on_evaluate(self, event: EvaluationEvent) -> Stop | None:
+        """Ask to stop after ``patience`` evaluations in a row without a gain."""
+        return self.verdict(event.evaluations_without_gain)
+
+    def verdict(self, evaluations_without_gain: int) -> Stop | None:
+        """Return the same for a count, which a resumed run has from its checkpoint."""
+        if evaluations_without_gain < self.patience:
+            return None
+        by = f" by more than training.early_stopping_threshold={self.threshold:g}" if self.threshold else ""
+        return Stop(
+            f"The held-out result has not improved{by} for {evaluations_without_gain} evaluations in a row."
+        )

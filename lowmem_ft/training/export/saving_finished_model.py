@@ -1,4 +1,4 @@
-"""The end of a run: a model folder with its model card, and its upload to the hub."""
+"""Saving the finished model of a run: the model folder with its model card, and the upload to the hub."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The start of a run: its data, its current step and the step at which it ends."""
+"""The start of a run: its data, its current and last step, and a warning about idle CPU cores."""
 
 from __future__ import annotations
 
 import logging
 import math
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -21,7 +22,6 @@ from lowmem_ft.training.callbacks.run_metrics import RunMetrics
 from lowmem_ft.training.folder.checkpoint_folders import Progress, read_progress, refuse_end_before
 from lowmem_ft.training.processes.launched_gpus import expected_gpu
 from lowmem_ft.training.processes.ranks import Ranks
-from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
 from lowmem_ft.training.runtimes.runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -123,7 +123,7 @@ def log_start(recipe: Recipe, runtime: Runtime, progress: Progress, num_steps: i
         warn_if_untested()  # for libraries that only some recipes import
     config = recipe.training
     if runtime.machine.device.type == "cpu":
-        warn_of_idle_cores(runtime.ranks.num_processes)
+        _warn_of_idle_cores(runtime.ranks.num_processes)
         if not config.use_cpu and (reason := expected_gpu()) is not None:
             logger.warning(
                 "Training on the processor, because torch sees no GPU: %s. Set training.use_cpu=true if this is "
@@ -145,3 +145,38 @@ def log_start(recipe: Recipe, runtime: Runtime, progress: Progress, num_steps: i
         counted(num_processes, "process", "processes"),
         left if progress.step < num_steps else f"no step is left of {num_steps}",
     )
+
+
+def _warn_of_idle_cores(num_processes: int) -> None:
+    """Warn if ``OMP_NUM_THREADS`` keeps cores idle, with a way out that depends on the launcher that set it.
+
+    ``accelerate launch`` sets it to 1, and so does torchrun for several processes. If it is not set, torch uses one
+    thread per physical core, which is fastest. More threads than idle cores wait for each other, so a machine that
+    is busy gets no such advice.
+
+    Args:
+        num_processes: processes of this run, all assumed to be on this machine.
+    """
+    threads, cores = torch.get_num_threads() * num_processes, os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ or threads >= cores - _busy_cores():
+        return
+    logger.warning(
+        "Using %d of %d cores, because OMP_NUM_THREADS=%s. To use all, %s.",
+        threads,
+        cores,
+        os.environ["OMP_NUM_THREADS"],
+        _way_out(max(1, cores // num_processes)),
+    )
+
+
+def _busy_cores() -> int:
+    """Return the cores on which other programs have been running for a minute, where the system counts them."""
+    if not hasattr(os, "getloadavg"):  # Windows
+        return 0
+    return max(0, round(os.getloadavg()[0]) - 1)  # one is this process
+
+
+def _way_out(num_threads: int) -> str:
+    if "ACCELERATE_MIXED_PRECISION" in os.environ:  # accelerate launch always sets it
+        return f"add --num_cpu_threads_per_process={num_threads} to accelerate launch"
+    return f"set OMP_NUM_THREADS={num_threads}"

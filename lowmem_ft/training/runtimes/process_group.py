@@ -1,4 +1,4 @@
-"""The beginning of a run in every process: rendezvous, agreement with the launch, and the process group."""
+"""Starts the process group of a run: rendezvous, agreement with the launch, ``init_process_group``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Masters of bfloat16 weights that begin with what the weights of a float32 checkpoint have lost."""
+"""Initial master weights: bfloat16 weights keep the lower bits of a float32 checkpoint in their masters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The machine of a step: its device, its precision (``training.mixed_precision``), and memory of its host."""
+"""The hardware of a step: its device, mixed precision with fp16's loss scale, and host memory for offloading."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ _AUTOCAST_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _TWO_TYPES = re.compile(
     r"(index_\w+|put)_\(\): self |Index put requires the source and destination dtypes match"
 )
-"""Torch's words about a write by index, which autocast does not cast."""
+"""Torch's error for an indexed write of another type: autocast does not cast such values."""
 
 
 class Machine:
-    """The device of a step with its precision, and the host that it belongs to.
+    """The device of a step, its mixed precision, and its host.
 
     Args:
         device: the device of the step; Accelerate gives a single process ``cuda`` without an index.
-        mixed_precision: the type of the step's autocast: ``no``, ``bf16`` or ``fp16``.
+        mixed_precision: ``training.mixed_precision``: ``no``, ``bf16`` or ``fp16``.
         num_processes_here: the processes of the run that share this host.
         host: source of the host memory readings that are compared with budgets.
 
@@ -63,7 +63,7 @@ class Machine:
         self.loss_scale = LossScale(scaler)
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return autocast for a forward pass; outputs keep the type in which they are computed."""
+        """Return the autocast context of a forward pass; outputs are not cast back."""
         dtype = _AUTOCAST_DTYPES.get(self.mixed_precision)
         if dtype is None:
             return contextlib.nullcontext()
@@ -83,7 +83,7 @@ class Machine:
         return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step if finite; the fp16 loss scale is updated in any case, by what the scaler found while unscaling."""
+        """Step the optimizer if gradients are finite; update the fp16 loss scale in any case."""
         scaler = self.loss_scale.scaler
         if finite:
             optimizer.step() if scaler is None else scaler.step(optimizer)
@@ -114,14 +114,14 @@ class Machine:
 
 @contextlib.contextmanager
 def one_type_needed(model_class: str, mixed_precision: str) -> Iterator[None]:
-    """Explain the error of a forward that writes the results of autocast into a tensor of another type.
+    """Explain torch's error if a forward pass writes autocast's results into a tensor of another type.
 
     Args:
         model_class: the model's class.
-        mixed_precision: that of the run.
+        mixed_precision: ``training.mixed_precision``.
 
     Raises:
-        ModelError: in place of torch's error.
+        ModelError: instead of torch's error, with the settings to change.
     """
     try:
         yield
@@ -129,7 +129,7 @@ def one_type_needed(model_class: str, mixed_precision: str) -> Iterator[None]:
         if mixed_precision == "no" or _TWO_TYPES.match(str(error)) is None:
             raise
         raise ModelError(
-            f"training.mixed_precision={mixed_precision} needs a model whose forward casts what it writes by index; "
-            f"that of {model_class} does not: {error}. Set training.mixed_precision=no, and model.dtype=bfloat16 for "
-            "products in 16 bits."
+            f"training.mixed_precision={mixed_precision} needs a model that casts values before an indexed write, "
+            f"but {model_class} does not: {error}. Set training.mixed_precision=no, with model.dtype=bfloat16 for "
+            "16-bit matrix products."
         ) from error

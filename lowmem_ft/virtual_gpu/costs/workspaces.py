@@ -20,7 +20,7 @@ import torch.nn.attention.varlen  # noqa: F401 - brings its operators
 from torch import Tensor
 
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.upstream.torch_version import TORCH_VERSION
 

@@ -8,15 +8,15 @@ The module, ``torch.vgpu``, answers for the :class:`VirtualGPU` that is being tr
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
 from lowmem_ft.virtual_gpu.calls.active import active_gpu, active_gpu_or_none
 from lowmem_ft.virtual_gpu.calls.device_index import device_index
-from lowmem_ft.virtual_gpu.device.host_registration import HostRegistration
 from lowmem_ft.virtual_gpu.device.streams import (
     VirtualEvent,
     VirtualStream,
@@ -25,6 +25,9 @@ from lowmem_ft.virtual_gpu.device.streams import (
     orderings_for,
     set_stream,
 )
+
+if TYPE_CHECKING:
+    from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 
 RNG_STATE_BYTES = 16
 """Bytes of a CUDA generator's state: its seed and its offset (aten/src/ATen/cuda/CUDAGeneratorImpl.cpp)."""
@@ -313,9 +316,9 @@ class VirtualBackend:
         """Send the work of a block to a stream."""
         return VirtualStreamContext(stream)
 
-    def register_host_memory(self, pages: torch.Tensor) -> HostRegistration:
+    def register_host_memory(self, pages: torch.Tensor) -> _HostRegistration:
         """Pin whole pages that the caller has allocated, as ``cudaHostRegister`` does for a GPU."""
-        return HostRegistration(active_gpu().recorder, pages)
+        return _HostRegistration(active_gpu().recorder, pages)
 
     def host_may_use(self, memory: torch.Tensor) -> None:
         """Declare that the host may now read and write memory where the trace cannot see it, as by its files."""
@@ -327,3 +330,36 @@ class VirtualBackend:
         """Let the host wait for all streams."""
         device_index(device)
         orderings_for("synchronize").synchronize()
+
+
+class _HostRegistration:
+    """Host memory that a program pins itself (``cudaHostRegister``), until its pages are freed or its trace ends.
+
+    Freeing it does not wait for copies.
+
+    Args:
+        recorder: the trace's recorder.
+        pages: whole pages, allocated by the caller.
+    """
+
+    def __init__(self, recorder: Recorder, pages: torch.Tensor) -> None:
+        recorder.mark_place(pages, "pinned")
+        self._recorder = weakref.ref(recorder)  # weak, as whoever keeps traces keeps memory, too
+        self._index = recorder.index_of(pages)
+        if recorder.checker is not None and self._index is not None:
+            recorder.checker.registered(self._index)
+
+    def synchronize(self) -> None:
+        """Let the host wait for all streams of the GPU that the memory is registered with."""
+        if (recorder := self._open_recorder()) is not None:
+            recorder.orderings.synchronize()
+
+    def unregister(self) -> None:
+        """Unregister the pages, as ``cudaHostUnregister`` does."""
+        recorder = self._open_recorder()
+        if recorder is not None and recorder.checker is not None and self._index is not None:
+            recorder.checker.gives_back(self._index, "cudaHostUnregister")
+
+    def _open_recorder(self) -> Recorder | None:
+        recorder = self._recorder()
+        return None if recorder is None or recorder.is_closed else recorder

@@ -24,7 +24,7 @@ from torch._C._autograd import DeviceType
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft.foundation.tensors.autograd_queue import EngineQueue
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.upstream.patches import wrap
 
 _raise_current_error = ctypes.pythonapi.Py_IsInitialized

@@ -26,7 +26,7 @@ from torch import Tensor
 from lowmem_ft.foundation.memory.category import Place
 from lowmem_ft.foundation.memory.race import MemoryUse, Race
 from lowmem_ft.foundation.packages import own_folder
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.virtual_gpu.races.happens_before import Access, Conflict, Span
 from lowmem_ft.virtual_gpu.races.operands import operands, span_of, uses_of
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder

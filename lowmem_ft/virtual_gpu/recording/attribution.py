@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from lowmem_ft.foundation.memory.category import Category, Phase
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 
 aten = torch.ops.aten
 

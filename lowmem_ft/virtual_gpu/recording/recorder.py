@@ -32,7 +32,7 @@ from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, ta
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
-from lowmem_ft.virtual_gpu.calls.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.calls.skipped_rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.calls.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.costs.call_costs import CallCost, CallCosts, WorkspaceRule, Workspaces
 from lowmem_ft.virtual_gpu.costs.collectives import COLLECTIVE_LIBRARIES, WAIT_FOR_RESULT, purposes_of

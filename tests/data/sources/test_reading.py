@@ -11,7 +11,7 @@ import pytest
 from datasets.exceptions import DatasetNotFoundError
 
 from lowmem_ft.data.files import files
-from lowmem_ft.data.files.full_cache import full_cache
+from lowmem_ft.data.files.cache_errors import full_cache
 from lowmem_ft.data.files.reading import Source, malformed_json, open_rows
 from lowmem_ft.foundation.errors import DataError
 

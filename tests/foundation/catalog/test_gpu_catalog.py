@@ -8,8 +8,7 @@ from importlib import resources
 
 import pytest
 
-from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
-from lowmem_ft.foundation.catalog.other_gpus import what_it_is
+from lowmem_ft.foundation.catalog.gpu_catalog import _unlisted_device, find_gpu, load_gpus
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
 from lowmem_ft.foundation.units import GIB, MIB
@@ -148,4 +147,4 @@ def test_another_product_is_not_taken_for_a_misspelt_one(name, what):
 
 
 def test_no_gpu_of_the_catalogue_is_said_to_be_none():
-    assert [name for name, gpu in load_gpus().items() if what_it_is(name)] == []
+    assert [name for name, gpu in load_gpus().items() if _unlisted_device(name)] == []

@@ -22,7 +22,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.planning.estimator import device_target, estimate_memory
 from lowmem_ft.planning.rehearsal import seconds_by_tokens
-from lowmem_ft.planning.rehearsal.host_waits import HostWaits
+from lowmem_ft.planning.rehearsal.records import _HostWaits
 from lowmem_ft.planning.rehearsal.result import DISK_BYTES_PER_SECOND
 from lowmem_ft.planning.rehearsal.runtime import _bytes_in_files
 from lowmem_ft.recipe import load_recipe
@@ -259,7 +259,7 @@ def test_it_says_where_the_host_waits(whole):
 )
 def test_lines_that_stand_for_those_of_the_program_do_not_wait(between):
     work = WorkLog(Timeline())
-    waits = HostWaits(work)
+    waits = _HostWaits(work)
     call_in(between)(work.on_host_wait, 2)
     [[place, times]] = waits.take().items()
     assert "test_rehearse.py:" in place

@@ -8,7 +8,7 @@ from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
 from lowmem_ft.foundation.system.host_limits import HostLimit
 from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.foundation.units import KIB
-from lowmem_ft.planning.rehearsal.host import RehearsedHost
+from lowmem_ft.planning.rehearsal.runtime import _RehearsedHost
 from lowmem_ft.training.run import progress
 from lowmem_ft.training.step import budget_cap
 
@@ -30,7 +30,7 @@ def test_budgets_are_held_against_the_host_it_is_for(rehearse, small, monkeypatc
 
 def test_the_host_it_is_for_holds_what_the_trace_has_put_there():
     timeline = Timeline()
-    host = RehearsedHost(timeline)
+    host = _RehearsedHost(timeline)
     timeline.malloc(Allocation(size_bytes=2**30))
     timeline.malloc(Allocation(size_bytes=2**30, place="disk"))
     first = timeline.malloc(Allocation(size_bytes=5, place="host"))

@@ -1,4 +1,4 @@
-"""The work that a traced step asks of a processor: products, bytes and calls of operators, of all its micro-batches."""
+"""CPU work of a traced step, for CPU time estimates: FLOPs, bytes and operator calls of all its micro-batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events of a step's memory on the GPU's clock: the log of work says between which of them each piece was issued."""
+"""GPU times of a step's memory events, from the times of the work that was issued between them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines of this package, heard by a report instead of written."""
+"""Capture of this package's log records in a block: a report shows them instead of the log."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jinja2
 import pytest
 
-from lowmem_ft.data.text import bounded_templates
+from lowmem_ft.data.text import chat_templates
 from lowmem_ft.data.text.chat_templates import Renderer
 from lowmem_ft.foundation.errors import DataError
 
@@ -25,8 +25,8 @@ MESSAGES = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content
 )
 @pytest.mark.parametrize("most", [1199, 1200])
 def test_a_loop_ends_at_the_limit(make_tokenizer, monkeypatch, template, most):
-    monkeypatch.setattr(bounded_templates, "MOST_CHARS", most)
-    monkeypatch.setattr(bounded_templates, "CHARS_OF_PIECE", 0)
+    monkeypatch.setattr(chat_templates, "MOST_CHARS", most)
+    monkeypatch.setattr(chat_templates, "CHARS_OF_PIECE", 0)
     renderer = Renderer(make_tokenizer(chat_template=template))
     for render in (renderer.text, renderer.marked_text) if "generation" in template else (renderer.text,):
         if most == 1200 and not template.startswith("{% generation %}Hi"):
@@ -37,14 +37,14 @@ def test_a_loop_ends_at_the_limit(make_tokenizer, monkeypatch, template, most):
 
 
 def test_a_loop_that_writes_nothing_ends_too(make_tokenizer, monkeypatch):
-    monkeypatch.setattr(bounded_templates, "MOST_CHARS", 1000)
+    monkeypatch.setattr(chat_templates, "MOST_CHARS", 1000)
     nothing = "{% for _ in range(300) %}{{ '' if messages else 'x' }}{% endfor %}"
     with pytest.raises(DataError, match="it has written more than 1,000 characters"):
         Renderer(make_tokenizer(chat_template=nothing)).text(MESSAGES)
 
 
 def test_jinja_is_as_before(make_tokenizer, monkeypatch):
-    monkeypatch.setattr(bounded_templates, "MOST_CHARS", 10)
+    monkeypatch.setattr(chat_templates, "MOST_CHARS", 10)
     with pytest.raises(DataError):
         Renderer(make_tokenizer(chat_template=LOOP)).text(MESSAGES)
     assert len(jinja2.Template(LOOP).render()) == 1200

@@ -1,4 +1,4 @@
-"""Counts for work in loops of which a trace runs only a few rounds."""
+"""Loops of which a trace runs only a few rounds: the recorded work counts for the skipped rounds, too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lowmem_ft.foundation.tensors.backward_pass import is_in_backward
+from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.virtual_gpu.calls.work import WorkLog
 
 T = TypeVar("T")

@@ -10,7 +10,7 @@ import torch
 
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.foundation.repetition import rounds
-from lowmem_ft.virtual_gpu.calls.rounds import AlikeRounds
+from lowmem_ft.virtual_gpu.calls.skipped_rounds import AlikeRounds
 from lowmem_ft.virtual_gpu.calls.work import Work, WorkLog
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 

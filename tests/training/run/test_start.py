@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from lowmem_ft.training.run.idle_cores import warn_of_idle_cores
+from lowmem_ft.training.run.start import _warn_of_idle_cores
 
 
 @pytest.fixture(autouse=True)
@@ -20,13 +20,13 @@ def _machine(monkeypatch):
 
 
 def test_nobody_is_told_where_nobody_has_limited_the_threads(caplog):
-    warn_of_idle_cores(1)
+    _warn_of_idle_cores(1)
     assert caplog.messages == []
 
 
 def test_without_a_launcher_its_flag_is_not_named(monkeypatch, caplog):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    warn_of_idle_cores(2)
+    _warn_of_idle_cores(2)
     assert caplog.messages == [
         "Using 2 of 8 cores, because OMP_NUM_THREADS=1. To use all, set OMP_NUM_THREADS=4."
     ]
@@ -35,17 +35,17 @@ def test_without_a_launcher_its_flag_is_not_named(monkeypatch, caplog):
 def test_under_accelerate_its_flag_is_named(monkeypatch, caplog):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
-    warn_of_idle_cores(2)
+    _warn_of_idle_cores(2)
     assert caplog.messages[0].endswith(
         "To use all, add --num_cpu_threads_per_process=4 to accelerate launch."
     )
     caplog.clear()
-    warn_of_idle_cores(8)
+    _warn_of_idle_cores(8)
     assert caplog.messages == []
 
 
 def test_cores_that_others_use_are_not_idle(monkeypatch, caplog):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(os, "getloadavg", lambda: (7.8, 7.0, 7.0), raising=False)
-    warn_of_idle_cores(1)
+    _warn_of_idle_cores(1)
     assert caplog.messages == []
