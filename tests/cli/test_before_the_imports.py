@@ -6,7 +6,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import re
 import subprocess
 import sys
 import types
@@ -167,15 +166,6 @@ print(*sorted({HEAVY!r} & set(sys.modules)))
     assert done.stdout.split() == ["pyarrow"]
 
 
-def test_the_package_runs_as_a_module(tmp_path):
-    run = [sys.executable, "-m", "lowmem_ft"]
-    done = subprocess.run(
-        [*run, "train", "recipe=tiny", "data=nowhere.csv"], capture_output=True, text=True, cwd=tmp_path
-    )
-    assert done.returncode == 2
-    assert "error: " in done.stderr
-
-
 @pytest.mark.parametrize(
     "package, settings",
     [
@@ -231,48 +221,3 @@ def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path, monkeypatch):
     assert importlib.util.find_spec("no_such_package") is not None
     assert not is_installed("no_such_package")
     assert is_installed("torch")
-
-
-LOADED_BY_HELP = """
-cli cli.console cli.console.exit_codes cli.console.help_formatter cli.console.parser foundation foundation.errors
-foundation.lazy_exports foundation.system foundation.system.launch_variables foundation.system.signals
-foundation.system.visible reports reports.text reports.text.wrapping
-"""
-ROOMS_OF_A_WRONG_KEY = """
-cli data foundation models optimizers recipe reports techniques training
-"""
-PACKAGES_OF_A_WRONG_KEY = {"filelock", "omegaconf", "psutil", "rich", "yaml"}
-
-
-def loaded_by(*command: str) -> set[str]:
-    """All modules that a command has imported when it ends."""
-    code = f"""
-import sys
-before = {{*sys.modules}}
-from lowmem_ft.cli import main
-main({[*command]!r})
-print(*({{*sys.modules}} - before), sep="\\n", file=sys.stderr)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT_SECONDS)
-    return {line for line in done.stderr.splitlines() if re.fullmatch(r"[\w.]+", line)}
-
-
-def own(modules: set[str]) -> set[str]:
-    return {name.removeprefix("lowmem_ft.") for name in modules if name.startswith("lowmem_ft.")}
-
-
-def packages(modules: set[str]) -> set[str]:
-    tops = {name.partition(".")[0] for name in modules} - {*sys.stdlib_module_names} - {"lowmem_ft"}
-    return {name for name in tops if "cython" not in name}
-
-
-def test_help_loads_these_modules_alone():
-    loaded = loaded_by("--help")
-    assert own(loaded) == {*LOADED_BY_HELP.split()}
-    assert packages(loaded) == set()
-
-
-def test_a_wrong_key_loads_these_rooms_and_packages_alone():
-    loaded = loaded_by("train", "recipe=tiny", "training.sed=1")
-    assert {name.partition(".")[0] for name in own(loaded)} == {*ROOMS_OF_A_WRONG_KEY.split()}
-    assert packages(loaded) == PACKAGES_OF_A_WRONG_KEY

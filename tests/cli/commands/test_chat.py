@@ -100,11 +100,12 @@ def test_turns_are_kept_until_they_are_cleared(model_folder, capsys, monkeypatch
     assert "There is no /nothing" in err
 
 
-def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsys, monkeypatch):
-    def interrupted(*_, end="\n", **__):
-        if end == "":
-            raise KeyboardInterrupt
+def interrupted(*_, end="\n", **__):
+    if end == "":
+        raise KeyboardInterrupt
 
+
+def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsys, monkeypatch):
     stopped = []
     lines = iter(["Hello", "/exit"])
     monkeypatch.setattr("builtins.input", lambda _: next(lines))
@@ -117,10 +118,6 @@ def test_an_answer_that_is_stopped_stays_in_the_conversation(model_folder, capsy
 
 
 def test_ctrl_c_leaves_an_answer_that_is_the_only_one(model_folder, capsys, monkeypatch):
-    def interrupted(*_, end="\n", **__):
-        if end == "":
-            raise KeyboardInterrupt
-
     monkeypatch.setattr(chat, "print", interrupted, raising=False)
     assert main(["chat", model_folder, "--once", "Hello", *GREEDY]) == 130
     assert "Stopped by SIGINT while it answered." in capsys.readouterr().err
@@ -140,10 +137,6 @@ def test_a_second_ctrl_c_leaves_once_nothing_computes_any_more(model_folder, cap
             if len(waited) == 1:
                 raise KeyboardInterrupt
             return super().wait(timeout)
-
-    def interrupted(*_, end="\n", **__):
-        if end == "":
-            raise KeyboardInterrupt
 
     monkeypatch.setattr("builtins.input", lambda _: "Hello")
     monkeypatch.setattr(chat, "print", interrupted, raising=False)

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 import logging
 import math
@@ -98,15 +97,6 @@ def settings_of(recipe) -> list[str]:
         "data.max_length=512",
         "training.gradient_accumulation_steps=4",
     ]
-
-
-def test_more_memory_is_never_slower(make_recipe, at_once):
-    at_once(made_up_bytes, seconds=made_up_seconds)
-    recipe = make_recipe(KEEP)
-    plans = [plan(recipe, budget(gib), "l4") for gib in (2, 3, 4, 6, 9, 13, 18)]
-    seconds = [result.estimate.step.seconds for result in plans]
-    assert all(later <= earlier for earlier, later in itertools.pairwise(seconds))
-    assert seconds[-1] < seconds[0]
 
 
 def test_it_says_why(make_recipe, at_once):
@@ -211,6 +201,8 @@ def test_of_all_that_is_logged_a_search_lets_pass_that_a_trace_is_long(make_reci
     plan(make_recipe(KEEP), budget(20), "l4")
     assert "Tracing some/rwkv (rwkv) takes long" in caplog.text
     assert "nobody has chosen" not in caplog.text
+    logs(None)
+    assert "nobody has chosen" in caplog.text
 
 
 def test_mathematics_goes_where_nothing_else_fits_and_the_least_missed_first(make_recipe, at_once):
@@ -284,28 +276,6 @@ def test_a_small_model_in_much_memory_has_an_answer_soon(folder):
     assert estimated[-1] <= 3
 
 
-def test_nothing_is_logged_of_settings_that_are_only_looked_at(make_recipe, at_once, caplog):
-    log = logging.getLogger("lowmem_ft.techniques")
-
-    def warns(recipe) -> float:
-        log.warning("this is slow")
-        return 1.0
-
-    at_once(warns)
-    plan(make_recipe(KEEP), budget(8), "l4")
-    assert not caplog.records
-    warns(None)
-    assert [record.getMessage() for record in caplog.records] == ["this is slow"]
-
-
-def test_the_same_plan_twice(make_recipe, at_once):
-    at_once(made_up_bytes, seconds=made_up_seconds)
-    one, two = (plan(make_recipe(KEEP), budget(3), "l4").to_json() for _ in range(2))
-    assert one.pop("seconds") > 0
-    assert two.pop("seconds") > 0
-    assert one == two
-
-
 def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     asked = at_once(made_up_bytes, seconds=made_up_seconds)
     result = plan(make_recipe(), budget(3), "l4")
@@ -319,19 +289,8 @@ def test_a_large_space_is_considered_in_few_estimates(make_recipe, at_once):
     assert everything == len(space.combinations) + sum(space.refused.values())
 
 
-def test_ctrl_c_gives_the_best_so_far(make_recipe, at_once, monkeypatch):
-    asked = at_once(lambda recipe: 1.0, seconds=made_up_seconds)
-    stopped = []
-
-    def on_progress(progress) -> None:
-        if progress.estimated == 3 and not stopped:
-            stopped.append(progress)
-            raise KeyboardInterrupt
-
-    result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
-    assert result.interrupted
-    assert result.fits
-    assert len(asked) == 3
+def test_ctrl_c_before_anything_is_known_ends_the_search(make_recipe, at_once):
+    at_once(lambda recipe: 1.0, seconds=made_up_seconds)
     with pytest.raises(KeyboardInterrupt):
         plan(
             make_recipe(KEEP),
@@ -359,6 +318,7 @@ def test_a_signal_in_a_finalizer_is_not_lost(number, make_recipe, at_once):
     with raise_at_signals():
         result = plan(make_recipe(KEEP), budget(8), "l4", on_progress=on_progress)
     assert result.interrupted
+    assert result.fits
     assert len(asked) == 4
     assert signal.getsignal(number) is before
 
@@ -486,38 +446,16 @@ def test_training_refuses_what_nobody_has_planned(make_recipe):
         train(make_recipe("plan=auto"))
 
 
-@pytest.mark.parametrize(
-    "wrong, says",
-    [
-        (Budget(device="-4GiB"), "A size is a positive number and a unit"),
-        (Budget(device="0GiB"), "A size is a positive number and a unit"),
-        (Budget(device="24"), "A size is a positive number and a unit"),
-        (Budget(host="0GiB"), "budget.host: A size is a positive number"),
-        (Budget(device="400GiB"), "budget.device=400GiB is more than l4 has"),
-        (Budget(device="100MiB"), "budget.device=100MiB is less than the process takes on l4"),
-        (Budget(device="8GiB", host="1GiB"), "budget.host=1GiB is less than the process itself takes"),
-    ],
-)
-def test_budgets_that_cannot_be(make_recipe, at_once, wrong, says):
+def test_a_budget_below_what_the_process_takes_is_refused(make_recipe, at_once):
     at_once(lambda recipe: 1.0)
-    with pytest.raises(UserError, match=says):
-        plan(make_recipe(), wrong, "l4")
+    with pytest.raises(UserError, match=r"budget\.device=100MiB is less than the process takes on l4"):
+        plan(make_recipe(), Budget(device="100MiB"), "l4")
 
 
 def test_a_host_budget_beyond_this_machine(make_recipe, at_once):
     at_once(lambda recipe: 1.0)
     with pytest.raises(UserError, match=r"budget\.host=900TiB is more than this machine has"):
         plan(make_recipe(), Budget(host="900TiB"), None)
-
-
-def test_words_and_keys_that_do_not_exist(make_recipe, at_once):
-    at_once(lambda recipe: 1.0)
-    with pytest.raises(RecipeError, match=r"plan\.keep: optimiser\.state is not a recipe key\. Did you mean"):
-        plan(make_recipe(), budget(8), "l4", keep=["optimiser.state"])
-    with pytest.raises(RecipeError, match=r"plan\.allow must be a list"):
-        make_recipe("plan.allow=[lorra]")
-    with pytest.raises(RecipeError, match=r"plan\.keep must not repeat a name"):
-        make_recipe("plan.keep=[data,data]")
 
 
 def test_a_recipe_with_conflicts_is_not_planned(make_recipe, at_once):
