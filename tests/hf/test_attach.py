@@ -251,15 +251,6 @@ def test_accelerates_autocast_goes_without_its_cache_and_comes_off_a_peft_model(
     assert "forward" not in vars(trainer.model)
 
 
-def test_updates_that_wait_are_made_before_an_evaluation(tmp_path):
-    trainer, _, handle = attached_trainer(tmp_path, *ON_THE_HOST, fields={"max_steps": 1})
-    trainer.train()
-    flushed = []
-    handle.techniques.flush = lambda: flushed.append(True)
-    trainer.evaluate()
-    assert flushed
-
-
 def test_it_says_what_is_on_and_what_of_the_recipe_is_not_read(tmp_path, caplog):
     """What the trainer does as the recipe has it, logging in each step, is not among that."""
     trainer, _ = trainer_of(tmp_path)

@@ -17,7 +17,7 @@ pytest.importorskip("bitsandbytes")
 
 import peft
 
-from lowmem_ft.foundation.errors import CheckpointError, Interrupted, RecipeError, UserError
+from lowmem_ft.foundation.errors import CheckpointError, Interrupted, UserError
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.export.merging import merge_into_base
 from lowmem_ft.training.folder.run_folder import RunFolder
@@ -183,19 +183,6 @@ def test_two_processes_train_the_same_adapters_with_every_parameter_used(
     for process in forks.run_two(source, "recipe=tiny", "budget.preflight=false", *overrides):
         assert process.returncode == 0, process.stderr
     assert metrics(two) == pytest.approx(metrics(one), rel=1e-4)
-
-
-def test_4_bit_weights_that_would_be_trained_are_refused(tiny):
-    with pytest.raises(RecipeError, match=r"model\.quantization=nf4 freezes .* adapter\.name=lora"):
-        tiny("model.quantization=nf4")
-    with pytest.raises(RecipeError, match=r"quantises safetensors, got the GGUF file a\.gguf"):
-        tiny("model=a.gguf", "model.quantization=nf4", "adapter.name=lora")
-
-
-def test_a_float16_base_needs_the_loss_scale_and_adapters_allow_it(tiny):
-    tiny("model.dtype=float16", "training.mixed_precision=fp16", "adapter.name=lora")
-    with pytest.raises(RecipeError, match="mixed_precision=fp16 needs frozen weights in model"):
-        tiny("model.dtype=bfloat16", "training.mixed_precision=fp16", "adapter.name=lora")
 
 
 def test_a_run_whose_adapters_nobody_can_use_says_so(tiny, caplog):

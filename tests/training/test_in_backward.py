@@ -13,7 +13,7 @@ from measuring.comparison import estimated_peaks
 from measuring.real_run import run_for_real
 from safetensors.torch import load_file
 
-from lowmem_ft.foundation.errors import Interrupted, RecipeError, UserError
+from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.training.folder.run_folder import RunFolder
@@ -135,32 +135,6 @@ def test_half_a_step_without_a_checkpoint_starts_anew(run, monkeypatch):
     overflow_at(monkeypatch, 1)
     with pytest.raises(UserError, match="no checkpoint yet, so start again"):
         run("run", *BOTH, "training.max_grad_norm=null")
-
-
-@pytest.mark.parametrize(
-    "overrides,message",
-    [
-        (
-            ("optimizer.in_backward=true", "training.gradient_accumulation_steps=4"),
-            r"optimizer.in_backward needs accumulation.order=vertical when gradient_accumulation_steps > 1, got 4 with "
-            r"horizontal. Set accumulation.order=vertical or optimizer.in_backward=false",
-        ),
-        (
-            (*ONE, "optimizer.name=adamw_bnb_8bit"),
-            r"in_backward=true needs optimizer.name=adamw.* got adamw_bnb_8bit",
-        ),
-        (
-            (*ONE, "training.mixed_precision=fp16", "training.max_grad_norm=null", "model.dtype=float32"),
-            r"fp16 needs training.max_grad_norm",
-        ),
-        ((*VERTICAL, "checkpointing.mode=none"), r"vertical needs every layer checkpointed.*got none"),
-        ((*VERTICAL, "checkpointing.every_n_layers=2"), r"vertical needs .* with every_n_layers=2"),
-        ((*VERTICAL, "checkpointing.skip_last_layers=1"), r"vertical needs .* skip_last_layers=1"),
-    ],
-)
-def test_what_cannot_be_exact_is_refused_with_the_way_out(tiny, overrides, message):
-    with pytest.raises(RecipeError, match=message):
-        tiny(*overrides)
 
 
 def test_several_processes_that_hold_all_weights_are_refused_with_the_way_out(tiny, tmp_path):

@@ -29,10 +29,6 @@ def data_of(page: Page) -> dict:
     return json.loads(re.search(r'\{"moments".*\}', page.text)[0])  # pyright: ignore[reportOptionalSubscript]
 
 
-def test_the_page_loads_nothing(played, page_of):
-    page_of(played).check_loads_nothing()
-
-
 def test_the_page_has_the_numbers_of_the_json(played, page_of):
     page = page_of(played)
     data, device = data_of(page), played.to_json()["device"]

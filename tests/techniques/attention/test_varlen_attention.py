@@ -11,7 +11,6 @@ import transformers as hf
 from measuring.families import FAMILIES
 from torch.nn.attention import varlen
 
-from lowmem_ft.data.batches.batch import LabelledRows
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.techniques.attention.choose_attention import choose_attention
 from lowmem_ft.techniques.attention.varlen_attention import (
@@ -187,32 +186,9 @@ def test_what_is_saved_names_no_implementation(tmp_path):
     assert hf.AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
 
 
-def test_a_piece_of_a_row_has_its_own_borders():
-    """A retry cuts rows between documents; positions go along, and borders come from them."""
-    rows = LabelledRows(
-        input_ids_BT=torch.zeros(1, 16, dtype=torch.int64),
-        labels_BT=torch.zeros(1, 16, dtype=torch.int64),
-        position_ids_BT=POSITIONS_BT[:1, 5:],
-        num_label_tokens=11,
-    )
-    borders_BE, longest = _document_borders(rows.position_ids_BT)
-    assert (borders_BE.tolist(), longest) == ([[0, 3, 11]], 8)
-
-
 OF_THE_KERNEL = {
-    *(
-        "llama",
-        "qwen2",
-        "qwen3",
-        "gemma3",
-        "mistral",
-        "phi",
-        "phi3",
-        "olmo2",
-        "gpt_neox",
-        "qwen3_moe",
-        "mixtral",
-    )
+    *("llama", "qwen2", "qwen3", "gemma3", "mistral", "phi", "phi3"),
+    *("olmo2", "gpt_neox", "qwen3_moe", "mixtral"),
 }
 """The others: gemma2 has soft caps, falcon's and gpt2's dropout of scores and ways to attention are their own."""
 

@@ -8,7 +8,7 @@ import signal
 import pytest
 from tiny_models import TINY
 
-from lowmem_ft.training.processes.rendezvous import RankInfo, _not_joined, differences, refusals
+from lowmem_ft.training.processes.rendezvous import RankInfo, _not_joined, differences
 
 DIFFERENT_IN_PROCESS_1 = """
 import os, sys
@@ -211,13 +211,6 @@ sys.exit(main())
         in first.stderr
     )
     assert "Traceback" not in first.stderr
-
-
-def test_what_all_were_refused_is_said_as_it_is_and_what_one_was_with_its_number():
-    assert list(refusals([RankInfo("a", ["No."]), RankInfo("b", ["No."])])) == ["No."]
-    assert list(refusals([RankInfo("a"), RankInfo("b", ["No."]), RankInfo("c", ["No."])])) == [
-        "No. (Reported by process 1 of 3, on b and 1 more.)"
-    ]
 
 
 def test_different_recipes_altogether_are_not_listed_to_the_last_key():
