@@ -44,6 +44,13 @@ def model_of(config: PretrainedConfig | Path = TINY, *, seed: int = 0, **argumen
     return AutoModelForCausalLM.from_config(config, **arguments).train()
 
 
+def save_llama(folder: Path, *, layers: int, hidden: int, inner: int, heads: int, **config: Any) -> str:
+    """Save the config of a Llama of these sizes, without weights, and return its folder."""
+    sizes = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": inner}
+    LlamaConfig(**sizes, num_attention_heads=heads, **config).save_pretrained(folder)
+    return str(folder)
+
+
 def losses_of_adamw(model, ids, num_steps=3):
     """Train on the same tokens in torch's AdamW, and return the losses."""
     optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)

@@ -73,7 +73,7 @@ def test_every_published_name_exists_and_says_what_it_is():
     ] == []
 
 
-def test_a_verb_that_enables_a_technique_is_published():
+def test_a_verb_that_enables_a_technique_is_published_and_shown_in_a_bare_loop():
     techniques = Path(lowmem_ft.__file__).parent / "techniques"
     verbs = {
         verb
@@ -82,6 +82,8 @@ def test_a_verb_that_enables_a_technique_is_published():
     }
     assert len(verbs) > 10
     assert verbs - {name for module in python_api.published() for name in module.__all__} == set()
+    shown = (pages.DOCS / "techniques_alone.md").read_text(encoding="utf-8")
+    assert [verb for verb in sorted(verbs) if f"{verb}(" not in shown] == []
 
 
 def test_every_memory_knob_is_in_the_table_of_trainers():

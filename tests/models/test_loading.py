@@ -121,27 +121,13 @@ def test_what_the_files_lack_is_told_once(tmp_path):
         transformers_logger.removeHandler(handler)
 
 
-def test_weights_of_another_shape_are_named(folder):
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
-    with pytest.raises(ModelError, match="mismatched"):
-        load(ModelConfig(name_or_path=str(folder)))
-
-
-def test_pickled_weights_are_refused_with_the_way_to_convert_them(folder):
-    torch.save({}, folder / "pytorch_model.bin")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ModelError, match=r"safetensors; convert older \.bin files"):
-        load(ModelConfig(name_or_path=str(folder)))
-
-
 def test_a_folder_that_is_no_model_says_what_a_model_folder_holds(tmp_path):
     (tmp_path / "notes.txt").write_text("hello")
     with pytest.raises(ModelError, match=r"A model folder holds config\.json"):
         load_model_config(ModelConfig(name_or_path=str(tmp_path)))
 
 
-@pytest.mark.parametrize("name", ["./nowhere", "/no/such/folder", "~/nowhere", "nowhere/model.gguf"])
+@pytest.mark.parametrize("name", ["~/nowhere", "nowhere/model.gguf"])
 def test_a_path_that_is_not_there_is_not_looked_up_on_the_hub(name):
     with pytest.raises(ModelError, match=r"is not a folder|no such file"):
         load_model_config(ModelConfig(name_or_path=name))
@@ -279,22 +265,10 @@ def test_weights_of_other_shapes_are_named_with_both(folder):
         load(ModelConfig(name_or_path=str(folder)))
 
 
-def test_damaged_weights_are_to_be_downloaded_again(folder):
-    weights = folder / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:2000])
-    with pytest.raises(ModelError, match=r"damaged.*Download the model again"):
-        load(ModelConfig(name_or_path=str(folder)))
-
-
 def test_an_unknown_architecture_asks_for_a_newer_transformers(folder):
     (folder / "config.json").write_text('{"model_type": "quxx"}')
     with pytest.raises(ModelError, match=r"does not know.*pip install -U transformers"):
         load_model_config(ModelConfig(name_or_path=str(folder)))
-
-
-def test_a_tokenizer_folder_that_is_none_is_said_to_be_none(folder):
-    with pytest.raises(ModelError, match=r"model\.tokenizer_name_or_path=/nope is not a folder"):
-        load_tokenizer(ModelConfig(name_or_path=str(folder), tokenizer_name_or_path="/nope"))
 
 
 def test_a_local_model_may_take_its_tokenizer_from_the_hub(folder, monkeypatch):

@@ -178,15 +178,6 @@ def test_every_optimizer_learns_in_every_format(name, state, master):
     assert all({"master", "low"} & state.keys() == kept for state in optimizer.state.values())
 
 
-def test_the_choice_is_logged_once_for_all_groups(caplog):
-    with caplog.at_level("INFO"):
-        build("adamw", weight_decay=0.01)
-    (message,) = caplog.messages
-    assert message == (
-        "Optimizer: adamw (two running averages) for 10,448 parameters in 5 tensors; weight decay 0.01 for 2 of them."
-    )
-
-
 def test_float32_weights_are_their_own_master_and_refuse_another():
     model, optimizer = build("adamw")
     train(model, optimizer, 1)

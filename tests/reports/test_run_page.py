@@ -85,12 +85,6 @@ def test_the_timeline_is_that_of_the_estimate(run, played):
     assert str(played.by_category_at_peak["optimizer_state"]) in figure
 
 
-def test_a_run_without_an_estimate_says_why(run):
-    page = Page(run_page(run, "No step is estimated: <because>."))
-    assert "No step is estimated: <because>." in page.text
-    assert [tag for tag, _ in page.tags].count("svg") == 3
-
-
 def test_the_commands_repeat_the_run(run):
     text = Page(run_page(run, "")).text
     assert f"lowmem-ft train 'recipe={run.path}/recipe.yaml' 'training.output_dir={run.path}-again'" in text

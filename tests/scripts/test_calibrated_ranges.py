@@ -11,7 +11,6 @@ from calibrate.ranges import (
     held_when_left_out,
     measured_runs,
     public_rows,
-    report,
 )
 
 from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
@@ -68,10 +67,3 @@ def test_most_errors_are_within_a_share():
 def test_a_source_that_is_off_is_not_held_by_the_others():
     runs = [*(run(0.01 + number / 1e4, "a") for number in range(10)), *(run(0.05, "b") for _ in range(5))]
     assert held_when_left_out(runs, lambda run: run.source) == (10, 15)
-
-
-def test_the_script_prints_both_figures():
-    lines = "\n".join(report(RUNS))
-    assert "held, each left out" in lines
-    assert "held, with all of its source" in lines
-    assert "half a range in the median" in lines

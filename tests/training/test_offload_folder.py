@@ -10,11 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sweeps import few_quick
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft import VirtualGPU
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
-from lowmem_ft.foundation.errors import RecipeError
 from lowmem_ft.foundation.host.copy_engine import PutOffCopy
 from lowmem_ft.foundation.host.mapped_files import is_in_file
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -76,9 +75,7 @@ def seconds_of_a_step(folder, *settings):
 
 
 def test_the_device_works_while_the_host_reads_files(tmp_path, disk_folder, monkeypatch):
-    LlamaConfig(
-        vocab_size=1000, hidden_size=2048, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16
-    ).save_pretrained(tmp_path)
+    save_llama(tmp_path, layers=4, hidden=2048, inner=4096, heads=16, vocab_size=1000)
     pinned = seconds_of_a_step(tmp_path)
     in_files = seconds_of_a_step(tmp_path, f"offload.folder={disk_folder}")
     assert in_files > pinned
@@ -204,11 +201,3 @@ def test_on_a_cpu_too_files_are_not_resident_memory(tiny):
     less = in_ram.process_peak_bytes - in_files.process_peak_bytes
     of_the_heap = HEAP_SHARE_OF_RUNS * in_files.disk_peak_bytes  # it keeps nothing of what lies in files
     assert less == pytest.approx(in_files.disk_peak_bytes + of_the_heap, abs=1)
-
-
-def test_a_folder_needs_something_to_wait_in_it(tiny):
-    with pytest.raises(
-        RecipeError,
-        match=r"offload\.folder=/mnt needs something offloaded to the host, .* Set offload\.optimizer",
-    ):
-        tiny("offload.folder=/mnt")

@@ -15,8 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
-    Trainer,
-    TrainingArguments,
     default_data_collator,
 )
 from transformers.utils.import_utils import is_torch_cuda_available
@@ -261,40 +259,6 @@ def test_copies_on_a_stream_of_their_own_overlap_with_computing(module):
 
 
 # As scripts for transformers 5.17 to 5.22 call it, which know no other name.
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing` is deprecated")
-def test_a_stock_trainer_trains_evaluates_and_saves_nothing(tmp_path):
-    with torch.device("meta"):
-        model = tiny_llama()
-    with VirtualGPU("a100-80gb") as gpu:
-        arguments = TrainingArguments(
-            str(tmp_path),
-            max_steps=3,
-            per_device_train_batch_size=2,
-            gradient_accumulation_steps=2,
-            bf16=True,
-            gradient_checkpointing=True,
-            eval_strategy="steps",
-            eval_steps=2,
-            save_steps=2,
-            report_to=[],
-            disable_tqdm=True,
-        )
-        assert arguments.device.type == "cuda"
-        trainer = Trainer(
-            gpu.place(model),
-            arguments,
-            train_dataset=ROWS,
-            eval_dataset=ROWS[:4],
-            data_collator=default_data_collator,
-        )
-        trainer.train()
-        trainer.save_model()
-    report = gpu.report()
-    assert set(report.by_phase) == {"load", "forward", "backward", "optimizer_step", "evaluation"}
-    assert report.by_category_at_peak["optimizer_state"] >= 2 * 4 * report.model.parameters
-    assert "checkpoints: not written, as a trace has no values" in report.choices
-    assert not list(tmp_path.rglob("*.safetensors"))
-    assert not list(tmp_path.rglob("*.pt"))
 
 
 def test_a_loop_over_accelerate_runs_and_its_state_is_put_back():

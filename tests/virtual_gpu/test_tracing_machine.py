@@ -60,14 +60,6 @@ def test_a_step_ends_with_the_last_of_its_optimizers(in_backward):
     assert [index + 1 for index in machine.trace().step_ends] == ends
 
 
-def test_a_choice_is_said_once():
-    machine = TracingMachine()
-    machine.say("one")
-    machine.say("two")
-    machine.say("one")
-    assert machine.trace().choices == ("one", "two")
-
-
 def test_a_part_called_by_itself_does_not_stand_for_the_model():
     with TracingMachine() as machine:
         model = nn.Sequential(Named(), Named())

@@ -266,11 +266,6 @@ def test_methods_that_cannot_run_say_why_and_if_none_can_it_is_an_error(estimato
     assert capsys.readouterr().err == "error: There is no such model.\n"
 
 
-def test_a_model_alone_on_the_processor_is_one_recipe(estimator, capsys):
-    assert estimate("model=some/model", "--gpu", "cpu") == 0
-    assert " on cpu (x86_64)" in capsys.readouterr().out
-
-
 def test_a_run_that_does_not_fit_exits_with_3_and_three_changes(estimator, capsys):
     assert estimate("recipe=tiny", "--gpu", "small") == 3
     out = capsys.readouterr().out

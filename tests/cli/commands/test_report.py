@@ -199,7 +199,6 @@ def test_a_run_that_took_no_step_has_a_report(run, capsys):
     "line,words",
     [
         ('{"a": 1}', "line 1, is not from a run of lowmem_ft"),
-        ("[1]", "line 1, is not from a run of lowmem_ft"),
         ('{"step": 1, "loss": 2}', "line 1, is not a record of a run"),
         ("nothing", "line 1 is not a JSON object"),
         ("\udcff\udcfe", "line 1 is not a JSON object"),
@@ -207,7 +206,6 @@ def test_a_run_that_took_no_step_has_a_report(run, capsys):
             '{"step": 1, "loss": "low", "tokens": 1, "tokens_per_second": 1}',
             "line 1, is not a record of a run",
         ),
-        ('{"step": 1, "eval_loss": null}', "line 1, is not a record of a run"),
         (json.dumps({"step": 1, "measured": {**PEAKS, "peak_bytes": "10 GiB"}}), "'10 GiB' is not a number"),
         ('{"step": 1, "measured": {"peak": 1}}', "peaks that this version cannot read"),
     ],

@@ -23,11 +23,6 @@ def data(tmp_path, monkeypatch):
     return str(file)
 
 
-def test_a_row_of_the_wrong_structure_is_named(data):
-    with pytest.raises(DataError, match=r"Example 1 of .*data\.jsonl \(train\): text is text, got dict"):
-        check_small_local_data(DataConfig(path=data))
-
-
 def test_held_out_data_is_looked_at_too(data, tmp_path):
     (tmp_path / "good.jsonl").write_text('{"text": "one"}\n')
     with pytest.raises(DataError, match=r"Example 1 of .*data\.jsonl"):

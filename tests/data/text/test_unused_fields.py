@@ -9,7 +9,6 @@ import pytest
 
 from lowmem_ft.data import early_checks
 from lowmem_ft.data.config import DataConfig
-from lowmem_ft.data.text.unused_fields import ALL, fields_of
 from lowmem_ft.foundation.errors import DataError
 
 CHAT = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
@@ -85,11 +84,6 @@ TOLD = {
         "or the rows are plain strings. Put it into the prompt",
     ),
     "strings: history": (PAIR, {"history": [["a", "b"]]}, "does not see all of the earlier turns"),
-    "OpenAI: tools": (
-        {"messages": CHAT},
-        {"tools": [TOOL], "parallel_tool_calls": False},
-        "`tools` or `functions`",
-    ),
     "OpenAI: functions": ({"messages": CHAT}, {"functions": [TOOL["function"]]}, "`tools` or `functions`"),
     "DeepSeek, Qwen: reasoning": (
         {"messages": CHAT},
@@ -101,11 +95,6 @@ TOLD = {
         {"conversations": [{"from": "system", "value": "Be kind."}, *SHARE_GPT]},
         {"system": "Be brief."},
         "the chat has a system message of its own",
-    ),
-    "ShareGPT: tools": (
-        {"conversations": SHARE_GPT},
-        {"tools": json.dumps([TOOL])},
-        "`tools` or `functions`",
     ),
     "Alpaca: reasoning": (ALPACA, {"reasoning": "Hm"}, "neither sees nor learns: the chat template"),
     "axolotl: parts of turns": (
@@ -213,11 +202,6 @@ REFUSED = {
     "KTO": (KTO, {}, r"Example 0 of .*label=true judges the answer.*TRL's KTOTrainer"),
     "KTO by numbers": ([PAIR | {"label": 1}], {}, "label=1 judges"),
     "KTO in words": ([PAIR | {"label": "False"}], {}, "label=false judges"),
-    "KTO of chats": (
-        [{"prompt": CHAT[:1], "completion": CHAT[1:], "label": False}],
-        {},
-        "label=false judges",
-    ),
     "LLaMA-Factory's KTO": ([{"conversations": SHARE_GPT, "kto_tag": False}], {}, "kto_tag=false judges"),
     "Alpaca's KTO": ([ALPACA | {"kto_tag": False}], {}, "kto_tag=false judges"),
     "TRL's images": (
@@ -258,8 +242,3 @@ def test_a_label_that_judges_nothing_passes(row, write_jsonl, load, caplog):
     early_checks.check_small_local_data(DataConfig(path=path))
     load(path)
     assert warnings_of(caplog) == []
-
-
-def test_each_field_has_a_bit_of_its_own():
-    assert [list(fields_of(1 << bit)) for bit in range(len(ALL))] == [[field] for field in ALL]
-    assert len(ALL) <= 31  # of an int32

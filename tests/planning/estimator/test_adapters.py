@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 pytest.importorskip("peft")
 pytest.importorskip("bitsandbytes")
@@ -27,13 +27,7 @@ LINEAR_WEIGHTS = LAYERS * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER)
 @pytest.fixture
 def make_recipe(tmp_path):
     def make(*settings, num_layers=LAYERS):
-        LlamaConfig(
-            hidden_size=HIDDEN,
-            intermediate_size=INNER,
-            num_hidden_layers=num_layers,
-            num_attention_heads=4,
-            vocab_size=VOCABULARY,
-        ).save_pretrained(tmp_path)
+        save_llama(tmp_path, layers=num_layers, hidden=HIDDEN, inner=INNER, heads=4, vocab_size=VOCABULARY)
         always = (f"model={tmp_path}", "data.max_length=128", "checkpointing.mode=full", "adapter.name=lora")
         return load_recipe(None, [*always, *settings])
 

@@ -4,7 +4,7 @@ import dataclasses
 import operator
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
@@ -36,15 +36,9 @@ LEAN = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=1,
-        num_attention_heads=8,
-        vocab_size=8192,
-        max_position_embeddings=1024,
-    ).save_pretrained(path)
-    return str(path)
+    return save_llama(
+        path, layers=1, hidden=512, inner=1024, heads=8, vocab_size=8192, max_position_embeddings=1024
+    )
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 pytest.importorskip("liger_kernel", reason="Liger needs Triton, which this system has not")
 
@@ -31,14 +31,7 @@ STREAMED = (
 
 @pytest.fixture(name="recipe")
 def _recipe(tmp_path):
-    LlamaConfig(
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=512,
-    ).save_pretrained(tmp_path)
+    save_llama(tmp_path, layers=LAYERS, hidden=256, inner=768, heads=4, num_key_value_heads=2, vocab_size=512)
     always = (f"model={tmp_path}", "model.dtype=bfloat16", f"data.max_length={TOKENS}", "data=any")
     return lambda *settings: load_recipe(None, [*always, *settings])
 

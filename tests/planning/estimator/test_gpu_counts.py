@@ -3,8 +3,8 @@
 import dataclasses
 
 import pytest
-import transformers as hf
 from rich.console import Console
+from tiny_models import save_llama
 
 from lowmem_ft.cli.commands.estimate import main
 from lowmem_ft.cli.estimating import estimate_recipe
@@ -23,15 +23,16 @@ GPUS = load_gpus()
 def large(tmp_path_factory):
     """A model of 4 GiB in training and two thin layers, so that its trace is short."""
     folder = tmp_path_factory.mktemp("model")
-    hf.LlamaConfig(
+    save_llama(
+        folder,
+        layers=2,
+        hidden=1024,
+        inner=512,
+        heads=8,
         vocab_size=128_000,
-        hidden_size=1024,
-        intermediate_size=512,
-        num_hidden_layers=2,
-        num_attention_heads=8,
         num_key_value_heads=2,
         max_position_embeddings=128,
-    ).save_pretrained(folder)
+    )
     return folder
 
 

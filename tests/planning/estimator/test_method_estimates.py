@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
-from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.units import MIB
 from lowmem_ft.planning.estimator import CannotRun, estimate_memory, estimate_methods
 from lowmem_ft.planning.estimator.estimate import SharedTraces
@@ -30,15 +29,9 @@ GPUS = [find_gpu(name) for name in ("t4", "rtx-4090", "h100-80gb")]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        vocab_size=256,
-        max_position_embeddings=64,
-    ).save_pretrained(path)
-    return str(path)
+    return save_llama(
+        path, layers=1, hidden=64, inner=128, heads=2, vocab_size=256, max_position_embeddings=64
+    )
 
 
 @pytest.fixture(scope="module")
@@ -84,10 +77,7 @@ def kept() -> KeptTraces:
 def large(tmp_path_factory) -> str:
     """A model that is large enough for the recipes to differ."""
     path = tmp_path_factory.mktemp("large")
-    LlamaConfig(
-        hidden_size=512, intermediate_size=1408, num_hidden_layers=24, num_attention_heads=8, vocab_size=8192
-    ).save_pretrained(path)
-    return str(path)
+    return save_llama(path, layers=24, hidden=512, inner=1408, heads=8, vocab_size=8192)
 
 
 @pytest.fixture(scope="module")
@@ -275,8 +265,3 @@ def test_a_length_that_was_typed_is_not_cut_to_what_the_model_takes(folder):
     )
     assert lora.estimate is None
     assert "at most what the model takes" in lora.problems[0]
-
-
-def test_a_model_that_there_is_not_is_an_error_at_once():
-    with pytest.raises(ModelError, match=r"Did you mean `llama-3.1-8b`"):
-        estimate_methods("lama-3.1-8b", GPUS)

@@ -291,22 +291,6 @@ def test_a_process_of_a_group_cannot_stand_for_another(monkeypatch):
         estimate_memory(load_recipe("tiny", SETTINGS), "2xrtx-4090")
 
 
-def test_the_bounds_of_a_plan_are_those_of_a_process_that_shares_the_model():
-    from lowmem_ft.planning.estimator.runtime import model_on_meta
-    from lowmem_ft.planning.planner.bounds import gradient_bytes, parts_of, shape_of, weight_and_state_bytes
-
-    alone = load_recipe("8b-fsdp2", ["distributed.strategy=none"])
-    shared, _ = on_gpus(load_recipe("8b-fsdp2"), "8xrtx-4090")
-    config = load_model_config(alone.model, architecture_only=True)
-    model = model_on_meta(alone.model, config)
-    shape = shape_of(model, 2048, next(model.parameters()).dtype)
-    of_all, of_one = (
-        weight_and_state_bytes(parts) + gradient_bytes(parts)
-        for parts in (parts_of(alone, shape), parts_of(shared, shape))
-    )
-    assert of_one == pytest.approx(of_all / 8)
-
-
 def test_the_host_of_a_machine_is_shared_by_its_processes():
     settings = ("training.use_cpu=false", "distributed.num_machines=2")
     recipe, card = on_gpus(load_recipe("tiny", settings), "8xrtx-4090")

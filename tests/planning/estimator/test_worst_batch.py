@@ -21,11 +21,6 @@ def test_rows_are_as_long_as_the_recipe_says_or_else_as_the_model_takes():
     assert row_length(make_recipe("data.max_length=null"), LIMIT_64) == 64
 
 
-def test_rows_longer_than_the_model_takes_are_refused():
-    with pytest.raises(DataError, match="at most what the model takes, 64 tokens, got 65"):
-        row_length(make_recipe("data.max_length=65"), LIMIT_64)
-
-
 def test_somebody_has_to_say_how_long_rows_are():
     assert row_length(make_recipe("data.max_length=99"), BloomConfig()) == 99
     with pytest.raises(DataError, match=r"Set data.max_length\."):

@@ -5,7 +5,7 @@ import operator
 from collections.abc import Callable
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft.foundation.memory.memory_estimate import (
     DeviceLimit,
@@ -23,15 +23,9 @@ from lowmem_ft.recipe import Recipe, load_recipe
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory) -> str:
     path = tmp_path_factory.mktemp("model")
-    LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1024,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        vocab_size=4096,
-        max_position_embeddings=1024,
-    ).save_pretrained(path)
-    return str(path)
+    return save_llama(
+        path, layers=2, hidden=512, inner=1024, heads=8, vocab_size=4096, max_position_embeddings=1024
+    )
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import operator
 import random
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
@@ -27,15 +27,16 @@ GPUS = ("rtx-3070", "rtx-3090", "a100-40gb", "h100-80gb", "t4")
 def test_a_plan_is_the_simplest_of_the_fastest_and_more_memory_is_never_slower(seed, tmp_path, monkeypatch):
     monkeypatch.setenv("LOWMEM_FT_TRACE_CACHE", str(tmp_path / "traces"))
     monkeypatch.setenv("LOWMEM_FT_TRACE_PROCESSES", "1")
-    LlamaConfig(
-        hidden_size=512,
-        intermediate_size=1536,
-        num_hidden_layers=2,
-        num_attention_heads=8,
+    save_llama(
+        tmp_path / "model",
+        layers=2,
+        hidden=512,
+        inner=1536,
+        heads=8,
         num_key_value_heads=4,
         vocab_size=8192,
         max_position_embeddings=1024,
-    ).save_pretrained(tmp_path / "model")
+    )
     draw = random.Random(seed)
     gpu = find_gpu(draw.choice(GPUS))
     recipe, space, enough_for_one = small_space(draw, tmp_path / "model", gpu)

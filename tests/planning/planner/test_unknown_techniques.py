@@ -6,8 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 
 import pytest
+from tiny_models import save_llama
 from torch import nn
-from transformers import LlamaConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
@@ -84,15 +85,9 @@ def join(monkeypatch):
 @pytest.fixture
 def model(tmp_path) -> str:
     """Most of what a step of it needs is weights, state and gradients of its layers."""
-    LlamaConfig(
-        hidden_size=1024,
-        intermediate_size=2816,
-        num_hidden_layers=6,
-        num_attention_heads=8,
-        vocab_size=4096,
-        max_position_embeddings=1024,
-    ).save_pretrained(tmp_path)
-    return str(tmp_path)
+    return save_llama(
+        tmp_path, layers=6, hidden=1024, inner=2816, heads=8, vocab_size=4096, max_position_embeddings=1024
+    )
 
 
 def only_the_new_knob(model: str) -> Recipe:

@@ -18,7 +18,6 @@ from torch import nn
 
 from lowmem_ft.cli import main
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
-from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.planning.estimator import device_target, estimate_memory
 from lowmem_ft.planning.rehearsal import seconds_by_tokens
@@ -334,18 +333,6 @@ def test_memory_that_runs_out_is_told_with_step_and_data(rehearse, small, chats)
     assert failure.at_step == 1
     assert failure.shape == found.longest.shape
     assert len(failure.sample_ids) == 32
-
-
-def test_more_steps_than_the_run_has_are_refused(rehearse, small):
-    with pytest.raises(UserError, match=r"4 is more than the 3 steps"):
-        rehearse(small("training.max_steps=3"), "rtx-4090", steps=4)
-
-
-def test_several_processes_and_processors_are_refused(rehearse, recipe):
-    with pytest.raises(UserError, match="A rehearsal is for one process"):
-        rehearse(recipe("distributed.strategy=fsdp2"), "8xrtx-4090")
-    with pytest.raises(UserError, match="A rehearsal is for a GPU"):
-        rehearse(recipe(), "cpu")
 
 
 def test_races_are_found_in_a_rehearsal(rehearse, streamed, monkeypatch):

@@ -6,8 +6,7 @@ import random
 import shutil
 
 import pytest
-from tiny_models import TINY
-from transformers import LlamaConfig
+from tiny_models import TINY, save_llama
 
 from lowmem_ft.planning.rehearsal import runtime, window_shapes
 from lowmem_ft.planning.rehearsal.seconds_by_tokens import SecondsByTokens
@@ -37,14 +36,9 @@ def wide(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wide")
     for file in TINY.glob("token*"):
         shutil.copy(file, folder)
-    LlamaConfig(
-        vocab_size=512,
-        hidden_size=2048,
-        intermediate_size=4096,
-        num_hidden_layers=1,
-        num_attention_heads=16,
-        max_position_embeddings=2048,
-    ).save_pretrained(folder)
+    save_llama(
+        folder, layers=1, hidden=2048, inner=4096, heads=16, vocab_size=512, max_position_embeddings=2048
+    )
     return folder
 
 

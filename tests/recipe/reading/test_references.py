@@ -92,12 +92,6 @@ def test_a_key_of_a_mapping_is_text_and_no_reference(write):
     assert "${oc.env:TOKEN}" in problem  # no argument of the schedule
 
 
-@pytest.mark.parametrize("base", ["${oc.env:TOKEN}", "${recipe_dir}/${oc.env:TOKEN}.yaml"])
-def test_a_base_is_named_without_the_environment_too(write, base):
-    (problem,) = problems_of(write(f"base: {base}\n"))
-    assert "base: ${oc.env:TOKEN} calls the resolver oc.env" in problem
-
-
 def test_a_base_is_held_to_the_same_rule_unless_the_file_sets_the_key(write):
     write(MODEL + "training: {run_name: '${oc.env:TOKEN}'}\n", "base.yaml")
     (problem,) = problems_of(write("base: base.yaml\n"))
@@ -153,19 +147,6 @@ def test_the_command_line_is_the_shells_and_stays_as_typed(write):
     assert "must be a whole number" in problems_of(write(MODEL), f"training.seed={text}")[0]
 
 
-def test_a_few_lines_cannot_fill_the_memory_by_references(write):
-    (problem,) = problems_of(
-        write(f"name: {'x' * 2000}\ntraining: {{run_name: '{'${name}' * 2000}'}}\n{MODEL}")
-    )
-    assert "may have 1,000,000 characters" in problem
-
-
-def test_a_few_lines_cannot_fill_the_memory_by_aliases(write):
-    lines = ["a0: &a0 [x]", *(f"a{n + 1}: &a{n + 1} [{', '.join([f'*a{n}'] * 10)}]" for n in range(9))]
-    (problem,) = problems_of(write("\n".join(lines)))
-    assert "its aliases (*name) expand to too much text" in problem
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -181,8 +162,3 @@ def test_a_tag_of_yaml_makes_no_object_of_python(write, text, tmp_path, monkeypa
     (problem,) = problems_of(write(text))
     assert "not YAML" in problem
     assert not (tmp_path / "it_ran").exists()
-
-
-def test_a_number_of_thousands_of_digits_is_told(write):
-    (problem,) = problems_of(write(f"training: {{seed: {'1' * 6000}}}\n"))
-    assert "cannot be read as a recipe: Exceeds the limit" in problem

@@ -7,8 +7,6 @@ import logging
 import pytest
 
 from lowmem_ft.recipe import load_recipe
-from lowmem_ft.recipe.reading.keys import recipe_keys
-from lowmem_ft.recipe.reading.replaced_sources import OF_A_SOURCE
 
 BASE = """
 model: {name_or_path: some/model, revision: abc, trust_remote_code: true}
@@ -83,8 +81,3 @@ def test_what_was_left_out_is_said(base, caplog):
         "data.path=mine.jsonl replaces some/chats, and the settings for that, data.name=main, "
     )
     assert "training.eval_steps=500" in message
-
-
-def test_the_keys_of_a_source_exist():
-    named = {key for source, keys in OF_A_SOURCE.items() for key in (source, *keys)}
-    assert named <= set(recipe_keys())

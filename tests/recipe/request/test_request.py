@@ -12,7 +12,7 @@ from processes import LIMIT_SECONDS
 from lowmem_ft.cli import main
 from lowmem_ft.cli.estimating import estimate_recipe
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
-from lowmem_ft.foundation.errors import RecipeError, UserError
+from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe.request.request import Request
 from lowmem_ft.recipe.shipped.needs import needs_of_shipped_recipes
 from lowmem_ft.ui import answering
@@ -109,27 +109,6 @@ def test_all_that_is_wrong_is_told_at_once():
         request.check(own)
     assert raised.value.problems[0] == "One of the caller's own."
     assert len(raised.value.problems) >= 3
-
-
-@pytest.mark.parametrize(
-    "purpose, words, problem",
-    [
-        ("rehearse", ["model=gpt2"], "A rehearsal needs one recipe=NAME|PATH, got model=gpt2"),
-        (
-            "estimate",
-            ["recipe=tiny", "recipe=demo"],
-            "An estimate needs one recipe=NAME|PATH, or model=NAME, got",
-        ),
-        (
-            "train",
-            ["model=gpt2", "data=x.jsonl"],
-            "Training needs one recipe=NAME|PATH, or model=X data=X budget=X",
-        ),
-    ],
-)
-def test_a_question_names_one_recipe_or_what_suffices_without(purpose, words, problem):
-    with pytest.raises(RecipeError, match=problem.replace("|", r"\|")):
-        Request.of(purpose, words)
 
 
 def test_a_question_is_settled_without_torch():

@@ -126,28 +126,6 @@ def test_missing_package_gives_the_install_line():
         choose("flash_attention_2")
 
 
-@pytest.mark.usefixtures("flash_attn_installed")
-@pytest.mark.parametrize(
-    "where, message",
-    [
-        (
-            {"device": CPU},
-            "needs a CUDA device, got device cpu. Set model.attn_implementation=sdpa, or auto.",
-        ),
-        ({"dtype": torch.float32}, "needs bfloat16 or float16 computation, got float32."),
-        ({"capability": TURING}, "needs compute capability 8.0 or later"),
-    ],
-)
-def test_flash_attention_where_it_cannot_run_is_refused(where, message):
-    with pytest.raises(UserError, match=message):
-        choose("flash_attention_2", **where)
-
-
-def test_flex_attention_cannot_train_on_the_cpu():
-    with pytest.raises(UserError, match="flex_attention needs an accelerator to train"):
-        choose("flex_attention", device=CPU)
-
-
 def test_unsupported_by_the_architecture_lists_what_is():
     with pytest.raises(ModelError, match=r"xlnet supports eager\. Set"):
         choose("sdpa", config=hf.XLNetConfig())

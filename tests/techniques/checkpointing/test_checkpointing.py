@@ -214,13 +214,6 @@ def test_the_config_wins_over_what_was_enabled_before_and_remove_brings_it_back(
     assert model.config.use_cache is True
 
 
-def test_mode_none_touches_nothing():
-    model = tiny_model()
-    enable_checkpointing(model, CheckpointingConfig())
-    assert checkpointed_layers(model) == []
-    assert model.config.use_cache is True
-
-
 def test_bad_values_explain_themselves_all_at_once():
     config = CheckpointingConfig(mode="full", every_n_layers=0, skip_last_layers=LAYERS)
     with pytest.raises(UserError) as error:

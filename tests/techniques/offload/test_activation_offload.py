@@ -240,24 +240,6 @@ def test_evaluation_copies_nothing():
     assert host.bytes_by_category == {}
 
 
-@pytest.mark.parametrize("activations", ["inputs", "all"])
-def test_remove_restores_the_stock_model(activations):
-    model = tiny_model()
-    with enable_checkpointing(model, CheckpointingConfig(mode="full")):
-        before = [dict(vars(module)) for module in (model, *model.model.layers)]
-        handle = enable_activation_offload(model, OffloadConfig(activations=activations), HostMemory(CPU))
-        assert [dict(vars(module)) for module in (model, *model.model.layers)] != before
-        handle.remove()
-        assert [dict(vars(module)) for module in (model, *model.model.layers)] == before
-
-
-def test_none_touches_nothing():
-    model = tiny_model()
-    before = dict(vars(model))
-    enable_activation_offload(model, OffloadConfig(), HostMemory(CPU))
-    assert dict(vars(model)) == before
-
-
 def test_inputs_without_checkpointing_are_refused():
     with pytest.raises(ModelError, match=r"needs checkpointed layers.*Set checkpointing.mode=full"):
         enable_activation_offload(tiny_model(), OffloadConfig(activations="inputs"), HostMemory(CPU))

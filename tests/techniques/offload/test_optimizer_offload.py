@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 
 import pytest
 import torch
@@ -154,12 +153,6 @@ def test_too_little_host_memory_is_refused_before_any_is_taken(monkeypatch):
     assert tracker.peak_bytes == 0
     assert not optimizer.state
     train(model(), optimizer)
-
-
-def test_the_choice_is_logged(caplog):
-    with caplog.at_level(logging.INFO):
-        enable_optimizer_offload(optimizer_of(model()), HostMemory(CPU))
-    assert "in pageable host memory; 3 chunks of at most" in caplog.text
 
 
 # --- on a virtual GPU: streams, events, bytes and time ----------------------------------------------------------------

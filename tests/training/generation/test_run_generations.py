@@ -17,7 +17,7 @@ from lowmem_ft.reports.run_record import read_run
 from lowmem_ft.training.evaluation import run_evaluations
 from lowmem_ft.training.evaluation.held_out_loss import EvaluationResult
 from lowmem_ft.training.evaluation.run_generations import RunGenerations
-from lowmem_ft.training.folder.generations_file import Generation, before_and_after, read_generations
+from lowmem_ft.training.folder.generations_file import before_and_after, read_generations
 from lowmem_ft.training.run.loop import train
 
 SHORT = ("training.max_steps=2", "training.save_steps=1", "training.eval_steps=1", "budget.preflight=false")
@@ -125,17 +125,6 @@ def test_the_answers_shown_are_the_finished_models_where_an_earlier_step_is_the_
     assert "at step 3" not in said
     card = (tmp_path / "run" / "model" / "README.md").read_text()
     assert "| prompt | at step 0 | at step 2 |" in card
-
-
-def test_later_answers_than_the_best_steps_are_left_out():
-    answers = [
-        Generation(step=step, index=index, prompt="?", answer=f"{step}, {index}")
-        for step in (0, 2, 4)
-        for index in (0, 1)
-    ]
-    assert [one.after for one in before_and_after(answers)] == ["4, 0", "4, 1"]
-    assert [one.after for one in before_and_after(answers, best_step=2)] == ["2, 0", "2, 1"]
-    assert before_and_after(answers[4:], best_step=2) == []  # of a run that went on elsewhere
 
 
 def test_prompts_of_a_file_need_no_held_out_rows(tiny, tmp_path):

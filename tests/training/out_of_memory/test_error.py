@@ -17,6 +17,10 @@ from lowmem_ft.training.run.loop import train
 MEMORY = MemoryReading(now_bytes=2**30, peak_bytes=3 * 2**30)
 
 
+def out_of_memory(*_):
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
 def test_the_error_names_what_the_recipe_has_not_done_yet(tiny):
     bare = does_not_fit(
         tiny("loss.chunk_tokens=null", "checkpointing.mode=none", "data.max_length=1024"), MEMORY, "at step 1"
@@ -72,9 +76,6 @@ def test_layers_that_a_recipe_leaves_out_are_offered(tiny):
 
 
 def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch):
-    def out_of_memory(retries, window):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     monkeypatch.setattr(loop.Retries, "train_step", out_of_memory)
     with pytest.raises(DoesNotFitError, match=r"after 0 steps \(budget\.device=1TiB\)") as raised:
         train(tiny("budget=1TiB", output_dir=tmp_path / "run"))
@@ -83,9 +84,6 @@ def test_a_run_that_runs_out_says_so_with_the_budget(tiny, tmp_path, monkeypatch
 
 def test_a_run_that_runs_out_while_it_loads_says_what_is_asked_of_it_on_a_gpu(tiny, tmp_path, monkeypatch):
     """The words that a test for a device waits for, which runs where one is."""
-
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
     with running_out_while_loading("1TiB"):
@@ -104,9 +102,6 @@ def test_an_allocation_that_a_cpu_refuses_is_told_likewise(tiny, tmp_path, monke
 def test_tensors_without_a_storage_are_not_counted_when_it_runs_out(tiny, tmp_path, monkeypatch):
     sparse = torch.eye(3).to_sparse()
 
-    def out_of_memory(retries, window):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     monkeypatch.setattr(loop.Retries, "train_step", out_of_memory)
     with pytest.raises(DoesNotFitError, match=r"Largest tensors: "):
         train(tiny(output_dir=tmp_path / "run"))
@@ -120,9 +115,6 @@ def test_other_errors_of_torch_are_not_taken_for_it(tiny, tmp_path, monkeypatch)
 
 
 def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cuda_driver):
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     driver = cuda_driver()
     monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
     recipe = tiny("training.use_cpu=false", output_dir=tmp_path / "run")
@@ -135,9 +127,6 @@ def test_what_others_hold_of_the_device_is_said(tiny, tmp_path, monkeypatch, cud
 
 
 def test_one_of_several_processes_is_told_nothing_that_works_in_one_only(tiny, tmp_path, monkeypatch):
-    def out_of_memory(*_):
-        raise torch.OutOfMemoryError("CUDA out of memory.")
-
     monkeypatch.setattr(loop.TrainingRun, "build", out_of_memory)
     recipe = tiny(output_dir=tmp_path / "run")
     for world_size, is_told in (("1", True), ("2", False)):

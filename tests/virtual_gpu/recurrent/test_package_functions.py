@@ -17,7 +17,6 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.packages import KERNEL_PACKAGES, LEFT_OUT_VARIABLE
 from lowmem_ft.foundation.upstream.patches import UpstreamChangedError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.recurrent import package_functions
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 
 TOKENS = 96
@@ -105,23 +104,6 @@ def test_a_decorator_that_decides_otherwise_is_an_error_and_no_silent_reference(
     monkeypatch.setitem(sys.modules, module.__name__, module)
     with pytest.raises(UpstreamChangedError, match="applicable_params"), VirtualGPU("a100-80gb"):
         pass
-
-
-def test_functions_are_found_in_the_modules_that_the_package_kernels_makes_of_them():
-    function = modeling_qwen3_5.causal_conv1d_fn
-
-    def of_kernels(func):
-        class Func(torch.nn.Module):
-            def forward(self, *args, **kwargs):
-                return func(*args, **kwargs)
-
-        return Func()
-
-    module: Any = types.ModuleType("of_kernels")
-    module.use_kernel_func_from_hub_with_fallback = None
-    module.causal_conv1d_fn = of_kernels(function)
-    (found,) = package_functions._closures_of(module)
-    assert found == cells_of("causal_conv1d_fn")
 
 
 def test_after_the_block_and_on_a_machine_without_gpu_models_call_what_they_did():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from transformers import LlamaConfig
+from tiny_models import save_llama
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.planning.estimator import CannotRun, estimate_methods
@@ -28,15 +28,9 @@ CHECKPOINTING = {
 def wide(tmp_path_factory) -> str:
     """A few layers of an 8B model."""
     path = tmp_path_factory.mktemp("wide")
-    LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        vocab_size=32000,
-    ).save_pretrained(path)
-    return str(path)
+    return save_llama(
+        path, layers=LAYERS, hidden=4096, inner=14336, heads=32, num_key_value_heads=8, vocab_size=32000
+    )
 
 
 @pytest.fixture(scope="module")

@@ -111,10 +111,6 @@ def test_three_equal_layers_make_a_hundred() -> None:
     assert_equal(extended(Program, 100), Program(100).trace())
 
 
-def test_no_layer_more_is_the_trace_itself() -> None:
-    assert_equal(extended(Program, 3), Program(3).trace())
-
-
 def test_work_stays_behind_the_allocation_that_it_followed() -> None:
     def births_before(trace: Trace) -> list[int]:
         kinds = [kind for kind, _ in trace.timeline.events]
@@ -245,25 +241,6 @@ def test_memory_in_whole_pages_grows_by_what_was_asked_for() -> None:
             self.timeline.allocations[index].asked_bytes = asked
 
     assert events(extended(InPages, 12)) == events(InPages(12).trace())
-
-
-class OutsideGrowsBySquares(Program):
-    """Memory outside the layers that does not grow with their number, but faster."""
-
-    def step(self) -> None:
-        super().step()
-        self.timeline.free(self.take(self.num_layers**2))
-
-
-def test_growth_outside_the_layers_is_taken_as_linear() -> None:
-    """Two traces cannot tell a line from a curve: this is what the estimate assumes."""
-    sizes = [
-        allocation.size_bytes
-        for allocation in extended(OutsideGrowsBySquares, 9).timeline.allocations
-        if allocation.module == "model.embed"
-    ]
-    assert sizes[-1] == 9 + (16 - 9) * (9 - 3)
-    assert sizes[-2] == 4 * 9
 
 
 class BackwardInOrder(Program):
