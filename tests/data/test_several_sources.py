@@ -77,7 +77,7 @@ def test_samples_have_ids_of_their_own(files, load, all_examples, caplog):
     caplog.set_level(logging.INFO)
     data = load(None, sources=[{"path": files["a"]}, {"path": files["b"], "max_samples": 4}])
     assert sorted(all_examples(data.train)) == list(range(34))
-    assert "examples 30 to 33 are its rows" in caplog.text
+    assert "their rows are examples 30 to 33" in caplog.text
 
 
 @pytest.mark.parametrize("stopping_strategy", ["first_exhausted", "all_exhausted"])

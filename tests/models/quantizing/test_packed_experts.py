@@ -257,7 +257,7 @@ def test_rows_of_a_tensor_in_parts_are_those_of_the_whole():
         (
             "qwen3_moe",
             lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"),
-            r"of model\.layers\.1\.mlp\.experts\.gate_up_proj it has 4 of the 5 tensors mlp\.experts.*up_proj",
+            r"for model\.layers\.1\.mlp\.experts\.gate_up_proj it has 4 of the 5 tensors mlp\.experts.*up_proj",
         ),
         (
             "qwen3_moe",
