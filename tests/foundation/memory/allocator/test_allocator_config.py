@@ -59,10 +59,9 @@ def test_rest_alone_leaves_sizes_below_2_mib_as_they_are():
     "text, hint",
     [
         ("expandable_segment:True", "Did you mean `expandable_segments`?"),
-        ("expandable_segments", "key:value"),
+        ("expandable_segments", "True or False"),
         ("expandable_segments:true", "True or False"),
         ("max_split_size_mb:2", "at least 20"),
-        ("large_segment_size_mb:64,max_split_size_mb:40", "at least 64"),
         ("large_segment_size_mb:10", "at least 11"),
         ("max_non_split_rounding_mb:10", "at least 20"),
         ("garbage_collection_threshold:0", "between 0 and 1"),
@@ -70,9 +69,8 @@ def test_rest_alone_leaves_sizes_below_2_mib_as_they_are():
         ("roundup_power2_divisions:0", "a power of two"),
         ("roundup_power2_divisions:[60:4]", "a power of two"),
         ("roundup_power2_divisions:[64:8", "a power of two"),
-        ("max_split_size_mb:30,,expandable_segments:True", "key:value"),
-        ("backend:cudaMallocAsync", "native"),
-        ("backend:own", "native or cudaMallocAsync"),
+        ("max_split_size_mb:30,,expandable_segments:True", "no key ``"),
+        ("backend:own", "native"),
         ("per_process_memory_fraction:0.5", "budget.device"),
     ],
 )
