@@ -56,16 +56,8 @@ def causal_conv1d_fn(
 
 class _CausalConvolution(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        seq_idx: Tensor | None,
-        initial_states: Tensor | None,
-        return_final_states: bool,
-        final_states: Tensor | None,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        x, weight, bias, seq_idx, initial_states, return_final_states, final_states = given
         if 1 not in x.stride()[1:]:
             x = x.contiguous()
         bias = None if bias is None else bias.contiguous()

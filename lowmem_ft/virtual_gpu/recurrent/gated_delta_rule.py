@@ -70,20 +70,10 @@ def chunk_gated_delta_rule(
 
 class _ChunkGatedDeltaRule(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        g: Tensor,
-        beta: Tensor,
-        initial_state: Tensor | None,
-        output_final_state: bool,
-        is_normalised: bool,
-        cu_seqlens: Tensor | None,
-    ) -> tuple[Tensor, Tensor | None]:
-        copies = contiguous(q, k, v, g, beta, initial_state)  # they live to the end
-        q, k, v, g, beta, initial_state = copies  # type: ignore[assignment]
+    def forward(ctx: Any, *given: Any) -> tuple[Tensor, Tensor | None]:
+        q, k, v, g, beta, initial_state, output_final_state, is_normalised, cu_seqlens = given
+        copies: Any = contiguous(q, k, v, g, beta, initial_state)  # they live to the end
+        q, k, v, g, beta, initial_state = copies
         q_scale = k_scale = None
         if is_normalised:
             q, q_scale = normalised(q)

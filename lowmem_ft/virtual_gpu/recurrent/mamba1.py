@@ -62,18 +62,8 @@ def selective_scan_fn(
 
 class _SelectiveScan(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        u: Tensor,
-        delta: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        d: Tensor | None,
-        z: Tensor | None,
-        bias: Tensor | None,
-        return_last_state: bool,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        u, delta, a, b, c, d, z, bias, return_last_state = given
         u, delta, b, c = (_by_token(one) for one in (u, delta, b, c))
         d = None if d is None else d.contiguous()
         z = None if z is None else _by_token(z)
@@ -221,20 +211,9 @@ def mamba_inner_fn(
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        joined: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        x_weight: Tensor,
-        delta_weight: Tensor,
-        out_weight: Tensor,
-        out_bias: Tensor | None,
-        a: Tensor,
-        d: Tensor | None,
-        bias: Tensor | None,
-        *norms: Tensor | None,
-    ) -> Tensor:
+    def forward(ctx: Any, *given: Any) -> Tensor:
+        joined, conv_weight, conv_bias, x_weight, delta_weight, out_weight, out_bias = given[:7]
+        a, d, bias, *norms = given[7:]
         if torch.is_autocast_enabled("cuda"):
             dtype = torch.get_autocast_dtype("cuda")
             x_weight, delta_weight, out_weight = (

@@ -130,21 +130,8 @@ def mamba_chunk_scan_combined(
 
 class _ChunkScan(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        x: Tensor,
-        dt: Tensor,
-        a: Tensor,
-        b: Tensor,
-        c: Tensor,
-        chunk_size: int,
-        d: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_states: Tensor | None,
-        seq_idx: Tensor | None,
-        return_final_states: bool,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        x, dt, a, b, c, chunk_size, d, z, dt_bias, initial_states, seq_idx, return_final_states = given
         outputs, ungated, *others = _scanned(
             x, dt, a, b, c, chunk_size, d, z, dt_bias, initial_states, seq_idx
         )
@@ -550,24 +537,10 @@ def mamba_split_conv1d_scan_combined(
 
 class _Mixer(torch.autograd.Function):
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any,
-        joined: Tensor,
-        conv_weight: Tensor,
-        conv_bias: Tensor | None,
-        dt_bias: Tensor,
-        a: Tensor,
-        d: Tensor,
-        chunk_size: int,
-        initial_states: Tensor | None,
-        seq_idx: Tensor | None,
-        return_final_states: bool,
-        norm_weight: Tensor | None,
-        out_weight: Tensor | None,
-        out_bias: Tensor | None,
-        head_size: int,
-        groups: int,
-    ) -> Any:
+    def forward(ctx: Any, *given: Any) -> Any:
+        joined, conv_weight, conv_bias, dt_bias, a, d, chunk_size = given[:7]
+        initial_states, seq_idx, return_final_states = given[7:10]
+        norm_weight, out_weight, out_bias, head_size, groups = given[10:]
         ctx.sizes = chunk_size, head_size, groups
         ctx.return_final_states = return_final_states
         z, convolution, dt = _split(joined, conv_weight, d, head_size)
