@@ -132,26 +132,14 @@ def unsloth_table(model: Architecture, settings: Settings) -> float | None:
     return 1e9 * (qlora if settings.bits == 4 else lora)
 
 
-@dataclass(frozen=True)
-class _Overhead:
-    """FitCheck's fragmentation on a T4, as shares of the smaller of two peaks.
-
-    Args:
-        of_logits: the share where the logits are the larger peak.
-        of_layer: the share where a layer's recomputation is.
-    """
-
-    of_logits: float
-    of_layer: float
-
-
 FITCHECK_T4 = {
-    (True, 4): _Overhead(0.6442, 0.7518),
-    (True, 16): _Overhead(0.5808, 0.8468),
-    (False, 4): _Overhead(1.9683, 1.9683),
-    (False, 16): _Overhead(1.3181, 1.3181),
+    (True, 4): (0.6442, 0.7518),
+    (True, 16): (0.5808, 0.8468),
+    (False, 4): (1.9683, 1.9683),
+    (False, 16): (1.3181, 1.3181),
 }
-"""Shares by whether attention is eager and by bits, fitted by its author to T4 runs, the page's among them."""
+"""Fragmentation by whether attention is eager and by bits, fitted by its author to T4 runs, the page's among them: a
+share of the smaller of two peaks, where the logits are the larger one and where a layer's recomputation is."""
 FITCHECK_SHARE = 0.05
 """Other GPUs: a share of weights and activations."""
 FITCHECK_CONTEXT = {"t4": 140.875 * MIB}
@@ -175,8 +163,8 @@ def fitcheck(model: Architecture, settings: Settings) -> float | None:
         return weights + trained * per_trained + activations + FITCHECK_SHARE * (weights + activations)
     activations = kept + max(logits, layer.recomputed)
     if settings.gpu == "t4":
-        shares = FITCHECK_T4[settings.eager, settings.bits]
-        share = shares.of_layer if layer.recomputed > logits else shares.of_logits
+        of_logits, of_layer = FITCHECK_T4[settings.eager, settings.bits]
+        share = of_layer if layer.recomputed > logits else of_logits
         overhead = share * min(logits, layer.recomputed)
     else:
         overhead = FITCHECK_SHARE * (weights + activations)
