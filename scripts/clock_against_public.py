@@ -11,9 +11,8 @@ an operator, and how many operators a launch by Triton is, to the rows of each a
 writes them into ``lowmem_ft/foundation/catalog/clock_rates.json`` as an entry of their own; other architectures keep
 the default's host. Rows of programs that run other kernels are left out of the fit, and so are those that are held out:
 they were found when the clock was made. It minimises the squared relative errors, and adds the squared distance from
-the
-microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from the
-clock.
+the microbenchmarks: a number is as likely one ``SPREAD`` away from its microbenchmark as a row is ``NOISE`` away from
+the clock.
 
 Every row is predicted with itself left out of the fit. The range of seconds is wider: what 93 of a hundred rows do not
 exceed where all rows of their *source* are left out, on the host that estimates assume. A source is a publisher; where
@@ -47,7 +46,7 @@ from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 
 ROOT = Path(__file__).resolve().parents[1]
-RATES = ROOT / "lowmem_ft" / "catalog" / "clock_rates.json"
+RATES = ROOT / "lowmem_ft" / "foundation" / "catalog" / "clock_rates.json"
 RESULTS = ROWS.with_name("clocked-public.json")
 PAGE = ROOT / "docs" / "clock.md"
 
