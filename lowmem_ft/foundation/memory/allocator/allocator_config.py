@@ -74,6 +74,12 @@ class AllocatorConfig:
                     fields[field] = read(value)
                 except ValueError:
                     problems.append(f"{variable}: {key} is {rule}; got `{item}`.")
+        least = fields.get("large_segment_size_bytes", cls.large_segment_size_bytes)
+        for key in ("max_split_size", "max_non_split_rounding"):
+            if fields.get(f"{key}_bytes", least) < least:
+                problems.append(
+                    f"{variable}: {key}_mb is at least {least // MIB}, as large_segment_size_mb is."
+                )
         if problems:
             raise UserError(*problems)
         if ignored:

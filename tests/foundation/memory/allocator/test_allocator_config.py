@@ -62,6 +62,7 @@ def test_rest_alone_leaves_sizes_below_2_mib_as_they_are():
         ("expandable_segments", "True or False"),
         ("expandable_segments:true", "True or False"),
         ("max_split_size_mb:2", "at least 20"),
+        ("large_segment_size_mb:64,max_split_size_mb:40", "at least 64"),
         ("large_segment_size_mb:10", "at least 11"),
         ("max_non_split_rounding_mb:10", "at least 20"),
         ("garbage_collection_threshold:0", "between 0 and 1"),
