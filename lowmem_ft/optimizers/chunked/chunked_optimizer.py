@@ -59,7 +59,9 @@ class ChunkedOptimizer(Optimizer):
 
     Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, however large parameters
     are.
-    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the chunk size changes nothing.
+    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the chunk size changes nothing. A
+    factor on gradients multiplies their float32 values: 32-bit gradients give the bits of gradients multiplied before
+    the step, 16-bit ones are rounded once less.
     Limits: weights changed from outside (loaded, averaged) keep the lower bits of their masters until
     :meth:`adopt_weights`. Weights that are not contiguous are copied whole while they are updated. If ``fully_shard``
     has sharded a parameter, each process updates its own rows, with the random bits that one process would draw for
@@ -81,6 +83,8 @@ class ChunkedOptimizer(Optimizer):
             one kernel updates them.
         kernel: ``auto`` updates with one Triton kernel per chunk on an NVIDIA GPU if that works, and else operation by
             operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_availability``.
+        gradient_factor: factor on the gradients of the next step, 0-d and float32; None: 1. Clipping sets it and leaves
+            ``.grad`` as backward left it. :meth:`step` uses it once, :meth:`zero_grad` drops it with the gradients.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class ChunkedOptimizer(Optimizer):
         self.home: StateStorage = DeviceStorage()
         self.chunk_elements: int | None = None
         self.kernel: Kernel = "auto"
+        self.gradient_factor: Tensor | None = None
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._first_elements: dict[nn.Parameter, int] = {}
@@ -121,7 +126,7 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, multiplied by ``gradient_factor``.
 
         Args:
             closure: computes the loss and its gradients again.
@@ -134,12 +139,19 @@ class ChunkedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        self.update(
+        slices = (
             GradientSlice(parameter, local_part(parameter.grad))
             for parameter in parameters
             if parameter.grad is not None
         )
+        factor, self.gradient_factor = self.gradient_factor, None
+        self.update(slices, scale=factor)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, and the factor on them."""
+        self.gradient_factor = None
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def update(
@@ -156,13 +168,14 @@ class ChunkedOptimizer(Optimizer):
         Args:
             slices: slices with finished gradients; an iterator is advanced as late as copies allow, so that its
                 gradients need not exist together.
-            scale: factor on the gradients; 0-d, float32, on their device.
+            scale: factor on the gradients; 0-d, float32.
             hyperparameters: by group index, in place of the group's current ones: a deferred update takes those of its
                 own step.
         """
         for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):
+            factor = None if scale is None else scale.to(device)
             updates: Iterable[SliceUpdate] = (
-                self._slice_update(finished, scale, hyperparameters or {}) for finished in together
+                self._slice_update(finished, factor, hyperparameters or {}) for finished in together
             )
             if isinstance(self.rule, WholeParameterRule):
                 updates = list(updates)  # each is measured first, in a pass over its chunks
