@@ -57,7 +57,8 @@ NAMES_OF = {
     # _compile, _ops: files whose frames lie around a dispatch mode's and are passed over
     # _has_compatible_shallow_copy_type: whether `parameter.data = tensor` can be said
     # _assert_async: labels out of the vocabulary, without waiting for the device
-    "torch": "_compile _ops _has_compatible_shallow_copy_type _assert_async",
+    # _foreach_norm, _foreach_mul_: many gradients in a few launches
+    "torch": "_compile _ops _has_compatible_shallow_copy_type _assert_async _foreach_norm _foreach_mul_",
     # Its frames are passed over, too
     "torch._dynamo": "eval_frame",
     # Which storage it is, whatever tensor shows it

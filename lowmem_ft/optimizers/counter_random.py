@@ -5,13 +5,17 @@ An element therefore gets the same bits on every device, for any chunk size, and
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 _WEYL = 0x9E3779B1
 _MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+_AT_ONCE = 512
 
 
 @dataclass(frozen=True)
@@ -32,10 +36,26 @@ class CounterRandom:
 
     def key(self, stream: int) -> int:
         """Return the key for :func:`random_bits`; users of the same elements take separate streams."""
-        key = 0
-        for part in (self.seed, self.seed >> 32, self.step, self.parameter, stream):
-            key = _hash32(key ^ _hash32((part + _WEYL) & 0xFFFFFFFF))
-        return key
+        return self.keys()[stream]
+
+    def keys(self) -> list[int]:
+        """Return the keys of the streams 0 to 2."""
+        return keys_of(self.seed, self.step, self.parameter)
+
+
+def keys_of(seed: int, step: int, parameter: int) -> list[int]:
+    """Return the keys of the streams 0 to 2 of one parameter in one step; see :class:`CounterRandom`."""
+    return _keys_of_block(seed, step, parameter // _AT_ONCE)[parameter % _AT_ONCE]
+
+
+@functools.lru_cache(maxsize=16)
+def _keys_of_block(seed: int, step: int, block: int) -> list[list[int]]:
+    """Return the keys of ``_AT_ONCE`` parameters: one by one, they would take longer than a launch."""
+    parameters = np.arange(block * _AT_ONCE, (block + 1) * _AT_ONCE, dtype=np.uint64)
+    keys: Any = np.zeros((1, 1), np.uint64)
+    for part in (seed, seed >> 32, step, parameters[:, None], np.arange(3, dtype=np.uint64)):
+        keys = _hash32(keys ^ _hash32((part + _WEYL) & 0xFFFFFFFF))
+    return keys.tolist()
 
 
 def random_bits(num_bits: int, key: int, element: int, num_elements: int, device: torch.device) -> Tensor:
@@ -70,9 +90,9 @@ def _hash32_(words: Tensor) -> Tensor:
     return words.bitwise_xor_((words >> 16).bitwise_and_(0xFFFF))
 
 
-def _hash32(word: int) -> int:
-    """Return the same hash of one Python number from 0 to below 2**32."""
-    word ^= word >> 16
+def _hash32(word: Any) -> Any:
+    """Return the same hash of numbers from 0 to below 2**32, of Python or of NumPy as uint64."""
+    word = word ^ word >> 16
     word = word * _MULTIPLIERS[0] & 0xFFFFFFFF
     word ^= word >> 15
     word = word * _MULTIPLIERS[1] & 0xFFFFFFFF

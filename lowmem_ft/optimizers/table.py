@@ -81,7 +81,7 @@ class OptimizerRow:
         stateless_at_zero: the hyperparameter whose value 0 leaves it without running averages; None for most
             optimizers.
         effect: its cost, and whether it is AdamW's mathematics.
-        rule: its update, as ``module:name``: a class of one of the protocols in ``update_rule.py``, made without
+        rule: its update, as ``module:name``: a class of one of the kinds in ``update_rule.py``, made without
             arguments.
         bitsandbytes: which of bitsandbytes' optimizers it is, if it has no rule.
         devices: device types that it runs on; None: all.

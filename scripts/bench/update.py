@@ -1,6 +1,7 @@
 """A step with our compact optimizer next to the stock Trainer's with bitsandbytes, by a virtual GPU's timing model.
 
     python scripts/bench update [--write]            # --write: the table of docs/memory_ladder.md
+    python scripts/bench update --python             # host time of a parameter's update, in operators of torch
 
 Llama 3.1 8B, rows of 2048 tokens, two per step, on an H200: ``transformers.Trainer`` with bfloat16 weights and
 bitsandbytes' 8-bit AdamW, and our step with split24 masters and 8-bit state, each without checkpointing and with it.
@@ -15,6 +16,7 @@ import dataclasses
 import json
 import sys
 import tempfile
+import timeit
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, defau
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.triton import triton_update
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 
@@ -58,7 +62,11 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--model", default="llama-3.1-8b", help="of the catalogue")
     parser.add_argument("--write", action="store_true", help="the table into docs/memory_ladder.md")
+    parser.add_argument("--python", action="store_true", help="the host's time alone, without kernels")
     arguments = parser.parse_args()
+    if arguments.python:
+        print(json.dumps({**measured_on("cpu"), **host_time_of_updates()}, indent=2))
+        return
     model, rows = arguments.model, list(rows_of(arguments.model))
     if arguments.write:
         put_table(PAGE, "bench update", lines_of(rows))
@@ -75,6 +83,36 @@ def rows_of(model: str) -> Iterator[dict[str, Any]]:
             yield _row("h200", name, update, estimate) | {"of_stock": _ratio(estimate, stock)}
     for update, estimate in _ours(model, "rtx-4090", (*CHECKPOINTED, *ON_THE_HOST)):
         yield _row("rtx-4090", "in backward, state on the host", update, estimate)
+
+
+def host_time_of_updates(num_parameters: int = 400, num_steps: int = 15) -> dict[str, float]:
+    """Return the least microseconds of a parameter's update without its operator, and their number of operators.
+
+    The unit is ``add_`` on tensors of one element, measured in turn with the steps: it scales with the host.
+    """
+    parameters = [torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16)) for _ in range(num_parameters)]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    row = OPTIMIZERS["adamw"]
+    hyperparameters = {"lr": 1e-5, "weight_decay": 0.0, **row.hyperparameters}
+    optimizer = ChunkedOptimizer(
+        parameters, row.update_rule(), hyperparameters, state="8bit", master="split16"
+    )
+    optimizer.kernel = "untried"
+    tiny, operator = torch.zeros(1), triton_update._update_in_triton
+    triton_update._update_in_triton = lambda *arguments: None
+    try:
+        seconds = [
+            (
+                timeit.timeit(lambda: tiny.add_(tiny), number=num_parameters),
+                timeit.timeit(optimizer.step, number=1),
+            )
+            for _ in range(num_steps)
+        ]
+    finally:
+        triton_update._update_in_triton = operator
+    add, step = (1e6 * min(times) / num_parameters for times in zip(*seconds, strict=True))
+    return {"update_us": round(step, 2), "add_us": round(add, 3), "update_in_adds": round(step / add, 1)}
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> str:

@@ -167,6 +167,27 @@ def test_scale_multiplies_the_gradients_in_float32(name):
     assert_equal(scaled, plain)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_step_multiplies_gradients_in_float32_by_its_factor_and_forgets_it(dtype):
+    clipped, multiplied = build(dtype=dtype), build(dtype=dtype)
+    for number, factor in enumerate((0.3, 1.0, 0.7)):
+        clipped.gradient_factor = torch.tensor(factor) if factor != 1 else None
+        for parameter, gradient in zip(parameters_of(clipped), gradients(clipped, number), strict=True):
+            parameter.grad = gradient
+        clipped.step()
+        assert clipped.gradient_factor is None
+        wide = [gradient.float() * factor for gradient in gradients(multiplied, number)]
+        multiplied.update(map(GradientSlice, parameters_of(multiplied), wide))
+    assert_equal(clipped, multiplied)
+
+
+def test_the_factor_goes_with_the_gradients():
+    optimizer = build()
+    optimizer.gradient_factor = torch.tensor(0.5)
+    optimizer.zero_grad()
+    assert optimizer.gradient_factor is None
+
+
 def test_an_update_that_was_put_off_takes_the_hyperparameters_of_its_step():
     late, on_time = build(), build()
     take_steps(on_time, 1)

@@ -12,14 +12,17 @@ from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.optimizers.updates.sgd import SGD
 from lowmem_ft.recipe import load_recipe
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.gradients.norm import clip_grad_norm
 from lowmem_ft.techniques.loss.chunked_loss import LossConfig, enable_chunked_loss
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
 from lowmem_ft.training.step.session import Session
-from lowmem_ft.training.step.step import evaluation_loss, train_step
+from lowmem_ft.training.step.step import WindowPass, evaluation_loss, train_step
 
 VOCAB = 61
 
@@ -153,6 +156,42 @@ def test_gradients_are_clipped_to_the_global_norm(make_session):
         sum(float((after - before[name]).square().sum()) for name, after in weights(clipped).items())
     )
     assert moved == pytest.approx(0.1 * 0.01, rel=1e-3)  # learning rate * norm
+
+
+def with_our_optimizer(session, dtype):
+    model = session.unwrapped_model.to(dtype)
+    defaults = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.0}
+    optimizer = ChunkedOptimizer(model.parameters(), SGD(), defaults)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    return dataclasses.replace(session, optimizer=optimizer, scheduler=scheduler)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_our_optimizer_clips_as_it_reads_gradients(dtype, make_session, runtime, monkeypatch):
+    """As gradients multiplied before the step, except that those of 16 bits are not rounded once more."""
+    clipped, multiplied = (with_our_optimizer(make_session(max_grad_norm=0.01), dtype) for _ in range(2))
+    found = [train_step(clipped, [RAGGED]) for _ in range(3)]
+    monkeypatch.setattr(
+        runtime.machine,
+        "clip_grad_norm",
+        lambda optimizer, max_norm: clip_grad_norm(multiplied.trainable_parameters(), max_norm),
+    )
+    expected = [train_step(multiplied, [RAGGED]) for _ in range(3)]
+    assert found[0] == expected[0]
+    assert found[0].grad_norm > 0.01
+    if dtype == torch.float32:
+        assert found == expected
+        torch.testing.assert_close(weights(clipped), weights(multiplied), rtol=0, atol=0)
+    else:
+        torch.testing.assert_close(weights(clipped), weights(multiplied), rtol=2**-7, atol=1e-4)
+
+
+def test_a_skipped_step_leaves_no_factor(make_session, runtime):
+    session = with_our_optimizer(make_session(max_grad_norm=0.01), torch.float32)
+    WindowPass(session, [RAGGED]).gradients()
+    assert session.optimizer.gradient_factor is not None
+    runtime.machine.update_weights(session.optimizer, finite=False)
+    assert session.optimizer.gradient_factor is None
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])

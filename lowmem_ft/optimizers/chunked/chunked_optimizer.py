@@ -23,17 +23,17 @@ from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.foundation.tensors.local_shards import first_element, is_sharded, local_part
 from lowmem_ft.optimizers.chunked.saved_state_conversion import SavedState, take_state
-from lowmem_ft.optimizers.chunked.slice_update import ChunkUpdate, SliceUpdate
-from lowmem_ft.optimizers.chunked.triton_trial import in_kernel
+from lowmem_ft.optimizers.chunked.slice_update import ChunkUpdate, Layout, SliceUpdate
+from lowmem_ft.optimizers.chunked.triton_trial import has_tail, in_kernel
 from lowmem_ft.optimizers.chunks import flat_weight, spans, write_back
-from lowmem_ft.optimizers.counter_random import CounterRandom
+from lowmem_ft.optimizers.counter_random import CounterRandom, keys_of
 from lowmem_ft.optimizers.formats.master_formats import MasterFormat, master_format
 from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.formats.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.table import StateFormats, format_of
 from lowmem_ft.optimizers.triton.triton_availability import Kernel
-from lowmem_ft.optimizers.triton.triton_update import launch
+from lowmem_ft.optimizers.triton.triton_update import RuleInKernel, launch, names_in_kernel
 from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 
 CPU_CHUNK_ELEMENTS = 2**18
@@ -59,7 +59,9 @@ class ChunkedOptimizer(Optimizer):
 
     Frees: what the formats free; temporaries are a few float32 tensors of ``chunk_elements``, however large parameters
     are.
-    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the chunk size changes nothing.
+    Equals: the rule in float32, bit for bit, with formats ``fp32`` and ``split16``; the chunk size changes nothing. A
+    factor on gradients multiplies their float32 values: 32-bit gradients give the bits of gradients multiplied before
+    the step, 16-bit ones are rounded once less.
     Limits: weights changed from outside (loaded, averaged) keep the lower bits of their masters until
     :meth:`adopt_weights`. Weights that are not contiguous are copied whole while they are updated. If ``fully_shard``
     has sharded a parameter, each process updates its own rows, with the random bits that one process would draw for
@@ -81,6 +83,8 @@ class ChunkedOptimizer(Optimizer):
             one kernel updates them.
         kernel: ``auto`` updates with one Triton kernel per chunk on an NVIDIA GPU if that works, and else operation by
             operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_availability``.
+        gradient_factor: factor on the gradients of the next step, 0-d and float32; None: 1. Clipping sets it and leaves
+            ``.grad`` as backward left it. :meth:`step` uses it once, :meth:`zero_grad` drops it with the gradients.
     """
 
     def __init__(
@@ -100,9 +104,11 @@ class ChunkedOptimizer(Optimizer):
         self.home: StateStorage = DeviceStorage()
         self.chunk_elements: int | None = None
         self.kernel: Kernel = "auto"
+        self.gradient_factor: Tensor | None = None
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._first_elements: dict[nn.Parameter, int] = {}
+        self._layouts: dict[nn.Parameter, Layout] = {}
         self._updated: dict[nn.Parameter, dict[int, int]] = {}  # of parameters in mid-step: elements by slice
         super().__init__(params, defaults)
 
@@ -121,7 +127,7 @@ class ChunkedOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update every parameter that has a gradient.
+        """Update every parameter that has a gradient, multiplied by ``gradient_factor``.
 
         Args:
             closure: computes the loss and its gradients again.
@@ -134,12 +140,19 @@ class ChunkedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
-        self.update(
+        slices = (
             GradientSlice(parameter, local_part(parameter.grad))
             for parameter in parameters
             if parameter.grad is not None
         )
+        factor, self.gradient_factor = self.gradient_factor, None
+        self.update(slices, scale=factor)
         return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop gradients, and the factor on them."""
+        self.gradient_factor = None
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def update(
@@ -156,14 +169,13 @@ class ChunkedOptimizer(Optimizer):
         Args:
             slices: slices with finished gradients; an iterator is advanced as late as copies allow, so that its
                 gradients need not exist together.
-            scale: factor on the gradients; 0-d, float32, on their device.
+            scale: factor on the gradients; 0-d, float32.
             hyperparameters: by group index, in place of the group's current ones: a deferred update takes those of its
                 own step.
         """
         for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):
-            updates: Iterable[SliceUpdate] = (
-                self._slice_update(finished, scale, hyperparameters or {}) for finished in together
-            )
+            factor = None if scale is None else scale.to(device)
+            updates: Iterable[SliceUpdate] = self._slice_updates(together, factor, hyperparameters or {})
             if isinstance(self.rule, WholeParameterRule):
                 updates = list(updates)  # each is measured first, in a pass over its chunks
             chunks = (chunk for update in self._begun(updates) for chunk in rounds(self._chunks_of(update)))
@@ -278,12 +290,25 @@ class ChunkedOptimizer(Optimizer):
 
     def averages_of(self, parameter: nn.Parameter) -> dict[str, StateFormat]:
         """Return the running averages of a parameter, and each one's format."""
-        group = self.param_groups[self._places[parameter][0]]
-        averages = self.rule.averages(parameter.shape, group)
-        return {
-            name: state_format(format_of(self.state_format, name), signed=signed)
-            for name, signed in averages.items()
-        }
+        return dict(self.layout_of(parameter).averages)
+
+    def layout_of(self, parameter: nn.Parameter) -> Layout:
+        """Return what of a parameter's updates is the same in every step; it is kept until formats or types change."""
+        layout = self._layouts.get(parameter)
+        group, number = self._places[parameter] if layout is None else (layout.group, layout.number)
+        signs = self.rule.averages(parameter.shape, self.param_groups[group])
+        made_from = (parameter.dtype, self.master_format, self.state_format, signs)
+        if layout is None or layout.made_from != made_from:
+            states = {name: format_of(self.state_format, name) for name in signs}
+            layout = self._layouts[parameter] = Layout(
+                group=group,
+                number=number,
+                made_from=made_from,
+                is_whole=local_part(parameter) is parameter,
+                averages={name: state_format(states[name], signed=signed) for name, signed in signs.items()},
+                in_kernel=names_in_kernel(self.master_format, parameter.dtype, states),
+            )
+        return layout
 
     def kept_sizes(
         self, parameter: nn.Parameter, num_elements: int | None = None
@@ -318,6 +343,58 @@ class ChunkedOptimizer(Optimizer):
             else:
                 self._after(update)
 
+    def _slice_updates(
+        self,
+        slices: Iterable[GradientSlice],
+        scale: Tensor | None,
+        hyperparameters: Mapping[int, Mapping[str, Any]],
+    ) -> Iterator[SliceUpdate]:
+        """Yield the updates of slices on one device, except for those of whole parameters, which one launch makes."""
+        rules: dict[tuple[Any, ...], RuleInKernel | None] = {}
+        at_once = self.chunk_elements is None and type(self.home) is DeviceStorage and not self._update_hooks
+        for finished in slices:
+            parameter, gradient = finished.parameter, finished.gradient
+            state = self.state.get(parameter)
+            if not at_once or not state or not self._is_whole_and_here(finished, state):
+                yield self._slice_update(finished, scale, hyperparameters)
+                continue
+            layout, number = self._layouts[parameter], state["step"] + 1
+            kind = (layout.group, number, parameter.dtype, gradient.dtype, has_tail(gradient))
+            if kind not in rules:
+                values = hyperparameters.get(layout.group, self.param_groups[layout.group])
+                rules[kind] = in_kernel(self, finished, number, values, has_clip=scale is not None)
+            if (rule := rules[kind]) is None:
+                yield self._slice_update(finished, scale, hyperparameters)
+                continue
+            launch(
+                rule,
+                names=layout.in_kernel,
+                weight=parameter,
+                gradient=gradient,
+                clip=scale,
+                kept=state,
+                keys=keys_of(self.seed, number, layout.number),
+                element=0,
+            )
+            state["step"] = number
+
+    def _is_whole_and_here(self, finished: GradientSlice, state: Mapping[str, Any]) -> bool:
+        """Return whether a slice is a whole parameter, and everything that its update works on is on one device."""
+        parameter, gradient, layout = (
+            finished.parameter,
+            finished.gradient,
+            self.layout_of(finished.parameter),
+        )
+        num_elements, device = parameter.numel(), gradient.device
+        if not layout.is_whole or finished.start or gradient.numel() != num_elements or self._updated:
+            return False
+        if not 0 < num_elements <= KERNEL_CHUNK_ELEMENTS or parameter.device != device:
+            return False
+        for name in layout.in_kernel.kept:
+            if state[name].device != device:
+                return False
+        return gradient.is_contiguous() and parameter.is_contiguous()
+
     def _slice_update(
         self, finished: GradientSlice, scale: Tensor | None, hyperparameters: Mapping[int, Mapping[str, Any]]
     ) -> SliceUpdate:
@@ -344,7 +421,9 @@ class ChunkedOptimizer(Optimizer):
             update.step = self._measured_step(update, self.rule)
         else:
             update.step = self.rule.step(update.number, update.hyperparameters)
-            update.in_kernel = in_kernel(self, update)
+            update.in_kernel = in_kernel(
+                self, finished, update.number, update.hyperparameters, has_clip=scale is not None
+            )
         return update
 
     def _check_names(self, parameter: nn.Parameter, group: Mapping[str, Any]) -> None:
@@ -445,13 +524,13 @@ class ChunkedOptimizer(Optimizer):
         if update.in_kernel is not None:
             launch(
                 update.in_kernel,
-                master=self.master_format,
-                averages={name: format_of(self.state_format, name) for name in self.averages_of(parameter)},
+                names=self.layout_of(parameter).in_kernel,
                 weight=weight,
                 gradient=chunk.gradient_as_it_is(),
                 clip=update.scale,
                 kept=here,
-                random=random,
+                keys=random.keys(),
+                element=random.element,
             )
         else:
             self._update_by_operations(chunk, weight, random)

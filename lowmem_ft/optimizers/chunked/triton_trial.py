@@ -10,9 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
-from lowmem_ft.optimizers.chunked.slice_update import SliceUpdate
 from lowmem_ft.optimizers.formats.operators import BLOCK
-from lowmem_ft.optimizers.table import format_of
 from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
 
@@ -25,31 +23,43 @@ _LEARNING_RATE = 2.0**-6
 """Learning rate that changes weights of about 1 in every format; a warm-up's first one is 0, which changes none."""
 
 
-def in_kernel(optimizer: ChunkedOptimizer, update: SliceUpdate) -> RuleInKernel | None:
-    """Return the update in the Triton kernel's form; None: it is made operation by operation."""
+def in_kernel(
+    optimizer: ChunkedOptimizer,
+    finished: GradientSlice,
+    number: int,
+    hyperparameters: Mapping[str, Any],
+    *,
+    has_clip: bool,
+) -> RuleInKernel | None:
+    """Return the update in the Triton kernel's form; None: it is made operation by operation.
+
+    Of slices it depends on step number, hyperparameters, formats, types, device and :func:`has_tail` alone.
+
+    Args:
+        optimizer: the optimizer.
+        finished: the slice.
+        number: number of the parameter's step, from 1.
+        hyperparameters: those of the update.
+        has_clip: whether gradients are scaled.
+    """
     if optimizer.kernel == "eager":
         return None
-    rule = rule_in_kernel(optimizer.rule, update.number, update.hyperparameters)
+    rule = rule_in_kernel(optimizer.rule, number, hyperparameters)
     if rule is None:
         return None
-    weight, gradient = update.weight, update.gradient
-    states = tuple(
-        format_of(optimizer.state_format, name) for name in optimizer.averages_of(update.parameter)
-    )
+    dtype, gradient = finished.parameter.dtype, finished.gradient
+    states = tuple(optimizer.layout_of(finished.parameter).in_kernel.states)
     formats = (rule.name, rule.from_end, optimizer.master_format, states)
-    # Nonzero if the last chunk does not end with a vector, which is a separate variant.
-    tail, has_clip = gradient.numel() % VECTOR, update.scale is not None
-    trial = partial(
-        _values_after,
-        optimizer,
-        weight.dtype,
-        gradient,
-        update.hyperparameters,
-        5 * BLOCK + 5 * VECTOR - (3 if tail else 0),
-        has_clip,
-    )
-    compiled_for = (*formats, weight.dtype, gradient.dtype, bool(tail), has_clip)
+    tail = has_tail(gradient)
+    num_elements = 5 * BLOCK + 5 * VECTOR - (3 if tail else 0)
+    trial = partial(_values_after, optimizer, dtype, gradient, hyperparameters, num_elements, has_clip)
+    compiled_for = (*formats, dtype, gradient.dtype, tail, has_clip)
     return rule if uses_kernel(optimizer.kernel, gradient.device, compiled_for, trial) else None
+
+
+def has_tail(gradient: Tensor) -> bool:
+    """Return whether the last chunk does not end with a vector, which is a separate variant of the kernel."""
+    return gradient.numel() % VECTOR != 0
 
 
 def _values_after(

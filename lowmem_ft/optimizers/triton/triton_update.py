@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.optimizers import triton as with_kernel  # its names import the library when they are used
-from lowmem_ft.optimizers.counter_random import CounterRandom
+from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
@@ -66,28 +66,63 @@ def rule_in_kernel(rule: object, number: int, hyperparameters: Mapping[str, Any]
     return None
 
 
+@dataclass(frozen=True)
+class NamesInKernel:
+    """The formats of a parameter, and the names of the tensors that keep it, as the kernel takes them.
+
+    Args:
+        master: format of the weight's float32 value; ``weight``: the weight is float32 itself.
+        of_master: name of the master's tensor, if it has one.
+        averages: names of the averages, at most two; the second has no sign.
+        scales: names of the scales of those in 8 bits.
+        states: formats of the averages.
+        kept: all of these names.
+    """
+
+    master: str
+    of_master: str | None
+    averages: Sequence[str]
+    scales: Sequence[str]
+    states: list[str]
+    kept: Sequence[str]
+
+
+def names_in_kernel(master: str, dtype: torch.dtype, averages: Mapping[str, str]) -> NamesInKernel:
+    """Return the names for a weight of a type, and for averages with their formats by name."""
+    tensors = master_format(master, dtype).tensors
+    scales = [f"{name}_scale" for name, state in averages.items() if state == "8bit"]
+    return NamesInKernel(
+        master="weight" if dtype == torch.float32 else master,
+        of_master=next(iter(tensors), None),
+        averages=list(averages),
+        scales=scales,
+        states=list(averages.values()),
+        kept=[*tensors, *averages, *scales],
+    )
+
+
 def launch(
     rule: RuleInKernel,
     *,
-    master: str,
-    averages: Mapping[str, str],
+    names: NamesInKernel,
     weight: Tensor,
     gradient: Tensor,
     clip: Tensor | None,
     kept: Mapping[str, Tensor],
-    random: CounterRandom,
+    keys: list[int],
+    element: int,
 ) -> None:
     """Update a chunk in place, on its device's current stream, without a host sync.
 
     Args:
         rule: the rule's step.
-        master: format of the weight's float32 value; ``fp32`` of a float32 weight is the weight.
-        averages: formats of the averages by their names, at most two; the second has no sign.
-        weight: flat, float32 or bfloat16.
-        gradient: flat, float32, bfloat16 or float16.
+        names: the parameter's formats, and names in ``kept``.
+        weight: contiguous, float32 or bfloat16.
+        gradient: contiguous, float32, bfloat16 or float16.
         clip: factor on the gradient, 0-d float32 on the device; None means 1.
         kept: stored tensors of master and averages, on the device.
-        random: random bits from the chunk's first element on.
+        keys: keys of the random bits of master and averages.
+        element: number of the chunk's first element.
 
     Raises:
         ValueError: if the chunk has 2**31 elements or more.
@@ -97,21 +132,20 @@ def launch(
             f"The kernel takes chunks of up to {_LARGEST_CHUNK} elements, got {weight.numel()}. "
             "Lower the optimizer's chunk_elements."
         )
-    is_float32 = weight.dtype == torch.float32
     _update_in_triton(
         weight,
-        kept.get("master", kept.get("low")),
-        [kept[name] for name in averages],
-        [kept[f"{name}_scale"] for name in averages if f"{name}_scale" in kept],
+        None if names.of_master is None else kept[names.of_master],
+        [kept[name] for name in names.averages],
+        [kept[name] for name in names.scales],
         gradient,
         clip,
-        "weight" if is_float32 else master,
-        list(averages.values()),
+        names.master,
+        names.states,
         rule.name,
-        list(rule.constants),
-        list(rule.from_end),
-        [random.key(stream) for stream in range(3)],
-        random.element,
+        rule.constants,
+        rule.from_end,
+        keys,
+        element,
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step
+from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, WholeParameterRule
 
 # Shapes: R rows and C columns of a matrix; a tensor of more dimensions is M matrices. r, c: part of R, C.
 
@@ -18,7 +18,7 @@ _CLIP_THRESHOLD = 1.0
 _DECAY_RATE = -0.8
 
 
-class Adafactor:
+class Adafactor(WholeParameterRule):
     """Adafactor: each element's squared gradient is estimated as its row's mean times its column's, over the matrix's.
 
     The learning rate is the recipe's, as with ``Trainer(optim="adafactor")``; try AdamW's first. A gradient is read

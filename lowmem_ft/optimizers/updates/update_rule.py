@@ -1,10 +1,11 @@
-"""The protocol by which optimizers differ: one step in float32, on tensors that it may change in place."""
+"""The interface by which optimizers differ: one step in float32, on tensors that it may change in place."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,22 +63,25 @@ class UpdateRule(Protocol):
         ...
 
 
-@runtime_checkable
-class WholeParameterRule(Protocol):
-    """A rule whose step depends on the whole gradient of a parameter, which it reads first."""
+class WholeParameterRule(ABC):
+    """A rule whose step depends on the whole gradient of a parameter, which it reads first.
 
+    It is a base class because each update asks for it: ``isinstance`` of a protocol takes longer than a kernel launch.
+    """
+
+    @abstractmethod
     def averages(self, shape: torch.Size, hyperparameters: Mapping[str, Any]) -> dict[str, bool]:
         """Return the running averages of a parameter, with as many elements: by name, whether they have signs."""
-        ...
 
+    @abstractmethod
     def statistics(self, shape: torch.Size) -> dict[str, int]:
         """Return lengths of small tensors that a parameter keeps as well, in float32 and on its device."""
-        ...
 
+    @abstractmethod
     def row_length(self, shape: torch.Size) -> int:
         """Return the number of elements in a row; chunks consist of whole rows."""
-        ...
 
+    @abstractmethod
     def measured_step(
         self,
         shape: torch.Size,
@@ -96,4 +100,3 @@ class WholeParameterRule(Protocol):
             number: number of the step, from 1.
             hyperparameters: the group's.
         """
-        ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -17,7 +18,8 @@ from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
 from lowmem_ft.foundation.user_paths import expand_user
 from lowmem_ft.foundation.virtual_device import refuse_after_virtual_gpu
-from lowmem_ft.techniques.gradients.norm import clip_grad_norm
+from lowmem_ft.optimizers import ChunkedOptimizer
+from lowmem_ft.techniques.gradients.norm import clip_factor, clip_grad_norm, grad_norm
 from lowmem_ft.training.step.budget_cap import THIS_HOST, Host
 from lowmem_ft.training.step.loss_scaling import LossScale
 
@@ -77,16 +79,30 @@ class Machine:
         (loss if scaler is None else scaler.scale(loss)).backward()
 
     def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
-        """Unscale fp16 gradients, then call :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm`."""
+        """Unscale fp16 gradients, and clip them, at once or in the next step.
+
+        Our optimizer applies the factor as it reads gradients (``ChunkedOptimizer.gradient_factor``): there ``.grad``
+        stays as it is. Of other optimizers :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm` scales it.
+
+        Returns:
+            The global norm before clipping; 0-d, float32.
+        """
         if self.loss_scale.scaler is not None:
             self.loss_scale.scaler.unscale_(optimizer)
-        return clip_grad_norm((p for group in optimizer.param_groups for p in group["params"]), max_norm)
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not isinstance(optimizer, ChunkedOptimizer):
+            return clip_grad_norm(parameters, max_norm)
+        norm = grad_norm(parameters)
+        optimizer.gradient_factor = clip_factor(norm, max_norm) if max_norm < math.inf else None
+        return norm
 
     def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
         """Step the optimizer if gradients are finite; update the fp16 loss scale in any case."""
         scaler = self.loss_scale.scaler
         if finite:
             optimizer.step() if scaler is None else scaler.step(optimizer)
+        elif isinstance(optimizer, ChunkedOptimizer):
+            optimizer.gradient_factor = None
         self.loss_scale.update()
 
     def abandon_step(self) -> None:

@@ -1,5 +1,6 @@
 """The Triton kernel in Triton's interpreter, beside the optimizer that runs without it."""
 
+import copy
 import itertools
 import os
 
@@ -193,6 +194,40 @@ def test_chunks_change_no_bit():
     chunked = build("adamw", "8bit", "split24", 4 * 1024 + 300, "untried")
     chunked.chunk_elements = 768
     assert_equal(train(chunked), whole)
+
+
+def by_operations(optimizer):
+    optimizer.kernel, optimizer.rule = "eager", Unfused(AdamW())
+
+
+def other_memory(optimizer):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data = torch.stack([parameter.data, parameter.data], 1)[:, 0]  # not contiguous
+
+
+def other_weights(optimizer):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.data = -parameter.data
+    optimizer.adopt_weights()
+
+
+CHANGES = {
+    "learning rate": lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
+    "chunks": lambda optimizer: setattr(optimizer, "chunk_elements", 768),
+    "operations": by_operations,
+    "loaded": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "a hook": lambda optimizer: optimizer.register_update_hook(lambda *arguments: None),
+    "memory": other_memory,
+    "weights": other_weights,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts_in_the_next(change):
+    pair = [build("adamw", "8bit", "split24", 4 * 1024 + 300, kernel) for kernel in ("untried", "eager")]
+    for optimizer in pair:
+        CHANGES[change](train(optimizer))
+    assert_equal(*map(train, pair))
 
 
 def test_nan_stays_in_its_block():

@@ -11,6 +11,7 @@ from torch import nn
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.gradients import norm as module
 from lowmem_ft.techniques.gradients.norm import clip_grad_norm, norm_in_float32
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
 def parameters(dtype, *shapes):
@@ -69,6 +70,32 @@ def test_no_gradient_is_converted_as_a_whole(monkeypatch):
 def test_a_gradient_in_another_order_of_axes_counts_too():
     gradient = torch.randn(5, 7, generator=torch.Generator().manual_seed(0)).t()
     torch.testing.assert_close(norm_in_float32(gradient), gradient.norm())
+
+
+@pytest.mark.parametrize("dtypes", [[torch.bfloat16], [torch.float32], [torch.bfloat16, torch.float16]])
+def test_with_the_launches_of_a_gpu_the_norm_is_the_same(dtypes, monkeypatch):
+    plain, together = ([p for dtype in dtypes for p in parameters(dtype, (64, 33), (7,))] for _ in range(2))
+    expected = clip_grad_norm(plain, 1.0)
+    monkeypatch.setattr(module, "kernels_of", lambda device: "cuda")
+    torch.testing.assert_close(clip_grad_norm(together, 1.0), expected, rtol=1e-6, atol=0)
+    for one, other in zip(together, plain, strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("dtype,most", [(torch.bfloat16, 20 + 30), (torch.float32, 20)])
+def test_a_gpu_takes_a_few_launches_for_all_norms_and_at_most_one_to_scale_a_gradient(dtype, most):
+    with VirtualGPU("h100-80gb") as gpu:
+        made = [nn.Parameter(torch.zeros(2**23, dtype=dtype, device=gpu.device)) for _ in range(30)]
+        for parameter in made:
+            parameter.grad = torch.zeros_like(parameter)
+        first = len(gpu.recorder.work.entries)
+        clip_grad_norm(made, 1.0)
+        launches = sum(
+            entry.times * entry.num_launches
+            for entry in gpu.recorder.work.entries[first:]
+            if entry.kind == "kernel"
+        )
+    assert launches <= most
 
 
 def test_parameters_without_gradients_are_passed_over():

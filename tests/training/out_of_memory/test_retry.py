@@ -22,6 +22,7 @@ from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.runtimes.accelerate_runtime import launched_runtime
 from lowmem_ft.training.runtimes.build import build_session, plan_session
 from lowmem_ft.training.step.random_state import export_random_state, import_random_state
+from lowmem_ft.training.step.step import WindowPass
 
 CPU = torch.device("cpu")
 BF16 = ("model.dtype=bfloat16", "optimizer.master=split16")
@@ -310,6 +311,14 @@ def test_to_forget_a_window_takes_no_memory(rung, retries_of, monkeypatch):
         tracker.refuse(places[-len(places) // 4])
         retries.train_step(next(data))
     assert retries.num_retries == 1
+
+
+def test_to_forget_a_window_drops_the_factor_of_its_clipping(retries_of):
+    retries = retries_of("training.max_grad_norm=0.01")
+    WindowPass(retries.session, next(windows(()))).gradients()
+    assert retries.session.optimizer.gradient_factor is not None
+    retries._forget_window()
+    assert retries.session.optimizer.gradient_factor is None
 
 
 def place_where(tracker, retries, data, condition):
