@@ -92,7 +92,10 @@ def test_training_arguments_that_cannot_go_with_it(fields, settings, words, tmp_
             "compute_loss_func removes the labels",
         ),
         ({"model_init": lambda: tiny_llama()}, "model_init creates another"),
-        ({"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)}, "was given one: SGD"),
+        (
+            {"optimizers": (torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), None)},
+            "another was passed to the trainer: SGD",
+        ),
         ({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1.0})}, "Leave optimizer_cls_and_kwargs= out"),
     ],
 )

@@ -187,7 +187,7 @@ def test_our_optimizer_clips_as_it_reads_gradients(dtype, make_session, runtime,
 
 
 def test_a_skipped_step_leaves_no_factor(make_session, runtime):
-    session = with_our_optimizer(make_session(max_grad_norm=0.01), torch.float32)
+    session = with_our_optimizer(make_session(max_grad_norm=0.01), torch.bfloat16)
     WindowPass(session, [RAGGED]).gradients()
     assert session.optimizer.gradient_factor is not None
     runtime.machine.update_weights(session.optimizer, finite=False)

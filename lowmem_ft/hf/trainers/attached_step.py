@@ -64,7 +64,7 @@ class AttachedStep:
     def clip_grad_norm(self, *_: Any, **__: Any) -> Tensor:
         """Clip in place of ``Accelerator.clip_grad_norm_``, whose arguments are not needed.
 
-        A callback that reads ``.grad`` in ``on_pre_optimizer_step`` sees gradients as backward left them, unless the
+        A callback that reads ``.grad`` in ``on_pre_optimizer_step`` may see gradients as backward left them, unless the
         optimizer is torch's or bitsandbytes': ours scales them in its step. With ``optimizer.in_backward`` there are
         none.
 

@@ -73,8 +73,11 @@ class ChunkUpdate:
 
     def gradient(self) -> Tensor:
         """Return the gradient in float32, scaled."""
-        gradient, scale = self.gradient_as_it_is().float(), self.update.scale
-        return gradient if scale is None else gradient * scale
+        given, scale = self.gradient_as_it_is(), self.update.scale
+        gradient = given.float()
+        if scale is None:
+            return gradient
+        return gradient * scale if gradient is given else gradient.mul_(scale)
 
     def gradient_as_it_is(self) -> Tensor:
         """Return the gradient in its own type, not scaled; a view."""

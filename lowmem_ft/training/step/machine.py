@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.devices import with_index
+from lowmem_ft.foundation.devices import kernels_of, with_index
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -82,7 +82,8 @@ class Machine:
         """Unscale fp16 gradients, and clip them, at once or in the next step.
 
         Our optimizer applies the factor as it reads gradients (``ChunkedOptimizer.gradient_factor``): there ``.grad``
-        stays as it is. Of other optimizers :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm` scales it.
+        stays as it is. For other optimizers :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm` scales it, and
+        on a CPU for 32-bit gradients: the bits are the same, and the update needs no scaled copy of a chunk.
 
         Returns:
             The global norm before clipping; 0-d, float32.
@@ -90,7 +91,9 @@ class Machine:
         if self.loss_scale.scaler is not None:
             self.loss_scale.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if not isinstance(optimizer, ChunkedOptimizer):
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        are_wide_on_cpu = all(g.dtype.itemsize >= 4 and kernels_of(g.device) == "cpu" for g in gradients)
+        if are_wide_on_cpu or not isinstance(optimizer, ChunkedOptimizer):
             return clip_grad_norm(parameters, max_norm)
         norm = grad_norm(parameters)
         optimizer.gradient_factor = clip_factor(norm, max_norm) if max_norm < math.inf else None
