@@ -32,7 +32,7 @@ from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.formats.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.table import StateFormats, format_of
-from lowmem_ft.optimizers.triton.triton_availability import Kernel
+from lowmem_ft.optimizers.triton.triton_availability import Kernel, may_use_kernel
 from lowmem_ft.optimizers.triton.triton_update import RuleInKernel, launch, names_in_kernel
 from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 
@@ -275,6 +275,10 @@ class ChunkedOptimizer(Optimizer):
     def written(self, parameter: nn.Parameter) -> CopyEvent:
         """Return the end of the last copy of an updated weight back to the host; a weight on the device has none."""
         return self.home.written(parameter)
+
+    def may_use_kernel(self, device: torch.device) -> bool:
+        """Return whether one kernel may update a parameter on a device, in place of one operation after the other."""
+        return not isinstance(self.rule, WholeParameterRule) and may_use_kernel(self.kernel, device)
 
     @property
     def slice_unit(self) -> int | None:

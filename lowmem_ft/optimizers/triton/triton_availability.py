@@ -66,6 +66,13 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
     return _works[key]
 
 
+def may_use_kernel(kernel: Kernel, device: torch.device) -> bool:
+    """Return whether :func:`uses_kernel` may be true on a device, for some formats and without a trial."""
+    if kernel == "eager" or (kernel == "auto" and kernels_of(device) != "cuda"):
+        return False
+    return kernel == "untried" or _problem_of(device) is None
+
+
 @contextlib.contextmanager
 def said_of_virtual_gpus() -> Iterator[None]:
     """Warn each time that a virtual GPU lacks the kernel, within the block, as a run would once; outside it, never."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.devices import kernels_of, with_index
+from lowmem_ft.foundation.devices import with_index
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -83,7 +83,7 @@ class Machine:
 
         Our optimizer applies the factor as it reads gradients (``ChunkedOptimizer.gradient_factor``): there ``.grad``
         stays as it is. For other optimizers :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm` scales it, and
-        on a CPU for 32-bit gradients: the bits are the same, and the update needs no scaled copy of a chunk.
+        for 32-bit gradients that no kernel reads: the bits are the same, without a scaled copy of each chunk.
 
         Returns:
             The global norm before clipping; 0-d, float32.
@@ -91,9 +91,10 @@ class Machine:
         if self.loss_scale.scaler is not None:
             self.loss_scale.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-        are_wide_on_cpu = all(g.dtype.itemsize >= 4 and kernels_of(g.device) == "cpu" for g in gradients)
-        if are_wide_on_cpu or not isinstance(optimizer, ChunkedOptimizer):
+        gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
+        if not isinstance(optimizer, ChunkedOptimizer) or (
+            not optimizer.may_use_kernel(self.device) and all(each.dtype.itemsize >= 4 for each in gradients)
+        ):
             return clip_grad_norm(parameters, max_norm)
         norm = grad_norm(parameters)
         optimizer.gradient_factor = clip_factor(norm, max_norm) if max_norm < math.inf else None
