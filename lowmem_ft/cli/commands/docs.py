@@ -28,10 +28,11 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("page", nargs="?", metavar="PAGE", help="a page's name, such as out_of_memory")
     page = parser.parse_args(arguments).page
-    pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
+
     from lowmem_ft.reports.text.document import Pairs
     from lowmem_ft.reports.text.markdown import Markdown
 
+    pages = {path.stem: path for path in sorted(docs_folder().glob("*.md"))}
     if page is None:
         Output().add(
             Pairs(((name, _title(path.read_text("utf-8"))) for name, path in pages.items()), indent=0)

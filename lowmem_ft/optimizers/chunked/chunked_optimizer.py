@@ -384,19 +384,14 @@ class ChunkedOptimizer(Optimizer):
 
     def _is_whole_and_here(self, finished: GradientSlice, state: Mapping[str, Any]) -> bool:
         """Return whether a slice is a whole parameter, and everything that its update works on is on one device."""
-        parameter, gradient, layout = (
-            finished.parameter,
-            finished.gradient,
-            self.layout_of(finished.parameter),
-        )
-        num_elements, device = parameter.numel(), gradient.device
+        parameter, gradient = finished.parameter, finished.gradient
+        layout, num_elements, device = self.layout_of(parameter), parameter.numel(), gradient.device
         if not layout.is_whole or finished.start or gradient.numel() != num_elements or self._updated:
             return False
         if not 0 < num_elements <= KERNEL_CHUNK_ELEMENTS or parameter.device != device:
             return False
-        for name in layout.in_kernel.kept:
-            if state[name].device != device:
-                return False
+        if any(state[name].device != device for name in layout.in_kernel.kept):
+            return False
         return gradient.is_contiguous() and parameter.is_contiguous()
 
     def _slice_update(
