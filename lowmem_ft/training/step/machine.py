@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.devices import with_index
+from lowmem_ft.foundation.devices import of_tensors, with_index
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -93,7 +93,8 @@ class Machine:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
         if not isinstance(optimizer, ChunkedOptimizer) or (
-            not optimizer.may_use_kernel(self.device) and all(each.dtype.itemsize >= 4 for each in gradients)
+            not optimizer.may_use_kernel(of_tensors(self.device))
+            and all(each.dtype.itemsize >= 4 for each in gradients)
         ):
             return clip_grad_norm(parameters, max_norm)
         norm = grad_norm(parameters)
