@@ -174,14 +174,14 @@ class InBackward(Technique):
         self._kept.end_backward()
         return norm
 
-    def update_weights(self, *, finite: bool) -> bool:
+    def update_weights(self, is_finite: Callable[[], bool]) -> bool:
         """End the step: apply the gradients kept, or drop them.
 
         Args:
-            finite: whether loss and norm are finite. If not, and ``updates_at_once``, some weights have changed
+            is_finite: returns whether loss and norm are. If not, and ``updates_at_once``, some weights have changed
                 already.
         """
-        if finite:
+        if is_finite():
             self._optimizer.step()  # through its hook: schedules and meters watch steps
         else:
             self._kept.clear()

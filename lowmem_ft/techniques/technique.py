@@ -81,8 +81,12 @@ class Technique(Handle):
         """
         return None
 
-    def update_weights(self, *, finite: bool) -> bool:
-        """Apply the gradients, or drop them if loss or norm is not finite; False: the loop has to do that."""
+    def update_weights(self, is_finite: Callable[[], bool]) -> bool:
+        """Apply the gradients, or drop them if loss or norm is not finite; False: the loop has to do that.
+
+        Args:
+            is_finite: returns whether they are; a call waits for the device.
+        """
         return False
 
     def abandon(self) -> None:
@@ -180,9 +184,9 @@ class Techniques(Technique):
         norms = [technique.clip_grad_norm(unscale) for technique in self]
         return next((norm for norm in norms if norm is not None), None)
 
-    def update_weights(self, *, finite: bool) -> bool:
+    def update_weights(self, is_finite: Callable[[], bool]) -> bool:
         """Call all techniques; True if one takes the gradients."""
-        answers = [technique.update_weights(finite=finite) for technique in self]
+        answers = [technique.update_weights(is_finite) for technique in self]
         return any(answers)
 
     def abandon(self) -> None:

@@ -72,7 +72,7 @@ def stepped_in_backward(model, optimizer, max_norm, num_steps=3, memory=None):
         for step in range(num_steps):
             backward(model, step)
             in_backward.clip_grad_norm(lambda values: None)
-            in_backward.update_weights(finite=True)
+            in_backward.update_weights(lambda: True)
     return weights(model)
 
 
@@ -128,7 +128,7 @@ def test_clipping_is_that_of_torch(on_host):
     backward(other)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     ours = in_backward.clip_grad_norm(lambda values: None)
-    in_backward.update_weights(finite=True)
+    in_backward.update_weights(lambda: True)
     assert norm > 1  # or nothing would be clipped
     torch.testing.assert_close(ours, norm, rtol=1e-6, atol=0)
     for (name, weight), parameter in zip(other.named_parameters(), model.parameters(), strict=True):
@@ -188,7 +188,7 @@ def test_gradients_wait_in_the_types_of_their_weights(on_host):
     )
     layer(torch.ones(2, 64, dtype=torch.bfloat16)).sum().backward()
     in_backward.clip_grad_norm(lambda values: None)
-    in_backward.update_weights(finite=True)
+    in_backward.update_weights(lambda: True)
     (gradient,) = optimizer.updated
     assert gradient.dtype == torch.bfloat16
     assert memory.bytes_by_category.get("gradient", 0) == (64 * 64 * 2 if on_host else 0)
@@ -206,7 +206,7 @@ def test_gradients_come_back_from_the_host_a_few_at_a_time(name, monkeypatch):
     layers(torch.ones(2, 64)).sum().backward()
     in_backward.clip_grad_norm(lambda values: None)
     with StorageTracker() as tracker:
-        in_backward.update_weights(finite=True)
+        in_backward.update_weights(lambda: True)
     at_once = 64 * 64 if name == "adafactor" else 1024
     chunk = 1024
     # Two gradients on their way or in use, one read ahead, and the update's own temporaries.
@@ -225,7 +225,7 @@ def test_a_gradient_may_come_in_parts():
             in_backward.take(each.weight, rows, part * rows.numel())
         norm = in_backward.clip_grad_norm(lambda values: None)
         torch.testing.assert_close(norm, gradient.norm(), rtol=1e-6, atol=0)
-        in_backward.update_weights(finite=True)
+        in_backward.update_weights(lambda: True)
     torch.testing.assert_close(other.weight, model.weight, rtol=1e-6, atol=1e-8)
 
 
@@ -248,7 +248,7 @@ def test_what_is_not_finite_reaches_no_weight_and_no_state():
     )
     backward(model)
     assert not torch.isfinite(in_backward.clip_grad_norm(lambda values: None))
-    in_backward.update_weights(finite=False)
+    in_backward.update_weights(lambda: False)
     tensors = [
         *model.parameters(),
         *(value for state in optimizer.state.values() for value in state.values()),
@@ -267,14 +267,14 @@ def test_a_step_that_is_not_finite_is_dropped_as_a_whole_where_gradients_wait():
     hook = model.model.norm.weight.register_hook(lambda gradient: gradient * math.inf)
     backward(model)
     assert not torch.isfinite(in_backward.clip_grad_norm(lambda values: None))
-    in_backward.update_weights(finite=False)
+    in_backward.update_weights(lambda: False)
     assert is_equal(weights(model), before)
     torch.testing.assert_close(list(optimizer.state.values()), list(state.values()), rtol=0, atol=0)
     hook.remove()
     other = copy.deepcopy(model)
     backward(model)
     assert torch.isfinite(in_backward.clip_grad_norm(lambda values: None))
-    in_backward.update_weights(finite=True)
+    in_backward.update_weights(lambda: True)
     assert not is_equal(weights(model), before)
     fresh = stepped_in_backward(other, optimizer_of(other), 1.0, num_steps=1)
     assert is_equal(weights(model), fresh)  # nothing of the dropped step is left
@@ -292,7 +292,7 @@ def test_updates_that_are_put_off_are_made_with_the_numbers_of_their_own_step():
     for each, in_backward in ((model, first), (other, second)):
         backward(each)
         in_backward.clip_grad_norm(lambda values: None)
-        in_backward.update_weights(finite=True)
+        in_backward.update_weights(lambda: True)
     assert is_equal(weights(other.model.layers[0]), before)
     assert is_equal(weights(other.model.layers[1]), weights(model.model.layers[1]))
     for group in later.param_groups:
@@ -313,7 +313,7 @@ def test_removing_makes_pending_updates_and_leaves_a_plain_optimizer():
     handle.defer(model.parameters())
     backward(model)
     handle.clip_grad_norm(lambda values: None)
-    handle.update_weights(finite=True)
+    handle.update_weights(lambda: True)
     assert is_equal(weights(model), before)
     handle.remove()
     assert not is_equal(weights(model), before)
@@ -359,7 +359,7 @@ def test_the_fp16_loss_scale_changes_no_number(scale):
         in_backward = enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=0.1)
         backward(model, scale=scaler.scale(torch.ones(())))
         norm = in_backward.clip_grad_norm(LossScale(scaler).unscale)
-        in_backward.update_weights(finite=True)
+        in_backward.update_weights(lambda: True)
         scaler.update()
         results.append((norm, weights(model)))
     assert torch.equal(results[0][0], results[1][0])
@@ -372,7 +372,7 @@ def test_an_overflow_lowers_the_scale():
     in_backward = enable_optimizer_in_backward(optimizer_of(model), device=CPU, max_grad_norm=1.0)
     backward(model, scale=scaler.scale(torch.ones(())))
     assert not torch.isfinite(in_backward.clip_grad_norm(LossScale(scaler).unscale))
-    in_backward.update_weights(finite=False)
+    in_backward.update_weights(lambda: False)
     scaler.update()
     assert scaler.get_scale() == 2.0**126
 

@@ -18,6 +18,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.techniques.technique import Techniques
 from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.step.machine import Machine
+from lowmem_ft.training.step.outcome import Outcome, PendingOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class AttachedStep:
         self._max_norm = math.inf if max_grad_norm is None else max_grad_norm
         self._max_skipped_steps = max_skipped_steps
         self._loss = torch.zeros((), device=machine.device)
-        self._norm: Tensor | None = None
+        self._pending: PendingOutcome | None = None
         self._skipped_in_a_row = 0
 
     def add(self, loss: Tensor) -> None:
@@ -75,10 +76,11 @@ class AttachedStep:
         self._ranks.reduce_gradients(
             parameter for group in self._optimizer.param_groups for parameter in group["params"]
         )
+        loss = self._ranks.sum(self._loss)
         norm = self._techniques.clip_grad_norm(machine.loss_scale.unscale)
         if norm is None:
-            norm = machine.clip_grad_norm(self._optimizer, self._max_norm)
-        self._norm = norm
+            norm = machine.clip_grad_norm(self._optimizer, self._max_norm, loss)
+        self._loss, self._pending = torch.zeros_like(loss), PendingOutcome(machine, loss, norm)
         return norm
 
     def update_weights(self) -> None:
@@ -87,20 +89,21 @@ class AttachedStep:
         Raises:
             UserError: if too many steps in a row were not finite, or one was that had already changed weights.
         """
-        machine, norm = self._machine, self.clip_grad_norm() if self._norm is None else self._norm
-        loss = self._ranks.sum(self._loss)
-        self._loss, self._norm = torch.zeros_like(loss), None
-        loss_value, norm_value = machine.fetch(loss, norm)
-        self.applied = math.isfinite(loss_value) and math.isfinite(norm_value)
-        overflow = not self.applied and math.isfinite(loss_value) and machine.loss_scale.may_overflow()
-        if self._techniques.update_weights(finite=self.applied):
+        machine = self._machine
+        if self._pending is None:
+            self.clip_grad_norm()
+        pending, self._pending = self._pending, None
+        assert pending is not None
+        if self._techniques.update_weights(pending.is_finite):
             machine.loss_scale.update()
         else:
-            machine.update_weights(self._optimizer, finite=self.applied)
-        self._count(loss_value, norm_value, overflow=overflow)
+            machine.update_weights(self._optimizer, pending.is_finite)
+        self.applied = pending.is_finite()
+        self._count(pending.outcome)
 
-    def _count(self, loss: float, norm: float, *, overflow: bool) -> None:
-        if self.applied:
+    def _count(self, outcome: Outcome) -> None:
+        loss, norm = outcome.loss, outcome.grad_norm
+        if outcome.applied:
             self._skipped_in_a_row = 0
             return
         if self._techniques.updates_at_once:
@@ -109,7 +112,7 @@ class AttachedStep:
                 "optimizer.in_backward had already updated part of the weights: resume from the last checkpoint. Set "
                 "max_grad_norm, with which such a step is skipped as a whole, or optimizer.in_backward=false."
             )
-        if overflow:
+        if outcome.overflow:
             logger.info("Step skipped: the fp16 loss scale was too high and is now lower.")
             return
         self._skipped_in_a_row += 1

@@ -85,6 +85,9 @@ class ChunkedOptimizer(Optimizer):
             operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_availability``.
         gradient_factor: factor on the gradients of the next step, 0-d and float32; None: 1. Clipping sets it and leaves
             ``.grad`` as backward left it. :meth:`step` uses it once, :meth:`zero_grad` drops it with the gradients.
+        is_finite: returns whether the next step may change anything; None: it may. :meth:`step` asks before each update
+            that is not one launch of the kernel, and at the end, so that the answer may wait for the device. A step
+            that is not finite has NaN as its ``gradient_factor``, with which the kernel writes nothing.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class ChunkedOptimizer(Optimizer):
         self.chunk_elements: int | None = None
         self.kernel: Kernel = "auto"
         self.gradient_factor: Tensor | None = None
+        self.is_finite: Callable[[], bool] | None = None
         self._update_hooks: OrderedDict[int, UpdateHook] = OrderedDict()
         self._places: dict[nn.Parameter, tuple[int, int]] = {}
         self._first_elements: dict[nn.Parameter, int] = {}
@@ -146,7 +150,8 @@ class ChunkedOptimizer(Optimizer):
             if parameter.grad is not None
         )
         factor, self.gradient_factor = self.gradient_factor, None
-        self.update(slices, scale=factor)
+        is_finite, self.is_finite = self.is_finite, None
+        self.update(slices, scale=factor, is_finite=is_finite)
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -161,6 +166,7 @@ class ChunkedOptimizer(Optimizer):
         *,
         scale: Tensor | None = None,
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
+        is_finite: Callable[[], bool] | None = None,
     ) -> None:
         """Update the given slices of parameters now.
 
@@ -172,15 +178,25 @@ class ChunkedOptimizer(Optimizer):
             scale: factor on the gradients; 0-d, float32.
             hyperparameters: by group index, in place of the group's current ones: a deferred update takes those of its
                 own step.
+            is_finite: whether to change anything, as in the attribute; None: yes.
         """
+        may_change = is_finite or (lambda: True)
+        if scale is None and not may_change():
+            return
+        launched: list[dict[str, Any]] = []
         for device, together in itertools.groupby(slices, key=lambda finished: finished.gradient.device):
             factor = None if scale is None else scale.to(device)
-            updates: Iterable[SliceUpdate] = self._slice_updates(together, factor, hyperparameters or {})
+            updates: Iterable[SliceUpdate] = self._slice_updates(
+                together, factor, hyperparameters or {}, launched, may_change
+            )
             if isinstance(self.rule, WholeParameterRule):
                 updates = list(updates)  # each is measured first, in a pass over its chunks
             chunks = (chunk for update in self._begun(updates) for chunk in rounds(self._chunks_of(update)))
             for chunk in rounds(self._visits(chunks, device)):
                 self._update_chunk(chunk)
+        if not may_change():
+            for state in launched:
+                state["step"] -= 1
 
     @torch.no_grad()
     def allocate_state(self, parameters: Iterable[nn.Parameter] | None = None) -> None:
@@ -352,35 +368,41 @@ class ChunkedOptimizer(Optimizer):
         slices: Iterable[GradientSlice],
         scale: Tensor | None,
         hyperparameters: Mapping[int, Mapping[str, Any]],
+        launched: list[dict[str, Any]],
+        may_change: Callable[[], bool],
     ) -> Iterator[SliceUpdate]:
-        """Yield the updates of slices on one device, except for those of whole parameters, which one launch makes."""
+        """Yield the updates of slices on one device, except for those of whole parameters, which one launch makes.
+
+        The states of these are added to ``launched``; others end as soon as nothing may change.
+        """
         rules: dict[tuple[Any, ...], RuleInKernel | None] = {}
         at_once = self.chunk_elements is None and type(self.home) is DeviceStorage and not self._update_hooks
         for finished in slices:
-            parameter, gradient = finished.parameter, finished.gradient
+            parameter, gradient, rule = finished.parameter, finished.gradient, None
             state = self.state.get(parameter)
-            if not at_once or not state or not self._is_whole_and_here(finished, state):
+            if at_once and state and self._is_whole_and_here(finished, state):
+                layout, number = self._layouts[parameter], state["step"] + 1
+                kind = (layout.group, number, parameter.dtype, gradient.dtype, has_tail(gradient))
+                if kind not in rules:
+                    values = hyperparameters.get(layout.group, self.param_groups[layout.group])
+                    rules[kind] = in_kernel(self, finished, number, values, has_clip=scale is not None)
+                if (rule := rules[kind]) is not None:
+                    launch(
+                        rule,
+                        names=layout.in_kernel,
+                        weight=parameter,
+                        gradient=gradient,
+                        clip=scale,
+                        kept=state,
+                        keys=keys_of(self.seed, number, layout.number),
+                        element=0,
+                    )
+                    state["step"] = number
+                    launched.append(state)
+            if rule is None:
+                if not may_change():
+                    return
                 yield self._slice_update(finished, scale, hyperparameters)
-                continue
-            layout, number = self._layouts[parameter], state["step"] + 1
-            kind = (layout.group, number, parameter.dtype, gradient.dtype, has_tail(gradient))
-            if kind not in rules:
-                values = hyperparameters.get(layout.group, self.param_groups[layout.group])
-                rules[kind] = in_kernel(self, finished, number, values, has_clip=scale is not None)
-            if (rule := rules[kind]) is None:
-                yield self._slice_update(finished, scale, hyperparameters)
-                continue
-            launch(
-                rule,
-                names=layout.in_kernel,
-                weight=parameter,
-                gradient=gradient,
-                clip=scale,
-                kept=state,
-                keys=keys_of(self.seed, number, layout.number),
-                element=0,
-            )
-            state["step"] = number
 
     def _is_whole_and_here(self, finished: GradientSlice, state: Mapping[str, Any]) -> bool:
         """Return whether a slice is a whole parameter, and everything that its update works on is on one device."""

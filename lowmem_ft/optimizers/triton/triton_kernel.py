@@ -28,11 +28,12 @@ from lowmem_ft.optimizers.triton.triton_formats import (
 ROWS = 4
 """Rows of 256 in a tile: 1024 elements for 128 threads, a warp for each row."""
 
-OPTIONS = {"num_warps": 4, "enable_fp_fusion": False}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": False, "maxnreg": 128}
 """Options that the kernel is compiled with.
 
 Triton fuses by default (``TRITON_DEFAULT_FP_FUSION``): a product and the sum that takes it would be rounded once where
-torch's operations round twice, and a weight would depend on which of the two updated it.
+torch's operations round twice, and a weight would depend on which of the two updated it. With a limit on registers
+that it does not reach, ptxas keeps all values in them; by itself it spills 8 bytes to reach 56.
 """
 
 
@@ -208,7 +209,10 @@ def update_chunk(
     else:
         g = tl.load(gradient + lane, inside, 0.0).to(tl.float32)
     if HAS_CLIP:
-        g = g * tl.load(clip)
+        factor = tl.load(clip)
+        g = g * factor
+        if factor != factor:  # NaN: nothing is to change
+            return
     a = g
     if STATE_0 != "none":
         a = _read_average(values_0, scales_0, lane, inside, row, is_row, STATE_0, SIGNED_OCTAVES, True)

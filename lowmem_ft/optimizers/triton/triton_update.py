@@ -119,7 +119,7 @@ def launch(
         names: the parameter's formats, and names in ``kept``.
         weight: contiguous, float32 or bfloat16.
         gradient: contiguous, float32, bfloat16 or float16.
-        clip: factor on the gradient, 0-d float32 on the device; None means 1.
+        clip: factor on the gradient, 0-d float32 on the device; None means 1. If it is NaN, nothing changes.
         kept: stored tensors of master and averages, on the device.
         keys: keys of the random bits of master and averages.
         element: number of the chunk's first element.

@@ -34,7 +34,7 @@ from lowmem_ft.training.processes.ranks import Ranks
 from lowmem_ft.training.runtimes.runtime import Runtime
 from lowmem_ft.training.runtimes.values import Values
 from lowmem_ft.training.step.budget_cap import THIS_HOST, Host
-from lowmem_ft.training.step.machine import Machine
+from lowmem_ft.training.step.machine import Machine, Sent
 from lowmem_ft.virtual_gpu.costs.data_parallel import TracedDataParallel
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
@@ -123,11 +123,12 @@ class VirtualMachine(Machine):
             self._tracing.device, is_limited=False, files=files, on_allocation=self._tracing.take_host_memory
         )
 
-    def fetch(self, *values: torch.Tensor) -> tuple[float, ...]:
+    def fetch(self, sent: Sent) -> tuple[float, ...]:
         """Return zeros: a trace has no values. Finite zeros make the step take its normal path."""
-        stacked = torch.stack([value.float() for value in values])
-        self._tracing.recorder.orderings.host_reads(stacked)
-        return (0.0,) * len(values)
+        if sent.end is not None:
+            sent.end.synchronize()
+        self._tracing.recorder.orderings.host_reads(sent.values)
+        return (0.0,) * len(sent.values)
 
 
 class VirtualRanks(Ranks):

@@ -1,6 +1,6 @@
 """Retry of a step after an out-of-memory error: the step restarts in smaller pieces, and nothing is lost.
 
-A step commits when the first weight changes (``step.py``). Everything before that can be discarded: gradients, whether
+``step.py`` says when a step commits. Everything before that can be discarded: gradients, whether
 stored or in transit, the fp16 scaler's record of them, and the random numbers drawn. The window is then repeated under
 the same normaliser with the part that was running cut in two (:class:`MicroBatchLimit`), and so are all later windows:
 the run equals, bit for bit, one that is resumed from the state before that step with that limit.
@@ -53,7 +53,7 @@ from lowmem_ft.training.out_of_memory.error import INSIDE_AN_UPDATE, NotRetried,
 from lowmem_ft.training.out_of_memory.step_rollback import StepRollback
 from lowmem_ft.training.step.enabled_techniques import SUMS, Build
 from lowmem_ft.training.step.session import ForwardSession, Session
-from lowmem_ft.training.step.step import StepResult, WindowPass, apply_gradients
+from lowmem_ft.training.step.step import PendingStep, StepResult, WindowPass, apply_gradients
 
 logger = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ class Retries:
         if loss is not None:
             loss.limit_chunk(cut.max_loss_tokens)
 
-    def _gradients(self, window: Sequence[Batch]) -> StepResult | None:
+    def _gradients(self, window: Sequence[Batch]) -> PendingStep | None:
         """Return the window's gradients; None if memory ran out and the state was rolled back, with a smaller limit."""
         attempt, before = WindowPass(self.session, window, self.cut.max_tokens), None
         try:

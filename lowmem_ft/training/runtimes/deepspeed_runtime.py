@@ -12,7 +12,7 @@ import importlib
 import logging
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -156,15 +156,17 @@ class _DeepSpeedMachine(Machine):
         """Run the engine's backward, which averages over processes; the loss is already normalised by its window."""
         self._engine.backward(loss * self._ranks.num_processes)
 
-    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> torch.Tensor:
+    def clip_grad_norm(
+        self, optimizer: torch.optim.Optimizer, max_norm: float, loss: torch.Tensor
+    ) -> torch.Tensor:
         """Return the global norm of the engine's gradients; the engine itself clips them in its step."""
         squares = [norm_in_float32(part).square() for part in self._engine.gradients()]
         here = torch.stack(squares).sum() if squares else torch.zeros((), device=self.device)
         return self._ranks.sum(here).sqrt()
 
-    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
+    def update_weights(self, optimizer: torch.optim.Optimizer, is_finite: Callable[[], bool]) -> None:
         """Step the engine, or discard its gradients if they are not finite: the engine would apply them."""
-        if finite:
+        if is_finite():
             self._engine.step()
         else:
             self.abandon_step()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.devices import of_tensors, with_index
+from lowmem_ft.foundation.devices import kernels_of, of_tensors, with_index
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.host.mapped_files import MappedFiles
 from lowmem_ft.foundation.host.pinned_memory import HostMemory
@@ -29,6 +30,14 @@ _TWO_TYPES = re.compile(
     r"(index_\w+|put)_\(\): self |Index put requires the source and destination dtypes match"
 )
 """Torch's error for an indexed write of another type: autocast does not cast such values."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Values on their way to the host, and the end of the copy; None: they are read from the device."""
+
+    values: Tensor
+    end: torch.Event | None = None
 
 
 class Machine:
@@ -78,12 +87,17 @@ class Machine:
         scaler = self.loss_scale.scaler
         (loss if scaler is None else scaler.scale(loss)).backward()
 
-    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    def clip_grad_norm(self, optimizer: torch.optim.Optimizer, max_norm: float, loss: Tensor) -> Tensor:
         """Unscale fp16 gradients, and clip them, at once or in the next step.
 
         Our optimizer applies the factor as it reads gradients (``ChunkedOptimizer.gradient_factor``): there ``.grad``
         stays as it is. For other optimizers :func:`lowmem_ft.techniques.gradients.norm.clip_grad_norm` scales it, and
         for 32-bit gradients that no kernel reads: the bits are the same, without a scaled copy of each chunk.
+
+        Args:
+            optimizer: holds the parameters.
+            max_norm: the limit; infinity only measures.
+            loss: loss of the window, 0-d; if it or the norm is not finite, the factor is NaN.
 
         Returns:
             The global norm before clipping; 0-d, float32.
@@ -92,19 +106,28 @@ class Machine:
             self.loss_scale.scaler.unscale_(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         gradients = (parameter.grad for parameter in parameters if parameter.grad is not None)
-        if not isinstance(optimizer, ChunkedOptimizer) or (
-            not optimizer.may_use_kernel(of_tensors(self.device))
-            and all(each.dtype.itemsize >= 4 for each in gradients)
-        ):
+        if not isinstance(optimizer, ChunkedOptimizer):
+            return clip_grad_norm(parameters, max_norm)
+        in_kernel = optimizer.may_use_kernel(of_tensors(self.device))
+        if not in_kernel and (max_norm == math.inf or all(each.dtype.itemsize >= 4 for each in gradients)):
             return clip_grad_norm(parameters, max_norm)
         norm = grad_norm(parameters)
-        optimizer.gradient_factor = clip_factor(norm, max_norm) if max_norm < math.inf else None
+        nan_or_zero = (torch.stack((norm, loss.to(norm))) * 0).sum()
+        optimizer.gradient_factor = clip_factor(norm, max_norm) + nan_or_zero
         return norm
 
-    def update_weights(self, optimizer: torch.optim.Optimizer, *, finite: bool) -> None:
-        """Step the optimizer if gradients are finite; update the fp16 loss scale in any case."""
+    def update_weights(self, optimizer: torch.optim.Optimizer, is_finite: Callable[[], bool]) -> None:
+        """Step the optimizer if gradients are finite; update the fp16 loss scale in any case.
+
+        Args:
+            optimizer: our own launches its kernels before it asks.
+            is_finite: returns whether they are, and may wait for the device.
+        """
         scaler = self.loss_scale.scaler
-        if finite:
+        if scaler is None and isinstance(optimizer, ChunkedOptimizer):
+            optimizer.is_finite = is_finite
+            optimizer.step()
+        elif is_finite():
             optimizer.step() if scaler is None else scaler.step(optimizer)
         elif isinstance(optimizer, ChunkedOptimizer):
             optimizer.gradient_factor = None
@@ -117,9 +140,21 @@ class Machine:
             self.loss_scale = LossScale(torch.amp.GradScaler(self.device.type))  # type: ignore[attr-defined]
             self.loss_scale.load_state(scale)
 
-    def fetch(self, *values: Tensor) -> tuple[float, ...]:
-        """Copy the values of 0-d tensors from the device: the one point of a step where the host waits for it."""
-        return tuple(torch.stack([value.float() for value in values]).tolist())
+    def send(self, *values: Tensor) -> Sent:
+        """Begin to copy the values of 0-d tensors to the host, which does not wait where CUDA copies."""
+        stacked = torch.stack([value.float() for value in values])
+        if kernels_of(stacked.device) != "cuda":
+            return Sent(stacked)
+        on_host = torch.empty_like(stacked, device="cpu", pin_memory=True).copy_(stacked, non_blocking=True)
+        end = torch.get_device_module(stacked.device).Event()
+        end.record()
+        return Sent(on_host, end)
+
+    def fetch(self, sent: Sent) -> tuple[float, ...]:
+        """Return the values that were sent: the one point of a step where the host waits for the device."""
+        if sent.end is not None:
+            sent.end.synchronize()
+        return tuple(sent.values.tolist())
 
     def host_memory(self, budget: Budget, folder: str | None) -> HostMemory:
         """Return memory for offloaded tensors, most of them in files of ``folder`` if given.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -55,20 +56,24 @@ class Session(ForwardSession):
         """Return the parameters that the optimizer holds, in its order."""
         return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
 
-    def clip_grad_norm(self) -> torch.Tensor:
-        """Return the global gradient norm; scale gradients down to ``max_grad_norm``, now or when they are applied."""
+    def clip_grad_norm(self, loss: torch.Tensor) -> torch.Tensor:
+        """Return the global gradient norm; scale gradients down to ``max_grad_norm``, now or when they are applied.
+
+        Args:
+            loss: loss of the window, 0-d.
+        """
         norm = self.techniques.clip_grad_norm(self.runtime.machine.loss_scale.unscale)
         if norm is not None:
             return norm
         max_norm = math.inf if self.max_grad_norm is None else self.max_grad_norm
-        return self.runtime.machine.clip_grad_norm(self.optimizer, max_norm)
+        return self.runtime.machine.clip_grad_norm(self.optimizer, max_norm, loss)
 
-    def update_weights(self, *, finite: bool) -> None:
+    def update_weights(self, is_finite: Callable[[], bool]) -> None:
         """Apply the gradients if they are finite, and update the fp16 loss scale."""
-        if self.techniques.update_weights(finite=finite):
+        if self.techniques.update_weights(is_finite):
             self.runtime.machine.loss_scale.update()
         else:
-            self.runtime.machine.update_weights(self.optimizer, finite=finite)
+            self.runtime.machine.update_weights(self.optimizer, is_finite)
 
     def close(self) -> None:
         """Remove every technique; the plain trained model is left, with its adapter if there is one."""

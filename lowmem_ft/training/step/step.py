@@ -7,11 +7,15 @@ a token by how short its micro-batch happens to be.
 A step is a transaction: :meth:`WindowPass.gradients` changes nothing that cannot be rolled back, and
 :func:`apply_gradients` commits. If memory ran out, ``retry.py`` repeats the first part. Updates of the previous step,
 which streamed layers apply at their next visit, are not part of the transaction and are never rolled back.
+
+The commit begins before the host knows loss and norm: they are on their way while it launches the kernels that update
+weights. A kernel writes nothing if loss or norm is not finite; whatever else changes weights, state, schedule or loss
+scale waits for the answer. When :func:`apply_gradients` returns, the result is known and all work of the step is
+queued, and a step that was not finite has left everything as it was.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -23,12 +27,13 @@ from lowmem_ft.techniques.attention.document_masks import masks_keep_documents_a
 from lowmem_ft.techniques.attention.varlen_attention import border_inputs, borders_arrive
 from lowmem_ft.techniques.loss.router_loss import padding_left_out, router_loss_off, weighted_router_loss
 from lowmem_ft.training.step.machine import one_type_needed
+from lowmem_ft.training.step.outcome import PendingOutcome
 from lowmem_ft.training.step.session import ForwardSession, Session
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of one optimizer step, known before the weights are updated.
+    """Result of one optimizer step.
 
     Args:
         loss: mean negative log-likelihood over the window's label tokens, in nats, and the share of ``aux_loss``.
@@ -85,8 +90,8 @@ class WindowPass:
     max_tokens: int | None = None
     working_on: LabelledRows | None = field(default=None, init=False)
 
-    def gradients(self) -> StepResult:
-        """Compute the gradients, and leave them where the weight update expects them."""
+    def gradients(self) -> PendingStep:
+        """Compute the gradients, and leave them where the weight update expects them; the host does not wait."""
         session, ranks = self.session, self.session.runtime.ranks
         machine = session.runtime.machine
         num_label_tokens, num_tokens = _count_tokens(session, self.window)
@@ -104,13 +109,9 @@ class WindowPass:
         self.working_on = None
         loss = ranks.sum(loss)
         ranks.reduce_gradients(session.trainable_parameters())
-        grad_norm = session.clip_grad_norm()
-        # One fetch for both, before the update: the device runs the update while the host prepares the next work.
+        grad_norm = session.clip_grad_norm(loss)
         further = () if aux_loss is None else (ranks.sum(aux_loss),)
-        loss_value, norm_value, *aux_values = machine.fetch(loss, grad_norm, *further)
-        applied = math.isfinite(loss_value) and math.isfinite(norm_value)
-        overflow = not applied and math.isfinite(loss_value) and machine.loss_scale.may_overflow()
-        return StepResult(loss_value, norm_value, num_tokens, applied, overflow, *aux_values)
+        return PendingStep(PendingOutcome(machine, loss, grad_norm, *further), num_tokens)
 
     def micro_batches(self) -> Sequence[LabelledRows]:
         """Return the rows that the model gets, one item per forward pass."""
@@ -119,13 +120,29 @@ class WindowPass:
         return [piece for batch in self.window for piece in pieces(batch, self.max_tokens)]
 
 
-def apply_gradients(session: Session, result: StepResult) -> StepResult:
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose gradients wait for the update.
+
+    Args:
+        pending: its loss and norm.
+        num_tokens: its tokens that are not padding, in all processes.
+    """
+
+    pending: PendingOutcome
+    num_tokens: int
+
+
+def apply_gradients(session: Session, step: PendingStep) -> StepResult:
     """End a step: update the weights and advance the schedule, or leave both unchanged if gradients are not finite."""
-    session.update_weights(finite=result.applied)
-    if result.applied:
+    session.update_weights(step.pending.is_finite)
+    outcome = step.pending.outcome
+    if outcome.applied:
         session.scheduler.step()
     session.optimizer.zero_grad()
-    return result
+    return StepResult(
+        outcome.loss, outcome.grad_norm, step.num_tokens, outcome.applied, outcome.overflow, *outcome.further
+    )
 
 
 def evaluation_loss(

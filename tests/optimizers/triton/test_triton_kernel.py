@@ -122,6 +122,45 @@ def assert_equal(found, expected):
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True, msg=name)
 
 
+def set_gradients(optimizer, *, is_finite):
+    for parameter in optimizer.param_groups[0]["params"]:
+        parameter.grad = torch.full_like(parameter, 0.5 if is_finite else torch.inf)
+    optimizer.gradient_factor = torch.tensor(0.25 if is_finite else torch.nan)
+    optimizer.is_finite = lambda: is_finite
+
+
+@pytest.mark.parametrize(
+    "name,state,master",
+    [("adamw", "8bit", "split24"), ("lion", "bf16", "stochastic_rounding"), ("sgd", "fp32", "weight")],
+)
+def test_a_step_that_is_not_finite_writes_nothing_and_does_not_count(name, state, master):
+    tried, spared = (train(build(name, state, master, 1324, "triton", seed=3)) for _ in range(2))
+    set_gradients(tried, is_finite=False)
+    tried.step()
+    assert_equal(tried, spared)
+    for optimizer in (tried, spared):
+        set_gradients(optimizer, is_finite=True)
+        optimizer.step()
+    assert_equal(tried, spared)
+
+
+def test_it_is_asked_before_anything_but_the_kernel_changes_a_weight(monkeypatch):
+    optimizer = train(build("adamw", "8bit", "split24", 1324, "triton"))
+    before = copy.deepcopy(dict(kept(optimizer)))
+    launched, launch = [], chunked_optimizer.launch
+    monkeypatch.setattr(chunked_optimizer, "launch", lambda *a, **k: launched.append(launch(*a, **k)))
+    set_gradients(optimizer, is_finite=False)
+    _, second = optimizer.param_groups[0]["params"]
+    second.grad = torch.full((1324, 2), torch.inf, dtype=second.dtype)[:, 0]  # not contiguous
+    asked_after = []
+    optimizer.is_finite = lambda: asked_after.append(len(launched)) or False
+    optimizer.step()
+    assert asked_after[0] == 1, "the first parameter is launched, the second waits for the answer"
+    assert len(launched) == 1
+    for name, value in kept(optimizer):
+        assert torch.equal(value, before[name]), name
+
+
 SIZES = {case: [1024 + 300] for case in itertools.product(("adamw", "lion", "sgd"), STATES, MASTERS)}
 """Elements: of any rule and format two programs, the second with a tail; of some every edge of a block."""
 for case in (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -52,6 +53,21 @@ def test_each_module_launches_one_kernel_a_pass_in_place_of_transformers_several
     assert any("silu" in name for name in stock)
     assert not any("silu" in name for name in fused)
     assert sum(fused.values()) < 0.7 * sum(stock.values())
+
+
+@pytest.mark.parametrize("has_triton", [True, False])
+def test_weights_are_updated_without_waiting_for_loss_and_norm_by_the_kernel_alone(has_triton, recipe):
+    gpu = dataclasses.replace(find_gpu(GPU), has_triton=has_triton)
+    trace = trace_recipe(recipe("model.kernels=none"), lambda: VirtualGPU(gpu)).trace
+    step = trace.work[slice(*trace.step_ends)]
+    waits = [index for index, work in enumerate(step) if work.kind == "synchronize" or work.blocking]
+    update = "update_in_triton" if has_triton else "_fused_adamw_"
+    updates = [index for index, work in enumerate(step) if work.name == update]
+    assert updates
+    assert waits
+    assert (max(updates) < waits[-1]) == has_triton
+    assert (waits[-1] < min(updates)) == (not has_triton)
+    assert not has_triton or not any(min(updates) < wait < max(updates) for wait in waits)
 
 
 @pytest.mark.parametrize("settings", [(), ("checkpointing.mode=selective",), STREAMED])

@@ -249,7 +249,7 @@ def test_seconds_add_up_where_updates_are_no_part_of_their_own(rehearse, recipe,
 def test_it_says_where_the_host_waits(whole):
     waits = whole.steps[-1].waits
     files = {place.rpartition(":")[0] for place in waits}
-    assert "lowmem_ft/training/step/step.py" in files  # is the step finite?
+    assert "lowmem_ft/training/step/outcome.py" in files  # is the step finite?
     assert not [place for place in waits if "estimator" in place or "torch/" in place]
 
 

@@ -166,7 +166,7 @@ def _take_ones(in_backward: InBackward, weights: list[nn.Parameter], size: int) 
         for start in reversed(range(0, weight.numel(), size)):
             in_backward.take(weight, torch.ones(size), start)
     in_backward.clip_grad_norm(_unscale_nothing)
-    in_backward.update_weights(finite=True)
+    in_backward.update_weights(lambda: True)
 
 
 def _unscale_nothing(tensor: Tensor) -> None:
