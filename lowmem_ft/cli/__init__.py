@@ -25,6 +25,7 @@ COMMANDS = {
     "merge": "add a LoRA adapter to its base model: merge RUN|ADAPTER OUT_DIR",
     "export": "a plain, 4-bit or GGUF model: export RUN_DIR OUT_DIR --gguf q8_0",
     "ui": "estimates and plans on a page in the browser of this machine",
+    "measure-host": "how fast this host issues work, for estimates of its GPU",
     "gpus": "list the GPUs with their memory, rates and prices, or show one",
     "models": "list the models whose architecture ships here, or show one",
     "recipes": "list the shipped recipes, or print one with every key explained",
@@ -57,7 +58,9 @@ def main(arguments: list[str]) -> int:
         raise UserError(_no_command(arguments))
     command = parser.parse_args(arguments[:1]).command
     with contextlib.nullcontext() if command in _LAUNCHED else alone():
-        return importlib.import_module(f"lowmem_ft.cli.commands.{command}").main(arguments[1:])
+        return importlib.import_module(f"lowmem_ft.cli.commands.{command.replace('-', '_')}").main(
+            arguments[1:]
+        )
 
 
 def _no_command(arguments: Sequence[str]) -> str:
@@ -81,7 +84,7 @@ def _parser() -> Parser:
         prog="lowmem-ft",
         description=lowmem_ft.__doc__,
         epilog="commands:\n"
-        + "\n".join(f"  {name:<10}{what}" for name, what in COMMANDS.items())
+        + "\n".join(f"  {name:<13}{what}" for name, what in COMMANDS.items())
         + "\n\nStart with what fits: `lowmem-ft estimate model=NAME --gpu all`, or `lowmem-ft recipes`. `lowmem-ft "
         "COMMAND --help` explains a command; `lowmem-ft docs` lists pages by question.",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from lowmem_ft.foundation.catalog.clock_rates import MEASURED_HOST_RANGE
 from lowmem_ft.foundation.memory.category import Category, Phase
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, ModelSize, StepTime
 from lowmem_ft.foundation.memory.uncertainty import TIGHT_SHARE, is_tight
@@ -174,10 +175,10 @@ def duration(seconds: float) -> str:
 
 def host_bound_words(step: StepTime) -> str:
     """Return that the host decides a step's seconds, as a sentence."""
-    return (
-        f"the GPU waits for its host {step.host_share:.0%} of the time: a usual host is assumed, and the range has "
-        "the fastest and the slowest known"
-    )
+    waits = f"the GPU waits for its host {step.host_share:.0%} of the time"
+    if step.host_range == MEASURED_HOST_RANGE:
+        return f"{waits}, whose pace was measured here"
+    return f"{waits}: a usual host is assumed, and the range has the fastest and the slowest known"
 
 
 def _beside_others(estimate: MemoryEstimate) -> str:

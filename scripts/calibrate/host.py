@@ -20,9 +20,9 @@ import torch
 from bitsandbytes import functional
 from command_line import parser_of
 from measured_on import measured_on
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
+from lowmem_ft.planning.estimator.measured_host import TOKENS, WIDTH, KernelCount, tiny_llama
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.adapters.config import AdapterConfig
@@ -32,10 +32,7 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
-from lowmem_ft.virtual_gpu.costs.flops import is_free
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, host_python_counted
-
-NUM_LAYERS, WIDTH, TOKENS = 16, 16, 8
 
 
 class Steps:
@@ -55,7 +52,7 @@ class Steps:
         self.calls: Counter[Kind] = Counter()
         with host_python_counted(lambda kind: self.calls.update([kind])):
             self.run()
-        with _KernelCount() as count:
+        with KernelCount() as count:
             self.run()
         self.kernels = count.kernels
 
@@ -68,14 +65,6 @@ class Steps:
         self.seconds = min(self.seconds, time.perf_counter() - begin)
 
 
-class _KernelCount(TorchDispatchMode):
-    kernels = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kernels += not is_free(func)
-        return func(*args, **kwargs or {})
-
-
 def main() -> None:
     """Print one JSON object."""
     parser = parser_of(__doc__)
@@ -84,7 +73,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    plain = Steps(_model())
+    plain = Steps(tiny_llama())
     pairs: dict[str, tuple[Steps, Steps, Kind]] = {
         "sums inside products": (_with_sums(fused=False), _with_sums(fused=True), "pass"),
         "fused adapters": (_with_adapters("peft"), _with_adapters("fused"), "pass"),
@@ -124,22 +113,8 @@ def of_bitsandbytes(operator: float, count: int = 1000) -> float:
     return round((ours - torchs) / operator, 2)
 
 
-def _model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=NUM_LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    model: Any = LlamaForCausalLM(config)
-    return model.to(torch.bfloat16)
-
-
 def _with_sums(*, fused: bool) -> Steps:
-    model = _model()
+    model = tiny_llama()
     enable_float32_accumulation(torch.optim.SGD(model.parameters()), takes_float32=True)
     if fused:
         enable_fused_accumulation(model, device=torch.device("cpu"))
@@ -148,19 +123,19 @@ def _with_sums(*, fused: bool) -> Steps:
 
 def _with_adapters(kernel: Any) -> Steps:
     config = AdapterConfig(name="lora", r=4, kernel=kernel)
-    model = enable_lora(_model(), config).peft_model
+    model = enable_lora(tiny_llama(), config).peft_model
     enable_fused_adapters(model, config)
     return Steps(model, autocast=True)
 
 
 def _in_tiles(number: int) -> PreTrainedModel:
-    model = _model()
+    model = tiny_llama()
     enable_tiled_mlp(model, TilingConfig(mlp=number))
     return model
 
 
 def _checkpointed(mode: Any) -> PreTrainedModel:
-    model = _model()
+    model = tiny_llama()
     enable_checkpointing(model, CheckpointingConfig(mode=mode))
     return model
 

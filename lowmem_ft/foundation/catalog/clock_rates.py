@@ -37,6 +37,7 @@ class ClockRates:
         seconds_share: relative distance of a run's seconds from the clock's, either way.
         measured_shares: for each kind of work, the largest share of the seconds that it had in a run behind this range.
         num_rows: published training runs behind the numbers that are fitted; 0: the numbers are microbenchmarks'.
+        is_host_measured: whether the host's numbers were measured on the machine that the estimate is for.
     """
 
     products: float
@@ -49,6 +50,12 @@ class ClockRates:
     seconds_share: float
     measured_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     num_rows: int = 0
+    is_host_measured: bool = False
+
+    @property
+    def host_range(self) -> tuple[float, float]:
+        """The least and the most that the host may take, as shares of its seconds here."""
+        return MEASURED_HOST_RANGE if self.is_host_measured else host_range()
 
     def unlike_measured(self, shares: Mapping[str, float]) -> tuple[str, ...]:
         """Return the kinds of work of which a step has more than any run that its range is from.
@@ -66,7 +73,13 @@ class ClockRates:
 _AS_MUCH = 0.1
 """Share of a step by which it may have more of a kind of work than a timed run, and is still like it."""
 
-NUMBERS = tuple(each.name for each in dataclasses.fields(ClockRates))
+NUMBERS = tuple(each.name for each in dataclasses.fields(ClockRates) if each.name != "is_host_measured")
+
+MEASURED_HOST_RANGE = (1 / 1.15, 1.15)
+"""The least and the most that a measured host may take, as shares of what was measured.
+
+A step's operators are not all alike.
+"""
 
 HOST_NUMBERS = ("operator_seconds", "launch_seconds", "triton_launch")
 """The numbers that belong to the host."""

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from lowmem_ft.foundation.allocator_setting import segments_can_grow
-from lowmem_ft.foundation.catalog.clock_rates import clock_rates
+from lowmem_ft.foundation.catalog.clock_rates import rates_of_estimates
 from lowmem_ft.foundation.catalog.gpu_catalog import load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.foundation.catalog.this_host import with_host_here
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.uncertainty import ESTIMATED_CONTEXT_SHARE
 from lowmem_ft.foundation.packages import kernel_packages_lacking, triton_lacks
@@ -55,6 +56,7 @@ def this_machines_gpu(device: torch.device | None = None) -> Gpu:
     return dataclasses.replace(
         gpu,
         full_name=properties.name,
+        rates=with_host_here(gpu.rates, properties.name),
         memory_bytes=properties.total_memory,
         compute_capability=(properties.major, properties.minor),
         num_multiprocessors=properties.multi_processor_count,
@@ -97,7 +99,7 @@ def _described(properties: Any) -> Gpu:
         context_bytes=threads * _CONTEXT_BYTES_PER_THREAD + _KERNEL_BYTES,
         context_is_estimate=True,
         nvlink=0.0,
-        rates=clock_rates("", capability),
+        rates=rates_of_estimates("", capability),
         prices=(),
         sources={},
         note=f"the catalogue does not know {properties.name}: memory and clocks are its own, and from {relative.name}"

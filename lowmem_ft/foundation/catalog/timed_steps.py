@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
-import platform
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from lowmem_ft.foundation.catalog.kept_rows import read_rows, write_rows
 from lowmem_ft.foundation.memory.cpu_step_time import TimedStep, with_seconds
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.memory.step_work import StepWork
-from lowmem_ft.foundation.system.atomic_write import whole_file
-from lowmem_ft.foundation.system.cores import usable_cores
+from lowmem_ft.foundation.system.cores import processor_name, usable_cores
 from lowmem_ft.foundation.user_paths import kept_folder
 
 logger = logging.getLogger(__name__)
@@ -25,9 +23,6 @@ FILE_NAME = "timed_steps.v1.json"
 
 MOST_KEPT = 32
 """The most steps in the file; the oldest go first."""
-
-MOST_BYTES = 2**20
-"""The most bytes that are read: a longer file was not written here."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ class _Machine:
     def here(cls, threads: int) -> _Machine:
         """Describe this one."""
         software = ", ".join(f"{name} {version(name)}" for name in ("torch", "lowmem_ft"))
-        return cls(f"{_model_name()}, {usable_cores()} cores", threads, software)
+        return cls(f"{processor_name()}, {usable_cores()} cores", threads, software)
 
 
 def with_seconds_here(estimate: MemoryEstimate, threads: int) -> MemoryEstimate:
@@ -76,7 +71,8 @@ def keep_timed_step(step: TimedStep, threads: int) -> None:
         return
     kept = [(machine, one) for machine, one in _read(file) if (machine, one.work) != (here, step.work)]
     try:
-        _write(file, [*kept, (here, step)][-MOST_KEPT:])
+        rows = [asdict(machine) | asdict(one) for machine, one in [*kept, (here, step)][-MOST_KEPT:]]
+        write_rows(file, rows)
     except OSError as error:
         logger.info("The seconds of a step are not kept in %s: %s.", file, error)
 
@@ -87,15 +83,7 @@ def _file() -> Path | None:
 
 
 def _read(file: Path | None) -> list[tuple[_Machine, TimedStep]]:
-    if file is None or not file.is_file():
-        return []
-    try:
-        with file.open("rb") as stream:
-            rows = json.loads(stream.read(MOST_BYTES))
-    except (OSError, ValueError, RecursionError) as error:
-        logger.info("The timed steps in %s cannot be read, and are not used: %s.", file, error)
-        return []
-    return list(_steps(rows if isinstance(rows, list) else []))
+    return list(_steps(read_rows(file)))
 
 
 def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
@@ -112,20 +100,3 @@ def _steps(rows: list[Any]) -> Iterator[tuple[_Machine, TimedStep]]:
                 date=str(row["date"]),
             )
             yield _Machine(str(row["processor"]), int(row["threads"]), str(row["software"])), step
-
-
-def _write(file: Path, steps: Iterable[tuple[_Machine, TimedStep]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    rows = [asdict(machine) | asdict(step) for machine, step in steps]
-    with whole_file(file, is_cache=True) as stream:
-        stream.write(json.dumps(rows, indent=1).encode())
-
-
-def _model_name() -> str:
-    """Return the processor's name as the system has it; its architecture where the system names none."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    except OSError:
-        names = []
-    return next(filter(None, names), "") or platform.processor() or platform.machine()

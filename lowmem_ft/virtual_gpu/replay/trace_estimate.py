@@ -12,7 +12,7 @@ import torch
 
 import lowmem_ft
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
-from lowmem_ft.foundation.catalog.clock_rates import host_range, unmeasured_share
+from lowmem_ft.foundation.catalog.clock_rates import unmeasured_share
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.foundation.memory.cpu_step_time import NO_SECONDS
@@ -293,7 +293,7 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         tokens=context.tokens_per_step,
         bound_by=whole.bound_by,
         host_share=whole.shares["kernel launches"],
-        host_range=host_range(),
+        host_range=gpu.rates.host_range,
         sent_bytes=sent,
         seconds_share=unmeasured_share() if unlike else gpu.rates.seconds_share,
         unlike_measured=unlike,
