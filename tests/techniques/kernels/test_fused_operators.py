@@ -242,6 +242,7 @@ def test_a_module_that_is_called_with_tensors_of_the_host_has_its_own_forward(mo
     enable_fused_operators(model, "liger", device=torch.device("meta"), compute_dtype=torch.float32)
     LAUNCHES.clear()
     assert torch.equal(model.model.layers[0].mlp(x), stock)
+    assert torch.equal(model.model.layers[0].mlp(x=x), stock)
     assert not LAUNCHES
 
 
