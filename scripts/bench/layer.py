@@ -4,7 +4,7 @@
 
 Where the host sets the pace, a step waits for Python. Here kernels take next to no time: tensors are tiny, and a launch
 of Triton ends before the driver. Two models of Qwen3's architecture differ in their number of layers alone, so their
-difference is that of whole layers. All variants run in turn in one process, and the least of its CPU time counts for
+difference is that of whole layers. All variants run in turn in one process, and the median of its CPU time counts for
 each, so that another load on the machine affects all alike. It needs no GPU, whose launches would come on top.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import statistics
 import sys
 import time
 import types
@@ -52,6 +53,7 @@ from lowmem_ft.techniques.kernels.liger_patches import ligers_patches
 CPU = torch.device("cpu")
 FEW, MANY = 4, 16
 TOKENS, WIDTH = 8, 64
+_WARM_ROUNDS = 3
 
 Model = Any
 Change = Callable[[Model], Model]
@@ -83,17 +85,17 @@ def seconds_of_a_layer(changes: dict[str, Change], num_rounds: int) -> dict[str,
 
     Args:
         changes: for each variant, what makes it of a stock model.
-        num_rounds: passes of each model; the first ones are not counted.
+        num_rounds: passes of each model, after a few that are not counted.
     """
     models = {(name, num): change(_model(num)) for name, change in changes.items() for num in (FEW, MANY)}
-    least = dict.fromkeys(models, float("inf"))
-    for number in range(num_rounds):
+    taken = {key: [] for key in models}
+    for _ in range(num_rounds + _WARM_ROUNDS):
         for key, model in models.items():
             start = time.process_time()
             _pass(model)
-            if number > 2:
-                least[key] = min(least[key], time.process_time() - start)
-    return {name: (least[name, MANY] - least[name, FEW]) / (MANY - FEW) for name in changes}
+            taken[key].append(time.process_time() - start)
+    median = {key: statistics.median(seconds[_WARM_ROUNDS:]) for key, seconds in taken.items()}
+    return {name: (median[name, MANY] - median[name, FEW]) / (MANY - FEW) for name in changes}
 
 
 def _model(num_layers: int) -> Model:
