@@ -89,14 +89,22 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return the product, and keep its factors."""
         width = gate.shape[-1]
-        gate_ND, up_ND = gate.contiguous().view(-1, width), up.contiguous().view(-1, width)
-        product_ND = torch.empty_like(gate_ND)
+        gate = gate.contiguous()
+        product = torch.empty_like(gate)
+        gate_ND, up_ND = gate.view(-1, width), up.contiguous().view(-1, width)
         block, warps = _settings(width)
         ligers().swiglu._swiglu_forward_kernel[(len(gate_ND),)](
-            gate_ND, up_ND, product_ND, width, 1.0, n_cols=width, BLOCK_SIZE=block, num_warps=warps
+            gate_ND,
+            up_ND,
+            product.view(-1, width),
+            width,
+            1.0,
+            n_cols=width,
+            BLOCK_SIZE=block,
+            num_warps=warps,
         )
         ctx.save_for_backward(gate_ND, up_ND)
-        return product_ND.view(gate.shape)
+        return product
 
     @staticmethod
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -131,10 +139,11 @@ class _Norm(torch.autograd.Function):
         row_mode: bool | None,
     ) -> Tensor:
         width = x.shape[-1]
-        x_ND, weight_D = x.contiguous().view(-1, width), weight.contiguous()
+        x, weight_D = x.contiguous(), weight.contiguous()
         assert weight_D.shape == (width,)
         mode = ligers().rms_norm._str_to_casting_mode[casting_mode]
-        y_ND = torch.empty_like(x_ND)
+        y = torch.empty_like(x)  # an output that is a view costs autograd more
+        x_ND, y_ND = x.view(-1, width), y.view(-1, width)
         rstd_N = torch.empty(
             len(x_ND), dtype=x.dtype if casting_mode == "none" else torch.float32, device=x.device
         )
@@ -152,7 +161,7 @@ class _Norm(torch.autograd.Function):
             )
         ctx.save_for_backward(x_ND, weight_D, rstd_N)
         ctx.call = offset, mode, in_place, by_row
-        return y_ND.view(x.shape)
+        return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
