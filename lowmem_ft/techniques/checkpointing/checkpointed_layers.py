@@ -27,7 +27,7 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
     Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
     ``mode="selective"`` except attention's output too (as large, and 4 bytes a token and head).
     Costs: one more forward of each chosen layer, and the host's time for hooks on what the layer would save: that of
-    some 60 operators for a Llama's. Selective spares attention, and routes every operator of the layer through Python:
+    some 70 operators for a Llama's. Selective spares attention, and routes every operator of the layer through Python:
     that of some 420, so that it is the slower one where the host sets the pace.
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored where it may matter).
     Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning. Only in

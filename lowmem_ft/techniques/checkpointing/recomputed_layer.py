@@ -78,6 +78,12 @@ def _probabilities(layer: nn.Module) -> Iterator[tuple[nn.Module, str]]:
                 yield module, name
 
 
+def _short(hook: Any) -> Any:
+    """Let a trace count a hook as what it keeps the host: half of one of torch's checkpoint (``calibrate host``)."""
+    hook.host_python = "short hook"
+    return hook
+
+
 class _Placeholder:
     """A tensor that the layer would have saved; it has the tensor from the recomputation until it is used."""
 
@@ -119,6 +125,7 @@ class _Call:
         self._placeholders: list[weakref.ref[_Placeholder]] = []
         self._num_recomputed = 0
 
+    @_short
     def pack(self, tensor: Tensor) -> _Placeholder:
         """Keep a placeholder for a tensor."""
         placeholder = _Placeholder((tensor.shape, tensor.dtype, tensor.device))
@@ -150,6 +157,7 @@ class _Call:
             "when it was computed again: its forward must do the same both times."
         )
 
+    @_short
     def _pack_again(self, tensor: Tensor) -> Tensor:
         placeholder = self._placeholders[self._num_recomputed]()
         self._num_recomputed += 1
