@@ -324,6 +324,13 @@ NAMES_OF = {
     "liger_kernel.transformers.monkey_patch": "MODEL_TYPE_TO_APPLY_LIGER_FN",
     # The gated activation of an MLP, which may be differentiated once
     "liger_kernel.transformers.swiglu": "_swiglu_dispatch",
+    # The kernels that our functions launch, and their settings
+    "liger_kernel.ops.rms_norm": "_rms_norm_forward_kernel _rms_norm_backward_kernel _block_rms_norm_forward_kernel "
+    "_block_rms_norm_backward_kernel _str_to_casting_mode torch_to_triton_dtype calculate_settings",
+    # The gated activation's, and when Liger cuts its rows
+    "liger_kernel.ops.swiglu": "_swiglu_forward_kernel _swiglu_backward_kernel _should_tile _SWIGLU_TILE_MIN_BLOCK",
+    # The rotary embedding's
+    "liger_kernel.ops.rope": "_triton_rope",
     # The gated activation with GELU
     "liger_kernel.transformers.geglu": "LigerGELUMulFunction",
     # Completions without generating them

@@ -17,7 +17,7 @@ from transformers.integrations import moe
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors.logical_size import is_packed
 from lowmem_ft.foundation.upstream.grouped_experts import GroupedExperts, weights_of
-from lowmem_ft.techniques.adapters.peft_layers import other_state
+from lowmem_ft.techniques.adapters.peft_layers import active_adapter
 from lowmem_ft.techniques.modules.patching import call_around, set_attribute
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ def add_in_products(layers: Iterable[Any], said: set[str]) -> Iterator[Callable[
 def _forward(
     layer: Any, said: set[str], stock_forward: Callable[..., Tensor], *args: Any, **kwargs: Any
 ) -> Tensor:
-    otherwise = other_state(layer)
+    _, otherwise = active_adapter(layer)
     if not otherwise:
         return layer.base_layer(*args, **kwargs)
     if is_packed(layer.get_param()) and not layer.disable_adapters:
@@ -72,9 +72,9 @@ def _product(
     ends_E: Tensor,
 ) -> Tensor:
     product = stock_product(rows, name, ends_E)
-    if name != layer.parameter_name or other_state(layer):
+    adapter, otherwise = active_adapter(layer)
+    if name != layer.parameter_name or otherwise:
         return product
-    (adapter,) = (one for one in layer.active_adapters if one in layer.lora_A)
     added = _low_rank(
         rows.to(experts.compute_dtype(name, rows)),
         layer.lora_A[adapter].weight,

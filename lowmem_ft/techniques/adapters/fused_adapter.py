@@ -9,7 +9,7 @@ Axes: N tokens, I inputs of the layer, O outputs, R rank of the adapter.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
 from lowmem_ft.foundation.tensors.logical_size import is_packed
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_products
-from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, other_state
+from lowmem_ft.techniques.adapters.peft_layers import active_adapter, adapted_layers
 from lowmem_ft.techniques.modules.autocast_state import AutocastState
 from lowmem_ft.techniques.modules.model_parts import ModelParts
 from lowmem_ft.techniques.modules.patching import call_around
@@ -137,13 +137,16 @@ def _forward(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    otherwise = "arguments in addition to its input" if args or kwargs else _reason_for_peft(layer, x)
+    name, otherwise = active_adapter(layer)
+    if args or kwargs:
+        otherwise = "arguments in addition to its input"
     if otherwise:
-        if otherwise not in said:
-            said.add(otherwise)
-            logger.info("Fused adapters: PEFT's own forward computes a layer with %s.", otherwise)
-        return stock_forward(x, *args, **kwargs)
-    operation, weight_RI, weight_OR = _operation(layer, x)
+        return _by_peft(otherwise, said, stock_forward, x, *args, **kwargs)
+    weight_RI, weight_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
+    is_trained = weight_RI.requires_grad and weight_OR.requires_grad
+    if otherwise := _reason_for_peft(layer, name, is_trained, x):
+        return _by_peft(otherwise, said, stock_forward, x)
+    operation = _operation(layer, name, weight_RI.dtype, x)
     if not torch.is_grad_enabled():
         return operation.forward(x, weight_RI, weight_OR)
     saved, of_input = None, x.requires_grad
@@ -152,38 +155,43 @@ def _forward(
     return _Adapted.apply(x, weight_RI, weight_OR, operation, saved, of_input)
 
 
-def _reason_for_peft(layer: Any, x: Tensor) -> str:
+def _by_peft(
+    why: str, said: set[str], stock_forward: Callable[..., Tensor], *args: Any, **kwargs: Any
+) -> Tensor:
+    if why not in said:
+        said.add(why)
+        logger.info("Fused adapters: PEFT's own forward computes a layer with %s.", why)
+    return stock_forward(*args, **kwargs)
+
+
+def _reason_for_peft(layer: Any, name: str, is_trained: bool, x: Tensor) -> str:
     """Return what about a layer and its input is PEFT's to compute at the moment; empty: nothing."""
-    if otherwise := other_state(layer):
-        return otherwise
-    (name,) = (name for name in layer.active_adapters if name in layer.lora_A)
-    if name in layer.lora_variant or layer.lora_bias[name] or layer.base_layer.weight.requires_grad:
+    weight = layer.base_layer.weight
+    if name in layer.lora_variant or layer.lora_bias[name] or weight.requires_grad:
         return "another kind of adapter, or a weight that is trained itself"
-    is_trained = layer.lora_A[name].weight.requires_grad and layer.lora_B[name].weight.requires_grad
-    if torch.is_grad_enabled() and not is_trained:
+    if not is_trained and torch.is_grad_enabled():
         return "a frozen adapter"
-    if getattr(getattr(layer.base_layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
         return "weights that bitsandbytes has packed for inference on this CPU"
     if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and autocast_dtype(x)):
         return "an empty or float64 input"
     return ""
 
 
-def _operation(layer: Any, x: Tensor) -> tuple[_Operation, nn.Parameter, nn.Parameter]:
-    (name,) = (name for name in layer.active_adapters if name in layer.lora_A)
-    weight_RI, weight_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
-    dropout = layer.lora_dropout[name]
+def _operation(layer: Any, name: str, dtype: torch.dtype, x: Tensor) -> _Operation:
+    dropout, base = layer.lora_dropout[name], layer.base_layer
     probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
     autocast = autocast_dtype(x)
-    operation = _Operation(
-        base=layer.base_layer,
-        base_dtype=getattr(layer.base_layer, "compute_dtype", autocast) or x.dtype,
-        dtype=autocast or weight_RI.dtype,
+    # A module that lacks an attribute takes as long to say so as an operator.
+    base_dtype = autocast if type(base) is nn.Linear else getattr(base, "compute_dtype", autocast)
+    return _Operation(
+        base=base,
+        base_dtype=base_dtype or x.dtype,
+        dtype=autocast or dtype,
         scaling=layer.scaling[name],
         dropout=probability,
         autocast_state=AutocastState(x.device) if probability else None,
     )
-    return operation, weight_RI, weight_OR
 
 
 @dataclass(slots=True)
@@ -244,18 +252,19 @@ class _Operation:
         d_x = None if d_x_NI is None else d_x_NI.view(x.shape)
         return d_x, d_a_RI.to(weight_RI.dtype), d_b_OR.to(weight_OR.dtype)
 
-    def _row_tiles(self, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """Yield tiles over tokens, all at once unless casts of them would take memory; dropout draws all at once."""
+    def _row_tiles(self, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+        """Return tiles over tokens, all at once unless casts of them would take memory; dropout draws all at once."""
         if self.dropout or all(tensor.dtype == self.dtype for tensor in tensors):
-            yield tensors
-        else:
-            yield from zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in tensors), strict=True)
+            return (tensors,)
+        return zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in tensors), strict=True)
 
     def _through_base(self, d_output_NO: Tensor) -> Tensor:
         weight: Any = self.base.weight
-        if _is_packed(self.base):
+        if type(self.base) is nn.Linear:
+            pass
+        elif _is_packed(self.base):
             weight = self.base.unpacked_weight(self.base_dtype)
-        elif type(self.base) is not nn.Linear:
+        else:
             from bitsandbytes.functional import dequantize_4bit
 
             state = (

@@ -114,17 +114,23 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def other_state(layer: Any) -> str:
-    """Return what keeps a layer of PEFT from being its base plus one adapter at the moment; empty: nothing."""
+def active_adapter(layer: Any) -> tuple[str, str]:
+    """Return the active adapter of a layer of PEFT, and what keeps the layer from being its base plus that one.
+
+    Either is empty: the name if there is not one such adapter, the other if nothing does.
+    """
     if layer.disable_adapters:
-        return "disabled adapters"
+        return "", "disabled adapters"
     if layer.merged:
-        return "merged adapters"
-    active = [name for name in layer.active_adapters if name in layer.lora_A]
+        return "", "merged adapters"
+    adapters = layer.lora_A
+    active = [name for name in layer.active_adapters if name in adapters]
     if len(active) != 1:
-        return f"{len(active)} active adapters"
+        return "", f"{len(active)} active adapters"
     # ZeRO-3 gathers a module's weights when that module is called.
-    return "weights that ZeRO-3 has cut" if is_partitioned(layer.lora_A[active[0]].weight) else ""
+    if is_partitioned(adapters[active[0]].weight):
+        return "", "weights that ZeRO-3 has cut"
+    return active[0], ""
 
 
 def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -34,6 +34,7 @@ VARLEN_ATTENTION = "varlen_attn"
 
 _BORDERS = "document_borders"
 _LONGEST = "longest_document"
+_ROWS = "document_rows"
 
 
 @functools.cache
@@ -60,7 +61,7 @@ def border_inputs(
         return {}
     if implementation == VARLEN_ATTENTION:
         borders_BE, longest = _document_borders(position_ids_BT)
-        return {_BORDERS: sent_to(borders_BE, device), _LONGEST: longest}
+        return {_BORDERS: sent_to(borders_BE, device), _LONGEST: longest, _ROWS: len(borders_BE)}
     if implementation == "flash_attention_2" and len(position_ids_BT) == 1:
         borders_BE, longest = _document_borders(position_ids_BT)
         borders_E = sent_to(borders_BE[0], device)
@@ -131,6 +132,7 @@ def _varlen_attention_forward(
     is_causal: bool | None = None,
     document_borders: Tensor | None = None,
     longest_document: int | None = None,
+    document_rows: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention; transformers calls this in each layer.
@@ -147,6 +149,7 @@ def _varlen_attention_forward(
         is_causal: whether attention is causal; None: the module's own value.
         document_borders: from :func:`border_inputs`, or some of its rows; None: each row is one document.
         longest_document: likewise.
+        document_rows: how many rows of borders there were before any cut; None: unknown.
         kwargs: arguments of other implementations.
 
     Returns:
@@ -174,7 +177,9 @@ def _varlen_attention_forward(
         )
     else:
         _watch.has_arrived = True
-        borders_E = document_borders.flatten() - document_borders[0, 0]  # cut rows may begin anywhere
+        borders_E = document_borders.flatten()
+        if len(document_borders) != document_rows:
+            borders_E = borders_E - document_borders[0, 0]  # cut rows may begin anywhere
     window = (sliding_window - 1, 0) if sliding_window is not None and has_window else (-1, 0)
     output = _end_to_end(module, (query_BHTD, key_BKTD, value_BKTD), borders_E, longest, scaling, window)
     return output.unflatten(0, (num_rows, length)), None
@@ -217,6 +222,7 @@ def _padded(operand: Tensor, width: int) -> Tensor:
     return F.pad(operand, (0, missing)) if missing else operand
 
 
+@functools.cache
 def _gqa(kernel: Any) -> dict[str, Any]:
     """Return ``enable_gqa`` if the kernel has it (torch 2.12 on); earlier ones take shared key heads without it."""
     return {"enable_gqa": True} if "enable_gqa" in inspect.signature(kernel).parameters else {}

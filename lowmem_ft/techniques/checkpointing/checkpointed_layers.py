@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from lowmem_ft.foundation.errors import raise_problems
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.recomputed_layer import RecomputedLayer
 from lowmem_ft.techniques.checkpointing.selective_checkpointing import (
     KeepAttentionOutputs,
     refuse_unfused_attention,
@@ -29,9 +27,9 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
     Frees: all that a layer would keep for backward, except its input (batch x tokens x hidden); with
     ``mode="selective"`` except attention's output too (as large, and 4 bytes a token and head).
     Costs: one more forward of each chosen layer, and the host's time for hooks on what the layer would save: that of
-    some 140 operators for a Llama's. Selective spares attention, and routes every operator of the layer through Python:
-    some 280 more, so that it is the slower one where the host sets the pace.
-    Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored).
+    some 70 operators for a Llama's. Selective spares attention, and routes every operator of the layer through Python:
+    that of some 420, so that it is the slower one where the host sets the pace.
+    Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored where it may matter).
     Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning. Only in
     train mode; a model without one stack of decoder layers raises a ModelError, a number out of range or
     ``mode="auto"`` a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
@@ -53,14 +51,16 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
     parts = ModelParts.of(model)
     layers = parts.layers()
     chosen = _chosen_layers(config, len(layers))
-    recompute: Callable[..., Any] = partial(checkpoint, use_reentrant=False)
+    keep_outputs = None
     if config.mode == "selective":
         refuse_unfused_attention(getattr(getattr(parts.model, "config", None), "_attn_implementation", None))
-        recompute = KeepAttentionOutputs()
+        keep_outputs = KeepAttentionOutputs()
     undo: list[Callable[[], None]] = []
     for index, layer in enumerate(layers):
         undo.append(set_attribute(layer, "gradient_checkpointing", index in chosen))
-        undo.append(set_attribute(layer, "_gradient_checkpointing_func", recompute))
+        undo.append(
+            set_attribute(layer, "_gradient_checkpointing_func", keep_outputs or RecomputedLayer(layer))
+        )
     log.info("Checkpointing: %s.", _describe(config, chosen, len(layers)))
     return Technique(*undo)
 

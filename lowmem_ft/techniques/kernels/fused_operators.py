@@ -24,9 +24,10 @@ from lowmem_ft.techniques.kernels.liger_patches import (
     Patch,
     has_operators,
     ligers_patches,
+    our_functions,
 )
 from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
-from lowmem_ft.techniques.modules.patching import call_around, set_attribute
+from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 
 __all__ = ["FusedOperators", "enable_fused_operators"]
@@ -125,6 +126,10 @@ def enable_fused_operators(
         installed_version(_PACKAGE),
         "" if is_virtual(device) else ", compared with transformers' own on this device",
     )
+    if our_functions() is None:
+        logger.info(
+            "Kernels: Liger's own functions launch them, which takes the host longer than ours for 0.8.5."
+        )
     return FusedOperators(operators, *(undo for patch in taken for undo in _switched_on(patch, device)))
 
 
@@ -140,18 +145,24 @@ def has_fused_operators(model: Any) -> bool:
 def _switched_on(patch: Patch, device: torch.device) -> Iterator[Callable[[], None]]:
     for name, value in patch.attributes.items():
         if name == "forward":
-            yield call_around(patch.module, name, functools.partial(_forward, value, device.type))
+            yield wrap_method(patch.module, name, functools.partial(_on_the_device, value, device.type))
         else:
             yield set_attribute(patch.module, name, value)
 
 
-def _forward(
-    ligers: Callable[..., Any], device_type: str, stock: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    """Compute by Liger's kernel on the device; a module that is called with tensors of the host has its own forward."""
-    inputs = (one for one in (*args, *kwargs.values()) if isinstance(one, torch.Tensor))
-    is_there = all(one.device.type == device_type for one in inputs)
-    return (ligers if is_there else stock)(*args, **kwargs)
+def _on_the_device(
+    ligers: Callable[..., Any], device_type: str, stock: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return a forward by Liger's kernel for tensors of a device; a module that gets the host's has its own forward."""
+
+    @functools.wraps(stock)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        for one in args or kwargs.values():  # the first tensor decides: each call waits for this
+            if isinstance(one, torch.Tensor):
+                return (ligers if one.device.type == device_type else stock)(*args, **kwargs)
+        return ligers(*args, **kwargs)
+
+    return forward
 
 
 def _obstacle(causal_lm: Any, device: torch.device) -> tuple[type[UserError], str] | None:

@@ -21,6 +21,8 @@ from typing import Any, Literal, get_args
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.upstream.patches import existing
+from lowmem_ft.foundation.upstream.tested import installed_version
+from lowmem_ft.techniques.kernels import liger_functions
 
 Operator = Literal["rms_norm", "rotary", "swiglu", "geglu"]
 OPERATORS: tuple[Operator, ...] = get_args(Operator)
@@ -125,10 +127,13 @@ def _patch_of(module: nn.Module, was: Mapping[str, Any]) -> Patch | None:
     operator: Operator | None = next((one for part, one in _CLASSES.items() if part in owner), None)
     if operator is None:
         return None
+    ours = our_functions()
+    if ours is not None and forward.__func__ is ours.ligers().norm_forward:
+        attributes["forward"] = MethodType(ours.norm, module)
     if operator in _GATED:
         name = _GATED[operator]
         existing(sys.modules[forward.__func__.__module__], name)
-        own = _with_global(forward.__func__, name, _gates_of_one_backward()[name])
+        own = _with_global(forward.__func__, name, _gates_of_one_backward(ours)[name])
         attributes["forward"] = MethodType(own, module)
     return Patch(operator, module, attributes)
 
@@ -139,9 +144,11 @@ def _replaced(
     """Yield the functions of a module that Liger's rotary embeddings have replaced, by name: before, and ours."""
     from liger_kernel.transformers.rope import liger_rotary_pos_emb
 
+    ours = our_functions()
+    turn = _rotary_in_triton if ours is None else ours.rotary
     for name, value in vars(module).items():
         if value is liger_rotary_pos_emb and was.get(name) is not value:
-            yield name, (was[name], _rotary_in_triton)
+            yield name, (was[name], turn)
 
 
 def _rotary_patches(
@@ -188,18 +195,37 @@ def _rotary_in_triton(
 
 
 @functools.cache
-def _gates_of_one_backward() -> dict[str, Any]:
+def _gates_of_one_backward(ours: Any | None) -> dict[str, Any]:
     """Return Liger's gated activations by the names under which its MLPs find them; they refuse a second backward.
 
     Liger writes the gradients over what it has saved, and autograd does not see it: a second backward pass over the
     same graph would take gradients for inputs.
+
+    Args:
+        ours: :func:`our_functions`.
     """
     from liger_kernel.ops import LigerGELUMulFunction, LigerSiLUMulFunction
 
-    return {
-        "_swiglu_dispatch": _of_one_backward(LigerSiLUMulFunction).apply,
-        "LigerGELUMulFunction": _of_one_backward(LigerGELUMulFunction),
-    }
+    swiglu = _of_one_backward(LigerSiLUMulFunction).apply
+    if ours is not None:
+        swiglu = functools.partial(_gate, ours.can_gate, _of_one_backward(ours.SwiGLU).apply, swiglu)
+    return {"_swiglu_dispatch": swiglu, "LigerGELUMulFunction": _of_one_backward(LigerGELUMulFunction)}
+
+
+def _gate(
+    can_gate: Callable[[Tensor], bool],
+    ours: Callable[..., Tensor],
+    ligers: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    *multipliers: float,
+) -> Tensor:
+    return ours(a, b) if not multipliers and can_gate(a) else ligers(a, b, *multipliers)
+
+
+def our_functions() -> Any | None:
+    """Return ours around Liger's kernels, if they know the installed release."""
+    return liger_functions if installed_version("liger-kernel") == liger_functions.VERSION else None
 
 
 def _of_one_backward(function: Any) -> Any:

@@ -29,7 +29,15 @@ class AutocastState:
         self._autocast = autocast_of_now(device)
         self._module: Any = None if device.type == "cpu" else torch.get_device_module(device)
         self._host_state = torch.get_rng_state()
-        self._device_state = None if self._module is None else self._module.get_rng_state(device)
+        self._device_state: Any = None if self._module is None else self._module.get_rng_state(device)
+
+    def has_drawn(self) -> bool:
+        """Return whether random numbers have been drawn since that moment."""
+        if not torch.equal(torch.get_rng_state(), self._host_state):
+            return True
+        if self._module is None:
+            return False
+        return not torch.equal(self._module.get_rng_state(self._device), self._device_state)
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:

@@ -20,10 +20,17 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lowmem_ft.foundation.upstream.patches import wrap
 
-Kind = Literal["pass", "hook", "dispatch", "bitsandbytes"]
-OPERATORS: dict[Kind, float] = {"pass": 3.0, "hook": 1.2, "dispatch": 1.6, "bitsandbytes": 1.3}
+Kind = Literal["pass", "hook", "short hook", "dispatch", "bitsandbytes"]
+OPERATORS: dict[Kind, float] = {
+    "pass": 3.0,
+    "hook": 1.2,
+    "short hook": 0.6,
+    "dispatch": 1.6,
+    "bitsandbytes": 1.3,
+}
 """Operators that each is worth: a pass of an autograd function written in Python, in addition to its own; a call of a
-hook on a saved tensor; a call of a selective checkpoint's dispatch mode; the Python around a kernel of bitsandbytes."""
+hook on a saved tensor, and of one whose attribute ``host_python`` says that it is short; a call of a selective
+checkpoint's dispatch mode; the Python around a kernel of bitsandbytes."""
 
 _PASSES = ((Function, "apply"), (BackwardCFunction, "apply"), (BackwardCFunction, "apply_boxed"))
 """Methods that run the forward pass, and, by the version of torch, the backward pass."""
@@ -72,7 +79,9 @@ def _with_counted_hooks(
     pack_hook: Callable[[Any], Any],
     unpack_hook: Callable[[Any], Any],
 ) -> None:
+    kind: Kind = getattr(pack_hook, "host_python", "hook")
+
     def counted(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        return functools.partial(_counted, functools.partial(count, "hook"), hook)
+        return functools.partial(_counted, functools.partial(count, kind), hook)
 
     initialize(hooks, counted(pack_hook), counted(unpack_hook))

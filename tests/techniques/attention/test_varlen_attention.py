@@ -4,6 +4,8 @@ Torch's kernel has no CPU form. In its place stands the same attention, document
 kernel checks.
 """
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -147,6 +149,21 @@ def test_borders_count_over_all_rows_and_survive_a_cut():
     ids_BT = torch.arange(48).reshape(3, 16)[rows] * 7 % 64
     part = model(input_ids=ids_BT, position_ids=POSITIONS_BT[rows], use_cache=False, **inputs).logits.float()
     torch.testing.assert_close(part, whole[rows], atol=2e-2, rtol=0)
+
+
+def test_each_layer_takes_the_borders_of_whole_rows_as_they_are(monkeypatch):
+    """No layer computes them again."""
+    given = []
+
+    @functools.wraps(by_documents)
+    def noted(query, key, value, cu_seq_q, *others, **settings):
+        given.append(cu_seq_q.data_ptr())
+        return by_documents(query, key, value, cu_seq_q, *others, **settings)
+
+    monkeypatch.setattr(varlen, "varlen_attn", noted)
+    inputs = border_inputs("varlen_attn", POSITIONS_BT, CPU)
+    make()(input_ids=torch.zeros(3, 16, dtype=torch.int64), use_cache=False, **inputs)
+    assert given == 2 * [inputs["document_borders"].data_ptr()]
 
 
 def test_flash_attn_gets_borders_under_its_own_names():

@@ -1,5 +1,6 @@
 """Checkpointing changes what is kept for backward, and no number."""
 
+import copy
 import logging
 from functools import partial
 
@@ -8,13 +9,17 @@ import torch
 import transformers as hf
 from tiny_models import loss_and_gradients, tiny_llama
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointError, checkpoint
 from transformers import AutoModelForCausalLM
 
 from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
+from lowmem_ft.techniques.checkpointing import recomputed_layer
 from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkpointing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
+from lowmem_ft.techniques.checkpointing.recomputed_layer import RecomputedLayer
 from lowmem_ft.techniques.checkpointing.selective_checkpointing import KeepAttentionOutputs
+from lowmem_ft.techniques.modules.autocast_state import AutocastState
 
 LAYERS, ROWS, TOKENS, HIDDEN = 5, 2, 16, 32
 HEADS = 4
@@ -56,6 +61,89 @@ def test_dropout_is_drawn_at_all():
         loss_and_gradients_of(tiny_model(attention_dropout=0.3))[0],
         loss_and_gradients_of(tiny_model(attention_dropout=0.0))[0],
     )
+
+
+class Draws(torch.nn.Module):
+    """It drops numbers, and none of its attributes says so."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.share = share
+
+    def forward(self, x):
+        return torch.nn.functional.dropout(x, self.share)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+def test_random_numbers_that_no_attribute_tells_are_seen_in_the_first_forward(share, monkeypatch):
+    model = tiny_model()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = torch.nn.Sequential(layer.mlp.act_fn, Draws(share))
+    stock = loss_and_gradients_of(model)
+    kept = []
+    monkeypatch.setattr(
+        recomputed_layer, "AutocastState", lambda device: kept.append(1) or AutocastState(device)
+    )
+    with enable_checkpointing(model, CheckpointingConfig(mode="full")):
+        for expected in (LAYERS, 2 * LAYERS if share else LAYERS):
+            ours = loss_and_gradients_of(model)
+            assert all(torch.equal(a, b) for a, b in zip(ours, stock, strict=True))
+            assert len(kept) == expected
+
+
+def test_dropout_that_is_set_later_is_drawn_again():
+    model = tiny_model()
+    with enable_checkpointing(model, CheckpointingConfig(mode="full")):
+        loss_and_gradients_of(model)
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.3
+        ours, copied = loss_and_gradients_of(model), loss_and_gradients_of(copy.deepcopy(model))
+    stock = loss_and_gradients_of(tiny_model(attention_dropout=0.3))
+    assert all(torch.equal(a, b) and torch.equal(a, c) for a, b, c in zip(stock, ours, copied, strict=True))
+
+
+def of_torch(layer, *args):
+    return checkpoint(layer, *args, use_reentrant=False)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_recomputed_layer_does_what_torchs_checkpoint_does(dtype, dropout):
+    """Under autocast, twice over one graph, with a number that is no tensor, nested, and random numbers after it."""
+    found = []
+    for of_ours in (False, True):
+        torch.manual_seed(0)
+        inner = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU(), torch.nn.Dropout(dropout))
+        outer = torch.nn.Sequential(torch.nn.Linear(4, 4), inner, torch.nn.Linear(4, 4))
+        again = RecomputedLayer(outer) if of_ours else of_torch
+        within = partial(RecomputedLayer(inner) if of_ours else of_torch, inner)
+        function = partial(
+            again, lambda x, factor, within=within, outer=outer: outer[2](within(outer[0](x))) * factor
+        )
+        x = torch.randn(3, 4, requires_grad=True)
+        for _ in range(2):
+            with torch.autocast("cpu", dtype, enabled=dtype is not None):
+                result = function(x, 3.0)
+            result.sum().backward(retain_graph=True)
+            result.sum().backward()
+        found.append([result.detach(), x.grad, *(one.grad for one in outer.parameters()), torch.rand(1)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 3)], ids=["no-tensor", "another-shape"])
+def test_a_forward_that_does_something_else_the_second_time_is_refused(shape):
+    calls = []
+
+    def forward(x):
+        calls.append(x)
+        if len(calls) == 1:
+            return (x.exp() + x.sigmoid()) * x
+        return x.exp().reshape(shape).sum() if shape == (1, 3) else x + 1
+
+    x = torch.ones(3, requires_grad=True) if shape == (1, 3) else torch.ones(4, requires_grad=True)
+    result = RecomputedLayer(torch.nn.Identity())(forward, x)
+    with pytest.raises(CheckpointError, match="its forward must do the same both times"):
+        result.sum().backward()
 
 
 def test_each_checkpointed_layer_frees_the_same_exact_number_of_bytes():

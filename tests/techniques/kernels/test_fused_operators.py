@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import sys
+from unittest import mock
 
 import pytest
 import torch
@@ -134,6 +135,89 @@ def test_a_second_backward_pass_over_one_graph_is_refused_as_its_inputs_are_gone
         loss.backward()
 
 
+def norm_cases():
+    for shape, weight in (((2, 12, 32), True), ((4096 * 8 + 8, 8), True), ((3, 300), True), ((3, 32), False)):
+        for mode, offset, in_place in (("llama", 0.0, False), ("gemma", 1.0, True), ("none", 0.0, True)):
+            yield shape, weight, (1e-6, offset, mode, in_place, None)
+
+
+def launches_of(function, inputs, strided):
+    """Return what a function launches, with which arguments, and its results and gradients."""
+    launched = []
+
+    def noting(name):
+        def run(given, grid, computes=TRANSCRIPTIONS[name]):
+            seen = {
+                key: (value.shape, value.stride(), value.dtype) if isinstance(value, torch.Tensor) else value
+                for key, value in given.items()
+            }
+            launched.append((name, grid, seen))
+            computes(given, grid)
+
+        return run
+
+    leaves = [one.detach().clone().requires_grad_(one.requires_grad) for one in inputs]
+    with mock.patch.dict(TRANSCRIPTIONS, {name: noting(name) for name in TRANSCRIPTIONS}):
+        outputs = function(*(leaf * 1 if leaf.dim() > 1 else leaf for leaf in leaves))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        d_outputs = [torch.linspace(-1, 1, one.numel()).reshape(one.shape).to(one.dtype) for one in outputs]
+        if strided:
+            d_outputs = [one.transpose(0, 1).contiguous().transpose(0, 1) for one in d_outputs]
+        torch.autograd.backward(outputs, d_outputs)
+    return launched, [one.detach() for one in outputs], [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "strided"])
+def test_our_functions_launch_what_ligers_do_and_return_the_same_bits(dtype, strided):
+    from liger_kernel.ops import LigerRMSNormFunction, LigerRopeFunction, LigerSiLUMulFunction
+
+    from lowmem_ft.techniques.kernels import liger_functions as ours
+
+    torch.manual_seed(0)
+
+    def drawn(*shape, trained=True):
+        return torch.randn(*shape).to(dtype).requires_grad_(trained)
+
+    cases = [
+        (
+            lambda x, w, settings=settings: ours._Norm.apply(x, w, *settings),
+            lambda x, w, settings=settings: LigerRMSNormFunction.apply(x, w, *settings),
+            [drawn(*shape), drawn(shape[-1], trained=trained)],
+        )
+        for shape, trained, settings in norm_cases()
+    ]
+    cases.append((ours.SwiGLU.apply, LigerSiLUMulFunction.apply, [drawn(2, 5, 40), drawn(2, 5, 40)]))
+    for rows, width in ((1, 8), (2, 4)):  # of angles; a part of each head is turned
+        angles = torch.randn(rows, 6, width)
+
+        def turns(turn, angles=angles):
+            return lambda q, k: turn(q.transpose(1, 2), k.transpose(1, 2), angles.cos(), angles.sin())
+
+        heads = [drawn(2, 6, 3, 8), drawn(2, 6, 2, 8)]
+        cases.append((turns(ours.rotary), turns(LigerRopeFunction.apply), heads))
+    for own, ligers, inputs in cases:
+        (launched, *values), (expected, *their_values) = (
+            launches_of(function, inputs, strided) for function in (own, ligers)
+        )
+        assert launched == expected
+        assert_close(values, their_values, rtol=0, atol=0, equal_nan=True)
+
+
+def test_another_release_has_ligers_own_functions_and_says_so(monkeypatch, caplog):
+    from lowmem_ft.techniques.kernels import liger_functions
+
+    model = tiny_llama()
+    handle = enable(model)
+    ours = gradients_of(model)
+    handle.remove()
+    monkeypatch.setattr(liger_functions, "VERSION", "0.8.4")
+    caplog.set_level(logging.INFO)
+    enable(model)
+    assert "Liger's own functions launch them" in caplog.text
+    assert_close(gradients_of(model), ours, rtol=0, atol=0)
+
+
 def checkpointed(mode):
     return lambda model: [enable_checkpointing(model, CheckpointingConfig(mode=mode))]
 
@@ -242,6 +326,7 @@ def test_a_module_that_is_called_with_tensors_of_the_host_has_its_own_forward(mo
     enable_fused_operators(model, "liger", device=torch.device("meta"), compute_dtype=torch.float32)
     LAUNCHES.clear()
     assert torch.equal(model.model.layers[0].mlp(x), stock)
+    assert torch.equal(model.model.layers[0].mlp(x=x), stock)
     assert not LAUNCHES
 
 

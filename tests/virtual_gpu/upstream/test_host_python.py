@@ -13,6 +13,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from lowmem_ft.techniques.checkpointing.recomputed_layer import RecomputedLayer
 from lowmem_ft.virtual_gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, host_python_counted
 
@@ -37,8 +38,14 @@ class Quadruple(Function):
         return 4 * d_result
 
 
-MEASURED = {"pass": (2.2, 5.6), "hook": (1.2, 1.3), "dispatch": (1.5, 2.0), "bitsandbytes": (1.3, 1.4)}
-"""Operators that each was worth, from the least to the most (``scripts/calibrate host``, 2026-11-27)."""
+MEASURED = {
+    "pass": (2.2, 5.6),
+    "hook": (1.2, 1.3),
+    "short hook": (0.5, 0.9),
+    "dispatch": (1.5, 2.0),
+    "bitsandbytes": (1.3, 1.4),
+}
+"""Operators that each was worth, from the least to the most (``scripts/calibrate host``, 2026-11-27 and 30)."""
 
 
 def test_each_is_worth_what_was_measured():
@@ -92,6 +99,15 @@ def python_of_checkpoint(**keywords):
 def test_a_checkpoints_hooks_count():
     """Both factors are packed in forward, packed again when they are recomputed, and unpacked."""
     assert python_of_checkpoint() == (pytest.approx(6 * OPERATORS["hook"]),) * 2
+
+
+def test_the_hooks_of_a_recomputed_layer_are_shorter():
+    """And one pass of a function, which saves the layer's input."""
+    real = []
+    with host_python_counted(real.append):
+        x = torch.ones(4, requires_grad=True)
+        RecomputedLayer(torch.nn.Identity())(lambda x: x * x, x).sum().backward()
+    assert sorted(real) == ["pass", *6 * ["short hook"]]
 
 
 def test_the_modes_of_selective_checkpointing_count_for_each_operator():
