@@ -11,9 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.tensors.own_operators import register_operator
 from lowmem_ft.optimizers import triton as with_kernel  # its names import the library when they are used
 from lowmem_ft.optimizers.formats.master_formats import master_format
-from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
+from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
