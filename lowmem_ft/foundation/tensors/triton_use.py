@@ -89,6 +89,11 @@ def may_use_kernel(kernel: Kernel, device: torch.device) -> bool:
     return kernel == "untried" or _problem_of(device) is None
 
 
+def launching_on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Enter the device of a tensor: Triton launches on the current one, wherever its tensors are."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def said_of_virtual_gpus() -> Iterator[None]:
     """Warn each time that a virtual GPU lacks a kernel, within the block, as a run would once; outside it, never."""
