@@ -194,12 +194,12 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[obj
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient times a scalar: multiplied in fp32, then cast; in place if the type stays.
+    """Return the gradient times a scalar: multiplied in fp32 and rounded once; in place if the type stays.
 
     An fp16 loss scale may be beyond fp16, and a factor such as 1 / tokens has more digits than bf16.
     """
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     factor_1 = factor.reshape(1)  # CUDA rounds a 0-d factor to the gradient's type before the product
-    for rows in row_slices(gradient):
-        result[rows] = gradient[rows] * factor_1
+    for rows in row_slices(gradient):  # a CPU's copy in fp32 stays small
+        torch.mul(gradient[rows], factor_1, out=result[rows])
     return result
