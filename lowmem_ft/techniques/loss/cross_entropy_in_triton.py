@@ -79,7 +79,7 @@ class CrossEntropyInTriton:
         head = self._head
         _cross_entropy_in_triton(
             logits_CW,
-            labels_C,
+            labels_C.contiguous(),
             log_sum_C1,
             target_C1,
             gradient,
@@ -182,7 +182,7 @@ def cross_entropy_in_triton(
 
     Args:
         logits_CW: each row contiguous; overwritten with the gradient, if that is wanted.
-        labels_C: int64 token ids.
+        labels_C: int64 token ids, contiguous.
         log_sum_C1: logarithm of the sum of the exponentials of all logits of a token; written with ``target_C1``.
         target_C1: what the smoothed label selects of a token's logits, written; None: ``log_sum_C1`` is read.
         gradient: whether to compute it.
