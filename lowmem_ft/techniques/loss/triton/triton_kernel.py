@@ -1,7 +1,7 @@
 """Cross entropy of a row of logits as one Triton kernel: one read for its statistics, one more for its gradient."""
 
 # Annotations and constants get their meaning from Triton's own compiler.
-# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false
+# pyright: reportInvalidTypeForm=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -41,6 +41,39 @@ def _scaled_and_capped(
     return exact
 
 
+@triton.jit
+def _statistics(
+    logits: tl.tensor,
+    num_columns: tl.int32,
+    column: tl.tensor,
+    scale: tl.float32,
+    cap: tl.float32,
+    label_share: tl.float32,
+    spread: tl.float32,
+    CAPS: tl.constexpr,
+    SMOOTHS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return a row's maximum, the sum of the exponentials of what is below it, and what the label selects."""
+    is_inside = (column >= 0) & (column < num_columns)
+    of_label = _scaled_and_capped(tl.load(logits + column, is_inside, 0.0), scale, cap, CAPS)
+    target = tl.where(is_inside, of_label, 0.0) * label_share
+    lane = tl.arange(0, BLOCK)
+    maximum = -3.0e38  # finite: minus itself it is 0
+    total = 0.0
+    for start in range(0, num_columns, BLOCK):
+        inside = start + lane < num_columns
+        block = tl.load(logits + start + lane, inside, 0.0)
+        exact = _scaled_and_capped(block, scale, cap, CAPS)
+        if SMOOTHS:
+            target += tl.sum(tl.where(inside, exact, 0.0), 0) * spread
+        exact = tl.where(inside, exact, -float("inf"))
+        before = maximum
+        maximum = tl.maximum(before, tl.max(exact, 0))
+        total = total * tl.exp(before - maximum) + tl.sum(tl.exp(exact - maximum), 0)
+    return maximum, total, target
+
+
 @triton.jit(
     do_not_specialize=["first"],
     do_not_specialize_on_alignment=["labels", "log_sums", "targets", "factor_on_device"],
@@ -73,22 +106,9 @@ def cross_entropy_row(
     lane = tl.arange(0, BLOCK)
 
     if WITH_STATISTICS:
-        # Before the gradient is written over it.
-        is_inside = (column >= 0) & (column < num_columns)
-        of_label = _scaled_and_capped(tl.load(logits + column, is_inside, 0.0), scale, cap, CAPS)
-        target = tl.where(is_inside, of_label, 0.0) * label_share
-        maximum = -3.0e38  # finite: minus itself it is 0
-        total = 0.0
-        for start in range(0, num_columns, BLOCK):
-            inside = start + lane < num_columns
-            block = tl.load(logits + start + lane, inside, 0.0)
-            exact = _scaled_and_capped(block, scale, cap, CAPS)
-            if SMOOTHS:
-                target += tl.sum(tl.where(inside, exact, 0.0), 0) * spread
-            exact = tl.where(inside, exact, -float("inf"))
-            before = maximum
-            maximum = tl.maximum(before, tl.max(exact, 0))
-            total = total * tl.exp(before - maximum) + tl.sum(tl.exp(exact - maximum), 0)
+        maximum, total, target = _statistics(
+            logits, num_columns, column, scale, cap, label_share, spread, CAPS, SMOOTHS, BLOCK
+        )
         tl.store(log_sums + row, maximum + tl.log(total))
         tl.store(targets + row, target)
     else:
