@@ -123,10 +123,10 @@ def compiled(arch: int, rule: str, master: str, states: Sequence[str]) -> Compil
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
     ptx = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS).asm["ptx"]
-    usage = _usage(ptx, arch)
+    registers, spilled_bytes = usage(ptx, arch, "--fmad=false")
     return Compiled(
-        registers=int(_found(r"Used (\d+) registers", usage)),
-        spilled_bytes=int(_found(r"(\d+) bytes spill stores", usage)),
+        registers=registers,
+        spilled_bytes=spilled_bytes,
         fused=len(re.findall(r"\bfma\.", ptx)),
         moved_bytes=_moved_bytes(ptx, ROWS, 32 * OPTIONS["num_warps"]),
         least_bytes=_counted_bytes(rule, master, states),
@@ -164,8 +164,14 @@ def _counted_bytes(rule: str, master: str, states: Sequence[str]) -> float:
     return moved_bytes / num_elements
 
 
-def _usage(ptx: str, arch: int) -> str:
-    """Return ptxas's report on registers and spills."""
+def usage(ptx: str, arch: int, *options: str) -> tuple[int, int]:
+    """Return the registers of a thread and the bytes that it spills, as ptxas reports them.
+
+    Args:
+        ptx: a kernel's code.
+        arch: compute capability without its point.
+        options: more options of ptxas.
+    """
     from triton.backends.nvidia.compiler import get_ptxas  # pyright: ignore[reportMissingImports]
 
     with tempfile.TemporaryDirectory() as folder:
@@ -175,7 +181,7 @@ def _usage(ptx: str, arch: int) -> str:
         command = [
             get_ptxas(arch).path,
             "-v",
-            "--fmad=false",
+            *options,
             f"--gpu-name={target}",
             source,
             "-o",
@@ -184,7 +190,8 @@ def _usage(ptx: str, arch: int) -> str:
         child = subprocess.run(command, capture_output=True, text=True)
     if child.returncode != 0:
         raise RuntimeError(f"ptxas ended with {child.returncode}: {child.stderr.strip()}")
-    return child.stderr
+    report = child.stderr
+    return int(_found(r"Used (\d+) registers", report)), int(_found(r"(\d+) bytes spill stores", report))
 
 
 def _moved_bytes(ptx: str, rows: int, threads: int) -> float:

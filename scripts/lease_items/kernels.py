@@ -326,7 +326,7 @@ def _loss(size: Shapes, tokens: int, device: str) -> Numbers:
         products = timed(
             [lambda: (hidden @ weight.t(), logits @ weight, logits.t() @ hidden)], device, repeats=8
         )
-    num_bytes = 2 * logits.nbytes  # read once, and the gradient written over them
+    num_bytes = 3 * logits.nbytes  # read twice, and the gradient written over them
     others = max(whole.device - products.device, 1e-9)
     return {
         "chunk_tokens": tokens,

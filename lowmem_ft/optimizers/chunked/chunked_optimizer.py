@@ -22,6 +22,7 @@ from lowmem_ft.foundation.host.copy_engine import CopyEvent
 from lowmem_ft.foundation.repetition import rounds
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.foundation.tensors.local_shards import first_element, is_sharded, local_part
+from lowmem_ft.foundation.tensors.triton_use import Kernel, may_use_kernel
 from lowmem_ft.optimizers.chunked.saved_state_conversion import SavedState, take_state
 from lowmem_ft.optimizers.chunked.slice_update import ChunkUpdate, Layout, SliceUpdate
 from lowmem_ft.optimizers.chunked.triton_trial import has_tail, in_kernel
@@ -32,7 +33,6 @@ from lowmem_ft.optimizers.formats.operators import BLOCK
 from lowmem_ft.optimizers.formats.state_formats import StateFormat, state_format
 from lowmem_ft.optimizers.state.state_storage import DeviceStorage, StateStorage
 from lowmem_ft.optimizers.table import StateFormats, format_of
-from lowmem_ft.optimizers.triton.triton_availability import Kernel, may_use_kernel
 from lowmem_ft.optimizers.triton.triton_update import RuleInKernel, launch, names_in_kernel
 from lowmem_ft.optimizers.updates.update_rule import Chunk, Chunks, Step, UpdateRule, WholeParameterRule
 
@@ -82,7 +82,7 @@ class ChunkedOptimizer(Optimizer):
         chunk_elements: elements updated at a time, a multiple of 256; None: depends on the device type, and on whether
             one kernel updates them.
         kernel: ``auto`` updates with one Triton kernel per chunk on an NVIDIA GPU if that works, and else operation by
-            operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_availability``.
+            operation, as ``eager`` does everywhere; ``triton`` requires it. See ``triton_use``.
         gradient_factor: factor on the gradients of the next step, 0-d and float32; None: 1. Clipping sets it and leaves
             ``.grad`` as backward left it. :meth:`step` uses it once, :meth:`zero_grad` drops it with the gradients.
         is_finite: returns whether the next step may change anything; None: it may. :meth:`step` asks before each update

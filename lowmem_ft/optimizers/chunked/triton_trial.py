@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
+from lowmem_ft.foundation.tensors.triton_use import Kernel, Work, uses_kernel
 from lowmem_ft.optimizers.formats.operators import BLOCK
-from lowmem_ft.optimizers.triton.triton_availability import Kernel, uses_kernel
 from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
+
+_UPDATE = Work("update", "Weights are updated by many small kernels")
 
 _NUM_STEPS = 2
 
@@ -54,7 +56,7 @@ def in_kernel(
     num_elements = 5 * BLOCK + 5 * VECTOR - (3 if tail else 0)
     trial = partial(_values_after, optimizer, dtype, gradient, hyperparameters, num_elements, has_clip)
     compiled_for = (*formats, dtype, gradient.dtype, tail, has_clip)
-    return rule if uses_kernel(optimizer.kernel, gradient.device, compiled_for, trial) else None
+    return rule if uses_kernel(_UPDATE, optimizer.kernel, gradient.device, compiled_for, trial) else None
 
 
 def has_tail(gradient: Tensor) -> bool:

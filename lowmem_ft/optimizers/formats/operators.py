@@ -9,14 +9,14 @@ ties away from zero.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
+from lowmem_ft.foundation.tensors.own_operators import register_operator
 from lowmem_ft.optimizers.counter_random import random_bits
 
 BLOCK = 256
@@ -35,50 +35,8 @@ _HALF = 0x8000  # half a unit of the upper half's last bit
 _LAST_NAN = 0x7FFF0000
 _SIGN = -(2**31)
 
-
-_LIBRARY = torch.library.Library("lowmem_ft", "FRAGMENT")
-
 IMPLEMENTATIONS: dict[str, Callable[..., Any]] = {}
 """The functions behind the operators, by name."""
-
-
-def register_operator(
-    function: Callable[..., Any],
-    schema: str,
-    fake: Callable[..., Any],
-    *,
-    moved_bytes: Callable[..., int],
-    temporary_bytes: Callable[..., int] | None = None,
-    launches: Callable[..., int] | None = None,
-    irrelevant: Collection[str],
-    launched_by_triton: bool = False,
-) -> Callable[..., Any]:
-    """Register a function as operator ``lowmem_ft::NAME``, with fake rule and costs for a trace; return the operator.
-
-    Args:
-        function: the implementation; its name is the operator's.
-        schema: its arguments and results.
-        fake: returns only the result's shape.
-        moved_bytes: bytes read and written by all of its kernels.
-        temporary_bytes: peak bytes in addition to the result.
-        launches: number of its kernels; None: one.
-        irrelevant: arguments on which none of these depends.
-        launched_by_triton: whether it launches a Triton kernel.
-    """
-    name = function.__name__
-    _LIBRARY.define(f"{name}{schema}")
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"lowmem_ft::{name}", fake, lib=_LIBRARY)
-    operator = getattr(torch.ops.lowmem_ft, name)
-    register_operator_cost(
-        operator.default,
-        moved_bytes=moved_bytes,
-        temporary_bytes=temporary_bytes,
-        launches=launches,
-        irrelevant=irrelevant,
-        launched_by_triton=launched_by_triton,
-    )
-    return operator
 
 
 def _operator(
@@ -90,7 +48,7 @@ def _operator(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator for a format's arithmetic; a test counts bytes and launches on the function itself.
 
-    It calls :func:`register_operator`. The costs for averages are those of a signed one, which takes more.
+    It calls ``register_operator``. The costs for averages are those of a signed one, which takes more.
     """
 
     def register(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The compact update as one Triton kernel, and the check whether it can be used."""
+"""The compact update as one Triton kernel."""
 
 from __future__ import annotations
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lowmem_ft.foundation.tensors.own_operators import register_operator
+from lowmem_ft.foundation.tensors.triton_use import launching_on
 from lowmem_ft.optimizers import triton as with_kernel  # its names import the library when they are used
 from lowmem_ft.optimizers.formats.master_formats import master_format
-from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES, register_operator
+from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
@@ -172,8 +173,7 @@ def update_in_triton(
     scales += [weight] * (2 - len(scales))
     num_elements = weight.numel()
     kernel: Any = with_kernel.update_chunk
-    on_device = torch.cuda.device(weight.device) if weight.is_cuda else contextlib.nullcontext()
-    with on_device:  # Triton launches on the current device's stream, regardless of its tensors' device
+    with launching_on(weight):
         kernel[(-(-num_elements // (with_kernel.ROWS * BLOCK)),)](
             _raw(weight),
             _raw(weight if beside is None else beside),

@@ -17,9 +17,9 @@ from lowmem_ft.foundation.errors import Interrupted, ModelError, RaceError, User
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.foundation.system.log_capture import log_heard
+from lowmem_ft.foundation.tensors.triton_use import said_of_virtual_gpus
 from lowmem_ft.models.hf_config import vocab_size
 from lowmem_ft.models.tokenizer import load_tokenizer
-from lowmem_ft.optimizers.triton.triton_availability import said_of_virtual_gpus
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.planning.estimator.device_target import choose_gpu
 from lowmem_ft.planning.estimator.estimate import estimate_of_trace

@@ -6,7 +6,7 @@ Axes: C tokens of a chunk, N tokens of several chunks, O outputs of the layer, I
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -91,12 +91,17 @@ class WeightGradient:
         return self._total_OI.add_(sum_OI)
 
     def _with_waiting_added(self, sum_OI: Tensor | None, dtype: torch.dtype) -> Tensor:
-        if sum_OI is None:
+        """Return the sum and the chunks that wait; a first product that may be rounded is not added to zeros."""
+        add_ = add_product_ if self._total_OI is not None else _add_rounded_product_
+        if sum_OI is None and self._waiting and self._total_OI is None:
+            sum_OI = torch.empty(self._shape, dtype=dtype, device=self._device)
+            add_ = _write_product_
+        elif sum_OI is None:
             sum_OI = torch.zeros(self._shape, dtype=dtype, device=self._device)
         if self._waiting:
             d_outputs, inputs = zip(*self._waiting, strict=True)
             self._waiting, self._waiting_tokens = [], 0
-            _add_products_(sum_OI, d_outputs, _joined(inputs), rounded=self._total_OI is None)
+            _for_rows(add_, sum_OI, d_outputs, _joined(inputs))
         return sum_OI
 
 
@@ -105,16 +110,29 @@ def row_slices(tensor: Tensor) -> Iterator[slice]:
     return (slice(start, start + _ROWS_AT_ONCE) for start in range(0, len(tensor), _ROWS_AT_ONCE))
 
 
-def _add_products_(sum_OI: Tensor, d_outputs: Sequence[Tensor], input_NI: Tensor, *, rounded: bool) -> None:
+def _for_rows(
+    add_: Callable[[Tensor, Tensor, Tensor], None],
+    sum_OI: Tensor,
+    d_outputs: Sequence[Tensor],
+    input_NI: Tensor,
+) -> None:
     with _sums_in_float32(input_NI.dtype):
         for rows in row_slices(sum_OI):
-            d_output_NO = _joined([d_output_CO[:, rows] for d_output_CO in d_outputs])
-            if not rounded:
-                add_product_(sum_OI[rows], d_output_NO, input_NI)
-            elif sum_OI.dtype == input_NI.dtype:
-                sum_OI[rows].addmm_(d_output_NO.t(), input_NI)
-            else:
-                sum_OI[rows] += d_output_NO.t() @ input_NI
+            add_(sum_OI[rows], _joined([d_output_CO[:, rows] for d_output_CO in d_outputs]), input_NI)
+
+
+def _write_product_(result_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
+    if result_OI.dtype == input_NI.dtype:
+        torch.mm(d_output_NO.t(), input_NI, out=result_OI)
+    else:
+        result_OI.copy_(d_output_NO.t() @ input_NI)
+
+
+def _add_rounded_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
+    if sum_OI.dtype == input_NI.dtype:
+        sum_OI.addmm_(d_output_NO.t(), input_NI)
+    else:
+        sum_OI += d_output_NO.t() @ input_NI
 
 
 @contextlib.contextmanager

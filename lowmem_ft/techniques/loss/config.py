@@ -16,7 +16,8 @@ class LossConfig:
     chunk_tokens: int | None = knob(
         1024,
         "Label tokens whose logits exist at the same time; null: the model's own loss, over all logits at once.",
-        frees="12 bytes * tokens * vocabulary at the peak become 6 (float32: 4) bytes * chunk_tokens * vocabulary",
+        frees="12 bytes * tokens * vocabulary at the peak become 2 (float32: 4; 16 bits without Triton: 6) bytes * "
+        "chunk_tokens * vocabulary",
         costs="with a half-precision head, 2 bytes * label tokens * vocabulary, at most 4 * hidden * vocabulary",
         effects=NO_EFFECT,
         search_values=(None, 1024),

@@ -16,29 +16,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.repetition import rounds
+from lowmem_ft.foundation.tensors.triton_use import Kernel
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
+from lowmem_ft.techniques.loss.cross_entropy import Head
+from lowmem_ft.techniques.loss.cross_entropy_in_triton import cross_entropy_of
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles
-
-
-@dataclass(frozen=True, kw_only=True)
-class Head:
-    """Operations on the logits of a head, and how much of them exists at once.
-
-    Args:
-        chunk_tokens: tokens whose logits exist at once.
-        tile_rows: rows of the vocabulary whose logits exist at once.
-        logit_softcap: c in ``c * tanh(logits / c)``, after the scale; None: no cap.
-        logit_scale: factor on the logits.
-        label_smoothing: share of each label that is spread over the whole vocabulary.
-        loss_factor: factor on the summed loss.
-    """
-
-    chunk_tokens: int
-    tile_rows: int
-    logit_softcap: float | None
-    logit_scale: float
-    label_smoothing: float
-    loss_factor: float | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +58,7 @@ class HeadLoss:
         tiles: supplies the weight and takes its gradient.
         wanted: the gradients to compute.
         compute_dtype: type of matrix products.
+        kernel: the way to compute cross entropy; see :func:`cross_entropy_of`.
 
     Attributes:
         d_hidden_NH: gradient of the input, times ``loss_factor`` unless that is ``late_factor``.
@@ -94,6 +77,7 @@ class HeadLoss:
         tiles: HeadTiles,
         wanted: WantedGradients,
         compute_dtype: torch.dtype,
+        kernel: Kernel,
     ) -> None:
         self._hidden_NH, self._bias_V, self._labels_N = hidden_NH, bias_V, labels_N
         self._weight_VH = weight_VH
@@ -105,8 +89,15 @@ class HeadLoss:
         }
         # Divided by a count of tokens, gradients would fall below fp16's range before the loss scale lifts them.
         is_late = compute_dtype == torch.float16
-        self._early_factor = 1.0 if is_late else head.loss_factor
         self.late_factor = head.loss_factor if is_late else 1.0
+        self._entropy = cross_entropy_of(
+            head,
+            len(weight_VH),
+            1.0 if is_late else head.loss_factor,
+            compute_dtype=compute_dtype,
+            device=hidden_NH.device,
+            kernel=kernel,
+        )
         self.d_hidden_NH: Tensor | None = None
         self.d_bias_V = torch.zeros(len(weight_VH), **self._exact) if wanted.bias else None
 
@@ -119,19 +110,12 @@ class HeadLoss:
         weight_VH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
         for tokens in self._chunks(d_weight):
             hidden_CH, logits_CV = self._logits(tokens, weight_VH, rows)
-            exact_CV, slope_CV = self._scaled_and_capped(logits_CV)
-            labels = _LabelsInTile.of(self._labels_N[tokens], rows)
-            seen = _Seen.of_(exact_CV, labels, with_sum=self._head.label_smoothing > 0)
-            loss += (seen.log_sum_C1 - self._target(seen)).sum()
-            if not self._wanted.any:
-                continue
-            probability_CV = exact_CV.div_(seen.sum_C1)
-            self._finish_gradient_(logits_CV, probability_CV, slope_CV, labels)
+            losses_C1 = self._entropy.losses_(logits_CV, self._labels_N[tokens], gradient=self._wanted.any)
+            loss += losses_C1.sum()
             if self.d_hidden_NH is not None:
                 self.d_hidden_NH[tokens] = logits_CV @ weight_VH
             self._take(rows, d_weight, logits_CV, hidden_CH)
-            # Else they live while the next chunk's are computed.
-            del exact_CV, probability_CV, slope_CV, logits_CV
+            del logits_CV  # else it lives while the next chunk's are computed
         del weight_VH
         self._hand_over(rows, d_weight)
         return loss
@@ -150,13 +134,12 @@ class HeadLoss:
             weight_WH = self._weight(rows)
             for tokens in self._chunks():
                 _, logits_CW = self._logits(tokens, weight_WH, rows)
-                exact_CW, _ = self._scaled_and_capped(logits_CW, with_slope=False)
+                log_sum_C1, target_C1 = self._entropy.statistics_(
+                    logits_CW, self._labels_N[tokens], rows.start
+                )
+                log_sum_N1[tokens] = torch.logaddexp(log_sum_N1[tokens], log_sum_C1)
+                target_N1[tokens] += target_C1
                 del logits_CW
-                labels = _LabelsInTile.of(self._labels_N[tokens], rows)
-                seen = _Seen.of_(exact_CW, labels, with_sum=self._head.label_smoothing > 0)
-                log_sum_N1[tokens] = torch.logaddexp(log_sum_N1[tokens], seen.log_sum_C1)
-                target_N1[tokens] += self._target(seen)
-                del exact_CW
             del weight_WH
         return log_sum_N1, (log_sum_N1 - target_N1).sum()
 
@@ -168,11 +151,7 @@ class HeadLoss:
             weight_WH, d_weight = self._weight(rows), self._new_weight_gradient(rows)
             for tokens in self._chunks(d_weight):
                 hidden_CH, logits_CW = self._logits(tokens, weight_WH, rows)
-                exact_CW, slope_CW = self._scaled_and_capped(logits_CW)
-                probability_CW = exact_CW.sub_(log_sum_N1[tokens]).exp_()
-                labels = _LabelsInTile.of(self._labels_N[tokens], rows)
-                self._finish_gradient_(logits_CW, probability_CW, slope_CW, labels)
-                del exact_CW, probability_CW, slope_CW
+                self._entropy.gradient_(logits_CW, self._labels_N[tokens], rows.start, log_sum_N1[tokens])
                 if d_hidden_NH is not None:
                     d_hidden_NH[tokens] += logits_CW @ weight_WH
                 self._take(rows, d_weight, logits_CW, hidden_CH)
@@ -205,46 +184,6 @@ class HeadLoss:
         bias_W = None if self._bias_V is None else self._bias_V[rows].to(self._compute_dtype)
         return hidden_CH, F.linear(hidden_CH, weight_WH, bias_W)
 
-    def _scaled_and_capped(
-        self, logits_CW: Tensor, *, with_slope: bool = True
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return the logits in fp32, scaled and capped, and the cap's slope; in place if the logits are fp32."""
-        head = self._head
-        exact_CW = logits_CW.to(self._exact["dtype"])
-        if head.logit_scale != 1.0:
-            exact_CW.mul_(head.logit_scale)
-        if head.logit_softcap is None:
-            return exact_CW, None
-        exact_CW.div_(head.logit_softcap).tanh_()
-        slope_CW = exact_CW.square().neg_().add_(1) if with_slope and self._wanted.any else None
-        return exact_CW.mul_(head.logit_softcap), slope_CW
-
-    def _target(self, seen: _Seen) -> Tensor:
-        """Return what the smoothed label selects of each token's logits in a tile."""
-        if seen.logit_sum_C1 is None:
-            return seen.label_logit_C1
-        smoothing = self._head.label_smoothing
-        spread = smoothing / len(self._weight_VH)
-        return (1 - smoothing) * seen.label_logit_C1 + spread * seen.logit_sum_C1
-
-    def _finish_gradient_(
-        self, logits_CW: Tensor, probability_CW: Tensor, slope_CW: Tensor | None, labels: _LabelsInTile
-    ) -> None:
-        """Overwrite the logits with the loss's gradient with respect to them."""
-        head = self._head
-        label_probability_C1 = probability_CW.gather(1, labels.column_C1)
-        label_share_C1 = labels.is_inside_C1.to(self._exact["dtype"]) * (1 - head.label_smoothing)
-        d_exact_CW = probability_CW.scatter_(1, labels.column_C1, label_probability_C1 - label_share_C1)
-        if head.label_smoothing:
-            d_exact_CW.sub_(head.label_smoothing / len(self._weight_VH))
-        if slope_CW is not None:
-            d_exact_CW.mul_(slope_CW)
-        if head.logit_scale != 1.0:
-            d_exact_CW.mul_(head.logit_scale)
-        if isinstance(self._early_factor, Tensor) or self._early_factor != 1.0:
-            d_exact_CW.mul_(self._early_factor)
-        logits_CW.copy_(d_exact_CW)
-
     def _new_weight_gradient(self, rows: slice) -> WeightGradient | None:
         rows = self._wanted.rows_in(rows)
         if not self._wanted.weight or rows.start == rows.stop:
@@ -273,43 +212,3 @@ class HeadLoss:
     def _hand_over(self, rows: slice, d_weight: WeightGradient | None) -> None:
         if d_weight is not None:
             self._tiles.add_gradient(self._wanted.rows_in(rows), d_weight.finish())
-
-
-@dataclass(frozen=True)
-class _LabelsInTile:
-    """Each token's label as a column of a tile; a label outside the tile is clamped to some column and masked."""
-
-    column_C1: Tensor
-    is_inside_C1: Tensor
-
-    @classmethod
-    def of(cls, labels_C: Tensor, rows: slice) -> _LabelsInTile:
-        column_C1 = labels_C.unsqueeze(1) - rows.start
-        width = rows.stop - rows.start
-        return cls(column_C1.clamp(0, width - 1), (column_C1 >= 0) & (column_C1 < width))
-
-
-@dataclass(frozen=True)
-class _Seen:
-    """One tile's statistics for each token of a chunk, in fp32.
-
-    Args:
-        log_sum_C1: logarithm of the sum of the exponentials of the tile's logits.
-        sum_C1: that sum, of the logits minus their maximum.
-        label_logit_C1: the label's logit, 0 if it is not in the tile.
-        logit_sum_C1: the sum of the logits, if requested.
-    """
-
-    log_sum_C1: Tensor
-    sum_C1: Tensor
-    label_logit_C1: Tensor
-    logit_sum_C1: Tensor | None
-
-    @classmethod
-    def of_(cls, exact_CW: Tensor, labels: _LabelsInTile, *, with_sum: bool) -> _Seen:
-        """Compute the statistics; overwrites the logits with the exponentials of the logits minus their maximum."""
-        label_logit_C1 = exact_CW.gather(1, labels.column_C1).mul_(labels.is_inside_C1)
-        logit_sum_C1 = exact_CW.sum(1, keepdim=True) if with_sum else None
-        maximum_C1 = exact_CW.amax(1, keepdim=True)
-        sum_C1 = exact_CW.sub_(maximum_C1).exp_().sum(1, keepdim=True)
-        return cls(sum_C1.log().add_(maximum_C1), sum_C1, label_logit_C1, logit_sum_C1)

@@ -20,9 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from lowmem_ft.foundation.tensors.autocast_dtype import autocast_dtype
 from lowmem_ft.foundation.tensors.gradient_blocks import rows_per_block
+from lowmem_ft.foundation.tensors.triton_use import Kernel
 from lowmem_ft.techniques.adapters.trained_rows import TrainedRows
 from lowmem_ft.techniques.gradients.weight_gradient import row_slices
-from lowmem_ft.techniques.loss.cross_entropy_passes import Head, HeadLoss, WantedGradients
+from lowmem_ft.techniques.loss.cross_entropy import Head
+from lowmem_ft.techniques.loss.cross_entropy_passes import HeadLoss, WantedGradients
 from lowmem_ft.techniques.loss.head_tiles import HeadTiles, ResidentTiles
 
 
@@ -41,13 +43,15 @@ def linear_cross_entropy_sum(
     head_tiles: HeadTiles | None = None,
     sums_in_product: bool = False,
     trained_rows: TrainedRows | None = None,
+    kernel: Kernel = "auto",
 ) -> Tensor:
     """Return the summed negative log-likelihood, never holding the logits of more than ``chunk_tokens`` tokens.
 
     Frees: every N x V array (logits, their fp32 copy, probabilities, gradient). Kept for backward are the gradients
     themselves, N x H and V x H; a frozen weight or input needs none.
-    Costs: with one tile no recomputation; with several, the logits are computed twice. During a chunk, 6 bytes * C * W
-    in half precision or 4 in fp32, and 4 more with a softcap. With a half-precision weight also 2 * N * W bytes, or if
+    Costs: with one tile no recomputation; with several, the logits are computed twice. During a chunk, 2 bytes * C * W
+    in half precision or 4 in fp32 with the Triton kernel (:class:`CrossEntropyInTriton`); without it 6 or 4, and 4 more
+    with a softcap. With a half-precision weight also 2 * N * W bytes, or if
     that is less, 4 * W * H (see :class:`WeightGradient`), and 4 * N * H with several tiles.
     Equals: ``F.cross_entropy(softcap(scale * F.linear(hidden, weight, bias)).float(), labels, reduction="sum",
     label_smoothing=label_smoothing) * loss_factor`` with matrix products in autocast's type, or else the inputs', and
@@ -74,6 +78,7 @@ def linear_cross_entropy_sum(
         sums_in_product: whether the products add to the weight's float32 ``.grad`` while forward runs; the factor on
             the result must be 1 then, too. Not with ``head_tiles``.
         trained_rows: the only rows of a frozen weight that get a gradient. Not with ``head_tiles``.
+        kernel: ``auto`` takes the Triton kernel on CUDA if it works there; ``eager`` never, ``triton`` requires it.
 
     Returns:
         A scalar in fp32 (fp64 for fp64 inputs), connected to the graph even if N is 0.
@@ -100,7 +105,7 @@ def linear_cross_entropy_sum(
     resident_VH = weight_VH if served is None else None
     sums = sums_in_product and served is None
     return _LinearCrossEntropySum.apply(
-        hidden_NH, resident_VH, bias_V, rows_RH, labels_N, head, wanted, served, sums
+        hidden_NH, resident_VH, bias_V, rows_RH, labels_N, head, wanted, served, sums, kernel
     )
 
 
@@ -131,6 +136,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
         wanted: WantedGradients,
         served: _Served | None,
         sums: bool,
+        kernel: Kernel,
     ) -> Tensor:
         if served is not None:
             weight_VH, tiles = served.weight_VH, served.tiles
@@ -146,6 +152,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             tiles=tiles,
             wanted=wanted,
             compute_dtype=autocast_dtype(hidden_NH) or hidden_NH.dtype,
+            kernel=kernel,
         )
         with _without_autocast(hidden_NH.device.type):
             loss = work.in_one_pass() if head.tile_rows >= len(weight_VH) else work.in_two_passes()
@@ -176,7 +183,7 @@ class _LinearCrossEntropySum(torch.autograd.Function):
             _scaled(gradient, factor, dtype) if gradient is not None and dtype is not None else None
             for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
         ]
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, *[None] * 6)
 
 
 def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
@@ -187,12 +194,12 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[obj
 
 
 def _scaled(gradient: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the gradient times a scalar: multiplied in fp32, then cast; in place if the type stays.
+    """Return the gradient times a scalar: multiplied in fp32 and rounded once; in place if the type stays.
 
     An fp16 loss scale may be beyond fp16, and a factor such as 1 / tokens has more digits than bf16.
     """
     result = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     factor_1 = factor.reshape(1)  # CUDA rounds a 0-d factor to the gradient's type before the product
-    for rows in row_slices(gradient):
-        result[rows] = gradient[rows] * factor_1
+    for rows in row_slices(gradient):  # a CPU's copy in fp32 stays small
+        torch.mul(gradient[rows], factor_1, out=result[rows])
     return result

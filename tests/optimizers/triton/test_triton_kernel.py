@@ -11,10 +11,10 @@ from sweeps import few_quick
 from torch import nn
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.tensors import triton_use
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
 from lowmem_ft.optimizers.chunked import chunked_optimizer
-from lowmem_ft.optimizers.triton import triton_availability
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
@@ -286,7 +286,7 @@ def test_nan_stays_in_its_block():
 
 @pytest.fixture
 def tried_anew(monkeypatch):
-    monkeypatch.setattr(triton_availability, "_works", {})
+    monkeypatch.setattr(triton_use, "_works", {})
 
 
 @pytest.mark.usefixtures("tried_anew")
@@ -295,7 +295,7 @@ def tried_anew(monkeypatch):
 @pytest.mark.parametrize("name", ["adamw", "lion", "sgd"])
 def test_the_kernel_passes_its_trial(name, num_elements, clip):
     train(build(name, "8bit", "split24", num_elements, "triton"), clip=clip)
-    assert set(triton_availability._works.values()) == {True}
+    assert set(triton_use._works.values()) == {True}
 
 
 @pytest.mark.usefixtures("tried_anew")

@@ -287,12 +287,15 @@ def test_warnings_of_the_run_are_told_once(rehearse, small, chats):
     assert any("max_length" in warning for warning in found.warnings)
 
 
-def test_a_gpu_without_the_kernel_for_updates_is_warned_of_as_the_run_does(rehearse, small, caplog):
-    wanted = small("training.max_steps=2")
+def test_a_gpu_without_our_kernels_is_warned_of_as_the_run_does(rehearse, small, caplog):
+    wanted = small("training.max_steps=2", "loss.chunk_tokens=64")
     for _ in range(2):  # each rehearsal says so
-        (warning,) = rehearse(wanted, "t4", steps=1).warnings
-        assert warning.startswith("Weights are updated by many small kernels")
-        assert warning.endswith("it needs compute capability 8.0, cuda:0 has 7.5.")
+        of_loss, of_update = rehearse(wanted, "t4", steps=1).warnings
+        assert of_loss.startswith("The loss is computed by many small kernels")
+        assert of_update.startswith("Weights are updated by many small kernels")
+        assert all(
+            one.endswith("it needs compute capability 8.0, cuda:0 has 7.5.") for one in (of_loss, of_update)
+        )
     assert rehearse(wanted, "rtx-4090", steps=1).warnings == ()
     estimate_memory(wanted, "t4")
     assert "small kernels" not in caplog.text

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.foundation.tensors.storage_tracker import StorageTracker
 from lowmem_ft.techniques.gradients.weight_gradient import WeightGradient
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 OUT, IN = 24, 16
 TOKENS_THAT_WAIT = OUT * IN * 4 // ((OUT + IN) * 2)
@@ -116,3 +117,22 @@ def test_cublas_sums_in_float32_and_the_users_setting_stays(dtype, num_tokens, o
         assert read() == own
     finally:
         setattr(matmul, option, before)
+
+
+@pytest.mark.parametrize("num_tokens", [TOKENS_THAT_WAIT, 60])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_first_product_is_written_and_not_added_to_zeros(dtype, num_tokens):
+    with VirtualGPU("a100-80gb") as gpu:
+        d_output, input = (one.cuda() for one in factors(num_tokens, dtype))
+        d_output.t() @ input  # the library's workspace stays
+        done = len(gpu.work.entries)
+        gpu.recorder.reset_peak()
+        before = gpu.recorder.live_bytes
+        gradient = summed(d_output, input, num_tokens)
+        taken = gpu.recorder.peak_bytes - before
+        launched = [entry.name for entry in gpu.work.entries[done:] if entry.kind == "kernel"]
+    assert launched == (
+        ["mm"] if dtype == torch.float32 or num_tokens == TOKENS_THAT_WAIT else ["mm", "copy_", "_to_copy"]
+    )
+    if len(launched) == 1:
+        assert taken == gradient.nbytes

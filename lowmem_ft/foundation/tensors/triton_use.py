@@ -1,4 +1,4 @@
-"""Check whether the Triton kernel works on a device: a trial, once for each format."""
+"""Check whether a Triton kernel of ours works on a device: a trial, once for each format."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,25 +22,40 @@ from lowmem_ft.foundation.packages import is_installed, triton_lacks
 logger = logging.getLogger(__name__)
 
 Kernel = Literal["auto", "eager", "triton", "untried"]
-"""Ways to update that an optimizer may request; ``untried`` is Triton without a trial, as in the trial itself."""
+"""Ways to compute that may be requested; ``untried`` is Triton without a trial, as in the trial itself."""
 
 Trial = Callable[[Kernel], Mapping[str, Tensor]]
-"""Function that takes a few steps with a kernel and returns weights and averages after them, in float32."""
+"""Function that computes something small with a kernel, and returns the results in float32."""
 
 _OLDEST = (8, 0)
-"""Oldest compute capability: the kernel is compiled and its registers are counted for Ampere and later."""
+"""Oldest compute capability: the kernels are compiled and their registers are counted for Ampere and later."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The words for what a kernel does.
+
+    Args:
+        name: its name, such as ``update``.
+        without: a clause that says how it is done otherwise.
+    """
+
+    name: str
+    without: str
+
 
 _works: dict[Hashable, bool] = {}
-_told: set[str] = set()
+_told: set[tuple[Work, str]] = set()
 _says_of_virtual = contextvars.ContextVar("_says_of_virtual", default=False)
 
 
-def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: Trial) -> bool:
-    """Return whether to update with the kernel rather than operation by operation.
+def uses_kernel(work: Work, kernel: Kernel, device: torch.device, formats: Hashable, trial: Trial) -> bool:
+    """Return whether to compute with the kernel rather than operation by operation.
 
     Args:
+        work: what it does.
         kernel: ``auto`` takes it on CUDA if it is available and agrees with the operations; ``triton`` requires it.
-        device: the device that the update runs on.
+        device: the device to compute on.
         formats: everything that the kernel is compiled for.
         trial: run twice for new formats; on a virtual GPU, which computes nothing, agreement is assumed.
 
@@ -54,15 +70,15 @@ def uses_kernel(kernel: Kernel, device: torch.device, formats: Hashable, trial: 
     if is_virtual(device):  # one name for GPUs of all kinds, and no values to compare
         problem = _problem_of(device)
         if problem is not None and kernel == "auto" and _says_of_virtual.get():
-            _tell(problem)
-        return _works_or_refused(kernel, problem)
-    key = (kernel, device, formats)
+            _tell(work, problem)
+        return _works_or_refused(work, kernel, problem)
+    key = (work, kernel, device, formats)
     if key not in _works:
         problem = _problem_of(device) or _problem_of_trial(trial)
-        _works[key] = _works_or_refused(kernel, problem)
-        if problem is not None and problem not in _told:
-            _told.add(problem)
-            _tell(problem)
+        _works[key] = _works_or_refused(work, kernel, problem)
+        if problem is not None and (work, problem) not in _told:
+            _told.add((work, problem))
+            _tell(work, problem)
     return _works[key]
 
 
@@ -73,9 +89,14 @@ def may_use_kernel(kernel: Kernel, device: torch.device) -> bool:
     return kernel == "untried" or _problem_of(device) is None
 
 
+def launching_on(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Enter the device of a tensor: Triton launches on the current one, wherever its tensors are."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
 def said_of_virtual_gpus() -> Iterator[None]:
-    """Warn each time that a virtual GPU lacks the kernel, within the block, as a run would once; outside it, never."""
+    """Warn each time that a virtual GPU lacks a kernel, within the block, as a run would once; outside it, never."""
     before = _says_of_virtual.set(True)
     try:
         yield
@@ -83,15 +104,13 @@ def said_of_virtual_gpus() -> Iterator[None]:
         _says_of_virtual.reset(before)
 
 
-def _tell(problem: str) -> None:
-    logger.warning(
-        "Weights are updated by many small kernels, which takes longer than one Triton kernel: %s", problem
-    )
+def _tell(work: Work, problem: str) -> None:
+    logger.warning("%s, which takes longer than one Triton kernel: %s", work.without, problem)
 
 
-def _works_or_refused(kernel: Kernel, problem: str | None) -> bool:
+def _works_or_refused(work: Work, kernel: Kernel, problem: str | None) -> bool:
     if problem is not None and kernel == "triton":
-        raise UserError(f"The Triton update was requested, but {problem} Set kernel to auto or eager.")
+        raise UserError(f"The Triton {work.name} was requested, but {problem} Set kernel to auto or eager.")
     return problem is None
 
 
@@ -125,7 +144,7 @@ def _tried(trial: Trial) -> Mapping[str, Tensor]:
     """Run the trial with the kernel, and once more if memory has run out.
 
     A kernel is loaded outside torch's allocator, which may hold all free memory: that is released. The trial comes
-    before the first weight changes, in an update that cannot start over; real updates run the kernel that it loaded.
+    before the first weight changes, in an update that cannot start over; what follows runs the kernel that it loaded.
     """
     try:
         return trial("untried")
