@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 from measuring.public_seconds import updated_in_chunks_until
 from speed.peer_settings import ROWS, setting_of
@@ -34,10 +34,10 @@ def predicted_profiles() -> list[dict[str, float]]:
     """Return the seconds of each run by the profiler's kinds."""
     found = [_of_peer(), *map(_of_ours, OURS)]
     names = [*dict.fromkeys(_KINDS.values()), "others"]
-    return [{name: round(seconds[name], 4) for name in names} for seconds in found]
+    return [{name: round(seconds.get(name, 0.0), 4) for name in names} for seconds in found]
 
 
-def _of_peer() -> Counter[str]:
+def _of_peer() -> Mapping[str, float]:
     """Return a step's seconds from one with a micro-batch and one with two."""
     setting, steps = setting_of(PEER), []
     for number in (1, 2):
@@ -47,10 +47,10 @@ def _of_peer() -> Counter[str]:
         steps.append(_seconds(log, [(1, _last_step(log))]))
     one, two = steps
     further = ROWS // setting.rows - 1
-    return Counter({kind: one[kind] + further * (two[kind] - one[kind]) for kind in two})
+    return {kind: one[kind] + further * (two[kind] - one[kind]) for kind in two}
 
 
-def _of_ours(name: str) -> Counter[str]:
+def _of_ours(name: str) -> Mapping[str, float]:
     work = WORKS[WORK]
     recipe = load_recipe(work.recipe, work.ours()[name].settings((512,) * 4))
     with updated_in_chunks_until(DATE):
@@ -66,8 +66,8 @@ def _last_step(log: Sequence[Work]) -> tuple[int, int]:
     return ends[-2], ends[-1]
 
 
-def _seconds(log: Sequence[Work], stretches: Sequence[tuple[int, tuple[int, int]]]) -> Counter[str]:
-    clock, seconds = Clock(log), Counter[str]()
+def _seconds(log: Sequence[Work], stretches: Sequence[tuple[int, tuple[int, int]]]) -> Mapping[str, float]:
+    clock, seconds = Clock(log), defaultdict[str, float](float)
     times = clock.times_on(find_gpu(GPU))
     for often, bounds in stretches:
         for kind, spent in clock.seconds_by_kind(times, *bounds).items():
