@@ -125,7 +125,7 @@ class Group:
         predictions: list[float] = []
         for index, row in enumerate(self.rows):
             others = everyone[everyone != index]
-            without = self._bounded(steps + _improvement(errors[others], slopes[others], steps))
+            without = self._bounded(steps + self._improvement(errors[others], slopes[others], steps))
             predictions.append(self._seconds(row, self._with(without).rates))
         predictions += [self._seconds(row, self._with(steps).rates) for row in self.others]
         told = np.abs(slopes).max(axis=0) >= LEAST_SLOPE
@@ -179,12 +179,21 @@ class Group:
         best = steps
         for _ in range(ROUNDS):
             errors = self._errors(steps)
-            steps = self._bounded(steps + _improvement(errors, self._slopes(steps, errors), steps))
+            steps = self._bounded(steps + self._improvement(errors, self._slopes(steps, errors), steps))
             best = min(best, steps, key=self._loss)
         print(
             f"{self.title}, host {slower_host}: loss {self._loss(best):.1f}, {best.round(2)}", file=sys.stderr
         )
         return best
+
+    def _improvement(
+        self, errors: NDArray[np.float64], slopes: NDArray[np.float64], steps: NDArray[np.float64]
+    ) -> NDArray[np.float64]:
+        """Return the Gauss-Newton step of the errors and the distances from the microbenchmarks together."""
+        spread = np.array(list(SPREAD.values()))
+        matrix = np.concatenate([slopes / NOISE, np.diag(1 / spread)])
+        wanted = -np.concatenate([errors / NOISE, steps / spread])
+        return np.linalg.lstsq(matrix, wanted, rcond=None)[0].astype(np.float64)
 
     def _loss(self, steps: NDArray[np.float64]) -> float:
         spread = np.array(list(SPREAD.values()))
@@ -208,16 +217,6 @@ class Group:
     def _bounded(self, steps: NDArray[np.float64]) -> NDArray[np.float64]:
         most = [math.log(LARGEST[name] / getattr(self.before, name)) for name in SPREAD]
         return np.minimum(steps, most)
-
-
-def _improvement(
-    errors: NDArray[np.float64], slopes: NDArray[np.float64], steps: NDArray[np.float64]
-) -> NDArray[np.float64]:
-    """Return the Gauss-Newton step of the errors and the distances from the microbenchmarks together."""
-    spread = np.array(list(SPREAD.values()))
-    matrix = np.concatenate([slopes / NOISE, np.diag(1 / spread)])
-    wanted = -np.concatenate([errors / NOISE, steps / spread])
-    return np.linalg.lstsq(matrix, wanted, rcond=None)[0].astype(np.float64)
 
 
 def _without_fits(gpu: str, compute_capability: tuple[int, int]) -> ClockRates:
@@ -254,14 +253,23 @@ def held_share(errors: Sequence[float]) -> float:
     return max(LEAST_SHARE, math.ceil(100 * sorted(errors)[rank - 1]) / 100)
 
 
-def entries_with(fits: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries of the file with other fits, each after the microbenchmarks that it refines."""
-    others = [entry for entry in rate_entries() if "fitted" not in entry]
+def entries_with(
+    fits: Sequence[dict[str, Any]], kernels: Sequence[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
+    """Return the entries of the file with other fits, each after the microbenchmarks that it refines.
+
+    Args:
+        fits: those to whole runs.
+        kernels: those to single kernels; None: as they are.
+    """
+    before = [entry for entry in rate_entries() if "fitted" not in entry]
+    if kernels is not None:
+        before = [*(entry for entry in before if "kernels" not in entry), *kernels]
 
     def level(entry: dict[str, Any]) -> int:
         return 2 if "gpus" in entry else 1 if "compute_capability" in entry else 0
 
-    return sorted([*others, *fits], key=level)
+    return sorted([*before, *fits], key=level)
 
 
 def fit(groups: Sequence[Group]) -> None:

@@ -192,12 +192,12 @@ class TracedRow:
 
     def step(self, gpu: Gpu) -> StepTime:
         """Return a step as an estimate would, with its kinds of work, on a GPU in a machine with the reference host."""
-        spans, operators = [], defaultdict[str, float](float)
+        spans, kernels = [], defaultdict[str, float](float)
         for weight, (clock, bounds) in zip((1 - self._further, self._further), self._clocks, strict=True):
             times = clock.times_on(gpu)
             spans.append((weight, times.between(*bounds)))
-            for name, spent in clock.seconds_by_operator(times, *bounds).items():
-                operators[name] += weight * spent
+            for kind, spent in clock.seconds_by_kind(times, *bounds).items():
+                kernels[kind] += weight * spent
         whole = Span.of_parts(spans)
         return StepTime(
             seconds=whole.seconds * self.row.micro_batches,
@@ -205,7 +205,7 @@ class TracedRow:
             bound_by=whole.bound_by,
             host_share=whole.shares["kernel launches"],
             host_range=host_range(),
-            by_kind=kinds_of_work(whole, operators),
+            by_kind=kinds_of_work(whole, kernels),
         )
 
 

@@ -110,7 +110,7 @@ def test_a_source_that_is_off_is_outside_by_what_the_others_say():
         row.row = dataclasses.replace(row.row, name=f"off {row.row.name}", seconds=1.5 * row.row.seconds)
     without = Group({"compute_capability": "8.0"}, rows).without_sources()
     outside = {row.row.name: share_outside(row.row, without[row.row.name]) for row in rows}
-    assert outside["off made up 5"] == pytest.approx(0.5, rel=0.05)
+    assert outside["off made up 5"] == pytest.approx(0.5, rel=0.06)
     assert outside["made up 5"] == pytest.approx(0.5, rel=0.3)  # the others are drawn towards microbenchmarks
 
 

@@ -26,28 +26,46 @@ class ClockRates:
     """The shares and seconds that a GPU and its host reach.
 
     Args:
-        products: share of the dense peak that matrix products reach.
-        attention: share of the dense peak that fused attention kernels reach.
-        bandwidth: share of the memory's bandwidth that other kernels reach.
+        products: share of the dense peak that large matrix products of 16 bits, or in TF32, reach.
+        float32_products: that of products in float32, by other units.
+        float8_products: that of products in float8.
+        inner_dimension: inner dimension that takes as long as the beginning and the end of a tile of a product.
+        attention: share of the dense peak that fused attention kernels reach with many keys and heads of 128.
+        attention_keys: keys with which a query reaches half of it.
+        attention_backward: the backward pass's share, as a share of that one.
+        backward_keys: keys with which a query reaches half of the backward pass's.
+        small_heads: what smaller heads reach of both.
+        bandwidth: share of the memory's bandwidth that element-wise kernels reach.
+        traffic: what other kinds of kernels reach of that (``virtual_gpu/calls/kernel_kinds.py``).
         host_link: share of the host link's rate after line coding that copies from pinned memory reach.
         operator_seconds: seconds on the host for an operator in eager mode: Python, dispatcher, autograd and launch.
         launch_seconds: seconds on the host for each further kernel of an operator.
         triton_launch: operators that keep the host as long as what a Triton kernel's launch takes longer than an
             operator.
         seconds_share: relative distance of a run's seconds from the clock's, either way.
+        known_kinds: kinds of kernels of which others timed enough on this architecture to know their rate.
         measured_shares: for each kind of work, the largest share of the seconds that it had in a run behind this range.
         num_rows: published training runs behind the numbers that are fitted; 0: the numbers are microbenchmarks'.
         is_host_measured: whether the host's numbers were measured on the machine that the estimate is for.
     """
 
     products: float
+    float32_products: float
+    float8_products: float
+    inner_dimension: float
     attention: float
+    attention_keys: float
+    attention_backward: float
+    backward_keys: float
+    small_heads: float
     bandwidth: float
     host_link: float
     operator_seconds: float
     launch_seconds: float
     triton_launch: float
     seconds_share: float
+    traffic: Mapping[str, float] = field(default_factory=dict, hash=False)
+    known_kinds: tuple[str, ...] = ()
     measured_shares: Mapping[str, float] = field(default_factory=dict, hash=False)
     num_rows: int = 0
     is_host_measured: bool = False
@@ -58,7 +76,7 @@ class ClockRates:
         return MEASURED_HOST_RANGE if self.is_host_measured else host_range()
 
     def unlike_measured(self, shares: Mapping[str, float]) -> tuple[str, ...]:
-        """Return the kinds of work of which a step has more than any run that its range is from.
+        """Return the kinds of work whose rate is not known and of which a step has more than any run behind its range.
 
         Args:
             shares: shares of the step's seconds by kind of work.
@@ -66,7 +84,9 @@ class ClockRates:
         if self.seconds_share >= unmeasured_share():  # as wide as it would become
             return ()
         return tuple(
-            kind for kind, share in shares.items() if share > self.measured_shares.get(kind, 0.0) + _AS_MUCH
+            kind
+            for kind, share in shares.items()
+            if kind not in self.known_kinds and share > self.measured_shares.get(kind, 0.0) + _AS_MUCH
         )
 
 
@@ -105,7 +125,9 @@ def clock_rates(
             or gpu in entry.get("gpus", ())
             or entry.get("compute_capability") == architecture
         ):
-            numbers.update({name: entry[name] for name in NUMBERS if name in entry})
+            traffic = {**numbers.get("traffic", {}), **entry.get("traffic", {})}  # by kind
+            numbers.update({name: entry[name] for name in NUMBERS if name in entry}, traffic=traffic)
+    numbers["known_kinds"] = tuple(numbers.get("known_kinds", ()))
     return ClockRates(**numbers)
 
 

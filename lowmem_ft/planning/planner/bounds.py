@@ -40,7 +40,8 @@ from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import RecipeKey, recipe_keys
 from lowmem_ft.techniques.checkpointing.recomputed_activation import recomputed_width
 from lowmem_ft.techniques.modules.model_parts import decoder_layers, tensor_of_experts
-from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate, matmul_rate
+from lowmem_ft.virtual_gpu.replay.timing.clock import host_link_rate
+from lowmem_ft.virtual_gpu.replay.timing.kernel_rates import matmul_rate
 
 PRODUCT_KEYS = ("model", "adapter.name", "training", "checkpointing", "data.max_length")
 """Keys and groups that the bound of products reads, in addition to those of :func:`unknown_knobs`."""

@@ -34,6 +34,7 @@ class Work:
         launches: for a kernel, how many kernels CUDA runs one after the other, before rounding up.
         python_operators: for a kernel, the operators that keep the host as long as the Python since the kernel before.
         by_triton: for a kernel, whether Triton launches it.
+        shape: for a kernel whose time depends on more than operations and bytes, its sizes (``costs/shapes.py``).
     """
 
     kind: Literal["kernel", "copy", "collective", "record", "wait", "synchronize", "host copy", "mark"]
@@ -50,6 +51,7 @@ class Work:
     launches: float = 1
     python_operators: float = 0.0
     by_triton: bool = False
+    shape: tuple[int, ...] = ()
 
     @property
     def num_launches(self) -> int:

@@ -61,9 +61,9 @@ def _formula_of(func: Any) -> Formula | None:
 @functools.cache
 def _our_formula(func: Any) -> Formula | None:
     name = func._schema.name
-    if name in _PRODUCTS:
-        return _PRODUCTS[name]
-    if name in _ATTENTION:
+    if name in PRODUCTS:
+        return PRODUCTS[name]
+    if name in ATTENTION:
         return functools.partial(_attention, name, [argument.name for argument in func._schema.arguments])
     return None
 
@@ -90,7 +90,7 @@ _BY_FIRST = (
     "bitsandbytes::int8_scaled_mm bitsandbytes::int8_mixed_scaled_mm bitsandbytes::gemv_4bit"
 )
 _BY_SECOND = "aten::addmm aten::addmm_ aten::_addmm_activation aten::addmv aten::baddbmm aten::baddbmm_"
-_PRODUCTS: dict[str, Formula] = {
+PRODUCTS: dict[str, Formula] = {
     **dict.fromkeys(_BY_FIRST.split(), _product(0)),
     **dict.fromkeys(_BY_SECOND.split(), _product(1)),
     "aten::dot": lambda args, kwargs, result: 2 * args[0].numel(),
@@ -100,7 +100,7 @@ _PRODUCTS: dict[str, Formula] = {
 
 # Products of queries, keys and values: 2 forward; 5 backward, which recomputes the scores. The second number is the
 # dimension of the query that counts tokens.
-_ATTENTION: dict[str, tuple[int, int]] = {
+ATTENTION: dict[str, tuple[int, int]] = {
     "aten::_scaled_dot_product_flash_attention": (2, -2),
     "aten::_scaled_dot_product_efficient_attention": (2, -2),
     "aten::_scaled_dot_product_cudnn_attention": (2, -2),
@@ -120,13 +120,10 @@ def _attention(
     name: str, parameters: list[str], args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
 ) -> int:
     """Count every query with every key of its sequence; in packed ones, whose lengths are values, with the longest."""
-    products, token_dim = _ATTENTION[name]
+    products, token_dim = ATTENTION[name]
     call = {**dict(zip(parameters, args, strict=False)), **kwargs}
-    query, key = call["query"], call["key"]
-    keys = key.shape[token_dim]
-    is_packed = any(_is_given(call, offsets) for offsets in ("cum_seq_q", "cu_seqlens_q", "cu_seq_q"))
-    if is_packed:
-        keys = next(call[longest] for longest in ("max_k", "max_seqlen_k") if longest in call)
+    query = call["query"]
+    _, keys = lengths_of_attention(call, token_dim)
     left, right = call.get("window_size") or (-1, -1)
     if right == 0 and 0 <= left < keys - 1:  # causal, and no further back than the window
         return 2 * products * query.numel() * (left + 1)
@@ -134,6 +131,19 @@ def _attention(
     # custom_mask_type 1 and 2 are causal (CUTLASS' CausalFromTopLeft and CausalFromBottomRight).
     is_causal = call.get("is_causal", False) or call.get("custom_mask_type", 0) > 0
     return flops // 2 if is_causal else flops
+
+
+def lengths_of_attention(call: dict[str, Any], token_dim: int) -> tuple[int, int]:
+    """Return the queries and the keys of a sequence; of packed ones, whose lengths are values, of the longest.
+
+    Args:
+        call: arguments of the operator by name.
+        token_dim: dimension of the query that counts tokens.
+    """
+    if not any(_is_given(call, offsets) for offsets in ("cum_seq_q", "cu_seqlens_q", "cu_seq_q")):
+        return call["query"].shape[token_dim], call["key"].shape[token_dim]
+    of_queries, of_keys = ("max_q", "max_k") if "max_k" in call else ("max_seqlen_q", "max_seqlen_k")
+    return call[of_queries], call[of_keys]
 
 
 def _is_given(call: dict[str, Any], argument: str) -> bool:

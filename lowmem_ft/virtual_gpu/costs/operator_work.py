@@ -13,6 +13,7 @@ from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.costs.collectives import COLLECTIVE_LIBRARIES, bytes_copied, collective_of
 from lowmem_ft.virtual_gpu.costs.flops import flops_of, is_free
 from lowmem_ft.virtual_gpu.costs.launches import launches_of
+from lowmem_ft.virtual_gpu.costs.shapes import shape_of
 
 aten = torch.ops.aten
 
@@ -86,6 +87,7 @@ def work_of(
         dtype=_product_dtype(func, [*inputs[func in ADD_TO_WIDER :], *results]) if flops else "",
         num_bytes=num_bytes,
         launches=launches_of(func, args, kwargs, result) if cost is None else cost.launches(*args, **kwargs),
+        shape=shape_of(func, args, kwargs, result, flops) if flops else (),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,7 +270,7 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
     first, last = [0, *step_ends][-2:]
     step = times.between(first, last)
     sent = replays.clock.sent_bytes(first, last)
-    by_operator = replays.clock.seconds_by_operator(times, first, last)
+    stretches = [(1, first, last)]
     traced = [bounds for bounds in trace.micro_batches if first <= bounds[0] < last]
     wanted = context.micro_batches_per_step
     others, each_seconds = 0, 0.0
@@ -282,11 +282,14 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         each_seconds = each.seconds
         spans.append((others, each))
         sent += others * replays.clock.sent_bytes(*repeated)
-        for name, spent in replays.clock.seconds_by_operator(times, *repeated).items():
-            by_operator[name] = by_operator.get(name, 0.0) + others * spent
+        stretches.append((others, *repeated))
     clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
     whole = Span.of_parts(spans)
-    by_kind = kinds_of_work(whole, by_operator)
+    by_operator, of_kernels = (
+        _sum_of((times_run, seconds(times, *bounds)) for times_run, *bounds in stretches)
+        for seconds in (replays.clock.seconds_by_operator, replays.clock.seconds_by_kind)
+    )
+    by_kind = kinds_of_work(whole, of_kernels)
     unlike = gpu.rates.unlike_measured(by_kind)
     found = StepTime(
         seconds=whole.seconds,
@@ -301,6 +304,15 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         by_kind=by_kind,
     )
     return found, clock
+
+
+def _sum_of(parts: Iterable[tuple[float, Mapping[str, float]]]) -> dict[str, float]:
+    """Return the sums of numbers by name, each part as often as it counts."""
+    sums: dict[str, float] = {}
+    for times, numbers in parts:
+        for name, number in numbers.items():
+            sums[name] = sums.get(name, 0.0) + times * number
+    return sums
 
 
 def _processes(trace: Trace, gpu: Gpu, processes: Processes) -> Processes:

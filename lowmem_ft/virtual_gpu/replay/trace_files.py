@@ -82,7 +82,7 @@ def trace_of(arrays: Arrays) -> tuple[Trace, Repetition | None, dict[str, Any]]:
     ]
     kinds = map(_EVENT_KINDS.__getitem__, arrays["event_kinds"].tolist())
     events = list(map(Event, kinds, arrays["event_allocations"].tolist()))
-    words = [dict(zip(_WORK_WORDS, each, strict=True)) for each in header["work_words"]]
+    words = [_work_words(dict(zip(_WORK_WORDS, each, strict=True))) for each in header["work_words"]]
     columns = [arrays[name].tolist() for name in _WORK_NUMBERS]
     work = [
         Work(position=position, flops=flops, num_bytes=num_bytes, **words[code])
@@ -144,13 +144,19 @@ def _repetition_of(header: Any, arrays: Arrays) -> Repetition | None:
                 costs=_tuples(costs),
                 more=_tuples(more),
                 added=tuple(
-                    (position, tuple(Work(**each) for each in entries)) for position, entries in added
+                    (position, tuple(Work(**_work_words(each)) for each in entries))
+                    for position, entries in added
                 ),
             )
             for birth, costs, more, added in header["work"]
         },
         parameters=(parameters, trainable_parameters),
     )
+
+
+def _work_words(words: dict[str, Any]) -> dict[str, Any]:
+    """Return an entry's words as they were before JSON made lists of tuples."""
+    return words | {"shape": tuple(words["shape"])}
 
 
 def _tuples(values: Iterable[Iterable[float]]) -> tuple[Any, ...]:

@@ -35,25 +35,28 @@ def test_an_unknown_architecture_has_the_default_and_its_wide_range():
 
 def test_a_step_that_spends_more_on_a_kind_of_work_than_any_timed_run_is_unlike_them():
     rates = dataclasses.replace(
-        clock_rates(), seconds_share=0.2, measured_shares={"attention": 0.15, "memory traffic": 0.4}
+        clock_rates(), seconds_share=0.2, measured_shares={"attention": 0.15, "element-wise": 0.4}
     )
-    like = {"attention": 0.2, "memory traffic": 0.45, "host copies": 0.05}
+    like = {"attention": 0.2, "element-wise": 0.45, "host copies": 0.05}
     assert rates.unlike_measured(like) == ()
-    assert rates.unlike_measured({**like, "memory traffic": 0.6}) == ("memory traffic",)
+    assert rates.unlike_measured({**like, "element-wise": 0.6}) == ("element-wise",)
     assert rates.unlike_measured({**like, "communication": 0.3}) == ("communication",)
+    known = dataclasses.replace(rates, known_kinds=("element-wise",))
+    assert known.unlike_measured({**like, "element-wise": 0.6}) == ()
     wide = dataclasses.replace(rates, seconds_share=clock_rates().seconds_share)
     assert wide.unlike_measured({"communication": 0.3}) == ()  # no wider than it is
 
 
 def test_the_last_entry_that_applies_wins():
     entries = [
-        dict.fromkeys(NUMBERS, 1.0),
+        {**dict.fromkeys(NUMBERS, 1.0), "traffic": {"updates": 0.5, "fused kernels": 0.7}, "known_kinds": ()},
         {"compute_capability": "9.0", "products": 0.8, "bandwidth": 0.9},
-        {"gpus": ["slow"], "products": 0.5},
+        {"gpus": ["slow"], "products": 0.5, "traffic": {"updates": 0.4}},
     ]
     slow, other = (clock_rates(name, (9, 0), entries) for name in ("slow", "other"))
     assert (slow.products, slow.bandwidth, slow.attention) == (0.5, 0.9, 1.0)
     assert (other.products, other.bandwidth) == (0.8, 0.9)
+    assert slow.traffic == {"updates": 0.4, "fused kernels": 0.7}  # each kind's share for itself
 
 
 def test_a_gpu_of_the_catalogue_has_its_architectures_rates():

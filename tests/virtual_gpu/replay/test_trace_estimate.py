@@ -74,14 +74,14 @@ def estimate(
 def test_a_step_unlike_those_that_were_timed_has_the_range_of_gpus_without_timed_runs(kernel, is_like):
     work = [
         Work("mark", 0, name=STEP_END),
-        Work("kernel", 0, name="mm", **kernel),
+        Work("kernel", 0, name="mul", **kernel),
         Work("mark", 0, name=STEP_END),
     ]
     gpu = find_gpu("a100-80gb")
     replays = Replays(dataclasses.replace(trace_of(), work=work), allocator_config_of_runs(gpu))
     step = step_time(replays, gpu, EstimateContext(outside_bytes={}))
     assert step is not None
-    assert step.unlike_measured == (() if is_like else ("memory traffic",))
+    assert step.unlike_measured == (() if is_like else ("element-wise",))
     assert step.seconds_share == (gpu.rates.seconds_share if is_like else unmeasured_share())
     assert gpu.rates.seconds_share < unmeasured_share()
 

@@ -18,7 +18,7 @@ import lowmem_ft
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
-FORMAT = 1
+FORMAT = 2
 """Version of kept files; raised when they change in a way that their source code does not show."""
 
 NOT_TRACED = frozenset(

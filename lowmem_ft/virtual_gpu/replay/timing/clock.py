@@ -1,11 +1,11 @@
 """Time that a log of work takes on a GPU: the host issues it in order, streams run it, events hold them back.
 
-A kernel takes the longer of its arithmetic and its memory traffic, a copy the time of its bytes on the host link, each
-at the share of the published rate that its architecture reaches (``foundation/catalog/clock_rates.json``). An operator
-that runs several kernels costs the host a launch each; a Triton kernel's launch keeps it as long as several operators,
-and so does Python between operators (``upstream/host_python.py``). The log is recorded once and replayed for every GPU.
-A round that represents several is replayed as often, so that copies overlap with computation as they do in the program;
-``logged_rounds.py`` says how exact that is.
+A kernel takes the longer of its arithmetic and its memory traffic, at the rates of its kind and sizes
+(``kernel_rates.py``), a copy the time of its bytes on the host link. An operator that runs several kernels costs the
+host a launch each; a Triton kernel's launch keeps it as long as several operators, and so does Python between operators
+(``upstream/host_python.py``). The log is recorded once and replayed for every GPU. A round that represents several is
+replayed as often, so that copies overlap with computation as they do in the program; ``logged_rounds.py`` says how
+exact that is.
 """
 
 from __future__ import annotations
@@ -14,16 +14,17 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from lowmem_ft.foundation.catalog.clock_rates import ClockRates
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
+from lowmem_ft.virtual_gpu.calls.kernel_kinds import KERNEL_KINDS, KernelKind, kind_of
 from lowmem_ft.virtual_gpu.calls.work import Work
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
+from lowmem_ft.virtual_gpu.replay.timing.kernel_rates import arithmetic_rate, traffic_rate
 from lowmem_ft.virtual_gpu.replay.timing.links import SECONDS_PER_COLLECTIVE, Link, link_between, pcie_rate
 from lowmem_ft.virtual_gpu.replay.timing.logged_rounds import (
     COLLECTIVE,
@@ -53,6 +54,7 @@ larger rates are of copies from memory, the lower ones of copies to it. The time
 """
 
 Seconds = NDArray[np.float64]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,23 +87,20 @@ class Span:
         return cls(seconds=sum(seconds), shares=shares)
 
 
-def kinds_of_work(span: Span, by_operator: Mapping[str, float]) -> dict[str, float]:
+def kinds_of_work(span: Span, of_kernels: Mapping[str, float]) -> dict[str, float]:
     """Return shares of a time by kind of work, of those that are less well known than products of matrices.
 
     Waits for the host are left out, as a range takes them by themselves.
 
     Args:
         span: the time.
-        by_operator: seconds of its operators, as :meth:`Clock.seconds_by_operator` returns them.
+        of_kernels: seconds of its kernels by kind, as :meth:`Clock.seconds_by_kind` returns them.
     """
-
-    def of_operators(part: str) -> float:
-        return sum(spent for name, spent in by_operator.items() if part in name) / (span.seconds or 1.0)
-
+    kernels = {
+        kind: of_kernels.get(kind, 0.0) / (span.seconds or 1.0) for kind in KERNEL_KINDS if kind != "products"
+    }
     return {
-        "attention": of_operators("attention"),
-        "convolutions": of_operators("conv"),
-        "memory traffic": span.shares["memory bandwidth"],
+        **kernels,
         "host copies": span.shares["host copies"],
         "communication": span.shares["communication"],
     }
@@ -171,10 +170,13 @@ class Clock:
         self._streams = np.array([entry.stream for entry in entries], dtype=np.int64)
         self._runs: dict[tuple[float, float, float], _KernelRuns] = {}
         self._operators, self._of_operator = _encode([entry.name for entry in entries])
-        self._is_attention = np.array(["attention" in name for name in self._operators], dtype=bool)[
-            self._of_operator
+        forms, self._of_form = _encode(
+            [(entry.name, entry.by_triton, entry.dtype, entry.shape) for entry in entries]
+        )
+        self._forms: list[tuple[KernelKind, str, tuple[int, ...]]] = [
+            (kind_of(name, shape, has_products=bool(dtype), by_triton=by_triton), dtype, shape)
+            for name, by_triton, dtype, shape in forms
         ]
-        self._dtype_names, self._dtypes = _encode([entry.dtype for entry in entries])
 
     def times_on(self, gpu: Gpu, link: Link | None = None) -> Times:
         """Compute when each entry of the log runs on a GPU.
@@ -189,15 +191,16 @@ class Clock:
             The start and end of each entry.
         """
         reached = gpu.rates
-        rates = np.array([matmul_rate(gpu, dtype) for dtype in self._dtype_names] or [1.0])
-        times_slower = np.where(self._is_attention, reached.products / reached.attention, 1.0)
-        compute = np.where(self._is_kernel, self._flops * times_slower / rates[self._dtypes], 0.0)
-        traffic = np.where(self._is_kernel, self._bytes / (gpu.bandwidth * reached.bandwidth), 0.0)
+        flops_rates = np.array([arithmetic_rate(gpu, *form) for form in self._forms] or [1.0])
+        bytes_rates = np.array([traffic_rate(gpu, kind) for kind, _, _ in self._forms] or [1.0])
+        compute = np.where(self._is_kernel, self._flops / flops_rates[self._of_form], 0.0)
+        traffic = np.where(self._is_kernel, self._bytes / bytes_rates[self._of_form], 0.0)
         copies = np.where(self._is_copy, self._bytes / host_link_rate(gpu), 0.0)
         sent = self._bytes / (link or link_between(gpu)).bytes_per_second + SECONDS_PER_COLLECTIVE
         collectives = np.where(self._is_collective, sent, 0.0)
         host_copies = np.where(self._is_host_copy, self._bytes / HOST_COPY_RATE, 0.0)
-        durations = np.maximum(compute, traffic) + copies + collectives + host_copies
+        computing = np.maximum(compute, traffic)
+        durations = computing + copies + collectives + host_copies
 
         main = self._busiest_stream(durations * self._times)
         copying, exchanging = self._side_streams
@@ -221,12 +224,11 @@ class Clock:
             "host copies": times_on_main * copies + np.array(replay.copy_stalls),
             "communication": times_on_main * collectives + np.array(replay.exchange_stalls),
         }
-        computing = np.maximum(compute, traffic) * self._times
         return Times(
             starts=starts,
             ends=ends,
             spent=spent,
-            computing=computing,
+            computing=computing * self._times,
             is_on_main=self._streams == main,
         )
 
@@ -235,6 +237,16 @@ class Clock:
         names = self._operators
         seconds = np.bincount(self._of_operator[first:last], times.computing[first:last], len(names)).tolist()
         return {name: spent for name, spent in zip(names, seconds, strict=True) if spent}
+
+    def seconds_by_kind(self, times: Times, first: int, last: int) -> dict[str, float]:
+        """Return the seconds that kernels take by their kind, in entries from ``first`` up to ``last``."""
+        seconds = np.bincount(
+            self._of_form[first:last], times.computing[first:last], len(self._forms)
+        ).tolist()
+        found: dict[str, float] = {}
+        for (kind, _, _), spent in zip(self._forms, seconds, strict=True):
+            found[kind] = found.get(kind, 0.0) + spent
+        return {kind: spent for kind, spent in found.items() if spent}
 
     def sent_bytes(self, first: int, last: int) -> int:
         """Return the bytes that the rank sends to others in entries from ``first`` up to ``last``."""
@@ -281,25 +293,6 @@ class Clock:
             kernels = np.flatnonzero(self._is_kernel)
             self._runs[key] = _KernelRuns.of(bounds, kernels, self._launches, host, rates.launch_seconds)
         return self._runs[key]
-
-
-def matmul_rate(gpu: Gpu, dtype: str) -> float:
-    """Return the operations a second that matrix products of a type reach.
-
-    A type that the hardware lacks runs on the units for float32, as bfloat16 does before compute capability 8.0.
-    float32 is TF32 where torch is set to allow it. Tensor cores multiply int8 twice as fast as float16.
-
-    Args:
-        gpu: the GPU.
-        dtype: type of the operands, such as ``bfloat16``.
-
-    Returns:
-        The rate.
-    """
-    if dtype == "float32" and torch.backends.cuda.matmul.fp32_precision == "tf32":
-        dtype = "tf32"
-    rates = {"int8": 2 * gpu.dense_flops.get("float16", 0.0), **gpu.dense_flops}
-    return (rates.get(dtype) or rates["float32"]) * gpu.rates.products
 
 
 def host_link_rate(gpu: Gpu) -> float:
@@ -531,8 +524,8 @@ class _Replay:
         return starts, ends
 
 
-def _encode(words: list[str]) -> tuple[list[str], NDArray[np.int64]]:
+def _encode(words: list[T]) -> tuple[list[T], NDArray[np.int64]]:
     """Return the distinct words, and for each word its index among them."""
-    places: dict[str, int] = {}
+    places: dict[T, int] = {}
     codes = [places.setdefault(word, len(places)) for word in words]
     return list(places), np.array(codes, dtype=np.int64)

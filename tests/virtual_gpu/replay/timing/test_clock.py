@@ -12,8 +12,9 @@ import torch
 from lowmem_ft.foundation.catalog.clock_rates import rates_of_estimates
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.virtual_gpu.calls.work import Work
-from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate, matmul_rate
+from lowmem_ft.virtual_gpu.replay.timing.clock import Clock, host_link_rate
 from lowmem_ft.virtual_gpu.replay.timing.dma_engine import DmaEngine
+from lowmem_ft.virtual_gpu.replay.timing.kernel_rates import matmul_rate
 
 RATES = rates_of_estimates()
 LAUNCH = RATES.operator_seconds
