@@ -285,7 +285,7 @@ def table(scores: Sequence[Score]) -> str:
         sources = "; ".join(_sources(score.rows))
         lines.append((score.group, gpus, str(len(score.rows)), sources, median, worst, verdict))
     lines += [(kind, "", "0", "", "", "", "not known") for kind in KERNEL_KINDS if kind not in groups]
-    return marked_table.table_of(heads, lines, numbers=(2, 4, 5)) + "\n" + _table_of_profiles()
+    return marked_table.table_of(heads, lines, numbers=(2, 4, 5)) + "\n\n" + _table_of_profiles()
 
 
 def _table_of_profiles() -> str:
