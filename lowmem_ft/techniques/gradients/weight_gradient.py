@@ -39,6 +39,8 @@ class WeightGradient:
         num_tokens: tokens of all chunks together.
         total_OI: a sum to which the gradient is added without being rounded before, in float32 or the weight's type;
             None: the gradient is a new tensor.
+        factor_dtype: type of both tensors of a chunk. If it is given and they cannot all wait, the sum is allocated now:
+            later it would come to lie between the chunks' temporaries, and leave holes that nothing fills.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class WeightGradient:
         device: torch.device,
         num_tokens: int,
         total_OI: Tensor | None = None,
+        factor_dtype: torch.dtype | None = None,
     ) -> None:
         self._shape, self._dtype, self._device = shape, dtype if total_OI is None else total_OI.dtype, device
         self._num_tokens = num_tokens
@@ -56,6 +59,9 @@ class WeightGradient:
         self._sum_OI = total_OI if self._dtype == self._sum_dtype else None
         self._waiting: list[tuple[Tensor, Tensor]] = []
         self._waiting_tokens = 0
+        self._is_written = self._sum_OI is not None
+        if factor_dtype is not None and self._most_waiting_tokens(factor_dtype) < num_tokens:
+            self._sum_OI = self._allocated(self._sum_OI, self._sum_dtype)
 
     def add(self, d_output_CO: Tensor, input_CI: Tensor) -> None:
         """Add one chunk. Both tensors may be kept until later: the caller must not write to them any more."""
@@ -93,16 +99,21 @@ class WeightGradient:
     def _with_waiting_added(self, sum_OI: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the sum and the chunks that wait; a first product that may be rounded is not added to zeros."""
         add_ = add_product_ if self._total_OI is not None else _add_rounded_product_
-        if sum_OI is None and self._waiting and self._total_OI is None:
-            sum_OI = torch.empty(self._shape, dtype=dtype, device=self._device)
-            add_ = _write_product_
-        elif sum_OI is None:
-            sum_OI = torch.zeros(self._shape, dtype=dtype, device=self._device)
+        sum_OI = self._allocated(sum_OI, dtype)
+        if not self._is_written and sum_OI is not self._total_OI:
+            if not self._waiting or self._total_OI is not None:
+                sum_OI.zero_()
+            else:
+                add_ = _write_product_
+        self._is_written = True
         if self._waiting:
             d_outputs, inputs = zip(*self._waiting, strict=True)
             self._waiting, self._waiting_tokens = [], 0
             _for_rows(add_, sum_OI, d_outputs, _joined(inputs))
         return sum_OI
+
+    def _allocated(self, sum_OI: Tensor | None, dtype: torch.dtype) -> Tensor:
+        return torch.empty(self._shape, dtype=dtype, device=self._device) if sum_OI is None else sum_OI
 
 
 def row_slices(tensor: Tensor) -> Iterator[slice]:

@@ -195,6 +195,7 @@ class HeadLoss:
             self._hidden_NH.device,
             len(self._labels_N),
             self._tiles.sum_of(rows),
+            self._compute_dtype,
         )
 
     def _take(
