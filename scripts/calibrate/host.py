@@ -142,7 +142,7 @@ def _checkpointed(mode: Any) -> PreTrainedModel:
 
 
 def _checkpointed_by_torch() -> PreTrainedModel:
-    model = _model()
+    model = tiny_llama()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

@@ -39,8 +39,8 @@ class WeightGradient:
         num_tokens: tokens of all chunks together.
         total_OI: a sum to which the gradient is added without being rounded before, in float32 or the weight's type;
             None: the gradient is a new tensor.
-        factor_dtype: type of both tensors of a chunk. If it is given and they cannot all wait, the sum is allocated now:
-            later it would come to lie between the chunks' temporaries, and leave holes that nothing fills.
+        factor_dtype: type of both tensors of a chunk. If it is given and they cannot all wait, the sum is allocated
+            now: later it would lie between the chunks' temporaries, and leave holes that nothing fills.
     """
 
     def __init__(
