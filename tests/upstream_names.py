@@ -206,6 +206,7 @@ NAMES_OF = {
     # _unique2: a result whose size depends on values
     # _unsafe_view: moves no byte
     # _fused_sgd_, _fused_adagrad_: fused steps that torch has no fake rule for
+    # _fused_adam, _fused_sgd, _fused_adagrad: the beginnings of fused steps' names, for the clock
     # _convolution, _cudnn_rnn, _thnn_fused_lstm_cell, _thnn_fused_gru_cell: in the list of what autocast computes in
     # 16 bits
     # _foreach_copy_, _scaled_mm, _amp_foreach_non_finite_check_and_unscale_, _fused_adam_: what CUDA refuses of a
@@ -219,7 +220,7 @@ NAMES_OF = {
         "_scaled_dot_product_cudnn_attention_backward _scaled_dot_product_efficient_attention_backward "
         "_to_copy _local_scalar_dense _pin_memory _unique2 _unsafe_view _fused_sgd_ _fused_adagrad_ "
         "_convolution _cudnn_rnn _thnn_fused_lstm_cell _thnn_fused_gru_cell _foreach_copy_ _scaled_mm "
-        "_amp_foreach_non_finite_check_and_unscale_ _fused_adam_"
+        "_amp_foreach_non_finite_check_and_unscale_ _fused_adam_ _fused_adam _fused_sgd _fused_adagrad"
     ),
     # Buffers of its CUDA kernel
     "torch.ops.torch_attn": "_varlen_attn_backward",

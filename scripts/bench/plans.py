@@ -31,7 +31,6 @@ from marked_table import with_table
 from measured_on import measured_on
 
 from lowmem_ft.foundation.budget import Budget
-from lowmem_ft.foundation.catalog.clock_rates import ClockRates
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
@@ -118,9 +117,13 @@ def sample(out: Path, arguments: argparse.Namespace) -> None:
 
 
 def gpus_of(header: Row) -> dict[str, Gpu]:
-    """Return the GPUs of a sample with the rates that its clock had."""
-    rates = {gpu: ClockRates(**numbers) for gpu, numbers in header["rates"].items()}
-    return {gpu: dataclasses.replace(find_gpu(gpu), rates=rates[gpu]) for gpu in header["cards"]}
+    """Return the GPUs of a sample with the rates that its clock had, which may be from before kinds of kernels."""
+    gpus = {}
+    for name in header["cards"]:
+        gpu, known = find_gpu(name), header["rates"][name]
+        known = {"float32_products": known["products"], **known}  # one share for products of all types
+        gpus[name] = dataclasses.replace(gpu, rates=dataclasses.replace(gpu.rates, **known))
+    return gpus
 
 
 def _is_near(row: Row, answer: Row) -> bool:

@@ -71,7 +71,7 @@ def ahead(kept_running, target):
 
 def test_a_plan_is_the_same_with_another_process(kept_running, make_recipe, monkeypatch):
     keep = "plan.keep=[model,training,optimizer,offload,tiling,accumulation,checkpointing.mlp_activation]"
-    recipe = make_recipe(keep, "training.per_device_train_batch_size=16")
+    recipe = make_recipe(keep, "training.per_device_train_batch_size=4")
     results, taken = [], []
     take = EstimatesAhead.take
     monkeypatch.setattr(
