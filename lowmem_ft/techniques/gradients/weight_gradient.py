@@ -40,7 +40,7 @@ class WeightGradient:
         total_OI: a sum to which the gradient is added without being rounded before, in float32 or the weight's type;
             None: the gradient is a new tensor.
         factor_dtype: type of both tensors of a chunk. If it is given and they cannot all wait, the sum is allocated
-            now: later it would lie between the chunks' temporaries, and leave holes that nothing fills.
+            now: later it would be between the chunks' temporaries, and leave holes that nothing fills.
     """
 
     def __init__(
