@@ -4,8 +4,9 @@
 
 Where the host sets the pace, a step waits for Python. Here kernels take next to no time: tensors are tiny, and a launch
 of Triton ends before the driver. Two models of Qwen3's architecture differ in their number of layers alone, so their
-difference is that of whole layers. All variants run in turn in one process, and the median of its CPU time counts for
-each, so that another load on the machine affects all alike. It needs no GPU, whose launches would come on top.
+difference is that of whole layers. All variants run in turn in one process, and the lower quartile of its CPU time
+counts for each, so that another load on the machine affects all alike. It needs no GPU, whose launches would come on
+top.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import triton
 from measured_on import measured_on
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import Qwen3Config, Qwen3ForCausalLM
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
+from lowmem_ft.planning.estimator.measured_host import TOKENS, tiny_qwen3
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.fused_adapter import enable_fused_adapters
@@ -50,9 +51,7 @@ from lowmem_ft.techniques.checkpointing.recomputed_activation import enable_reco
 from lowmem_ft.techniques.kernels.fused_operators import _switched_on
 from lowmem_ft.techniques.kernels.liger_patches import ligers_patches
 
-CPU = torch.device("cpu")
 FEW, MANY = 4, 16
-TOKENS, WIDTH = 8, 64
 _WARM_ROUNDS = 3
 
 Model = Any
@@ -67,7 +66,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [name for name in arguments.only.split(",") if name]
     changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
-    with _launches_stubbed():
+    with launches_stubbed():
         seconds = seconds_of_a_layer(changes, arguments.rounds)
     rows = {
         name: {
@@ -87,46 +86,33 @@ def seconds_of_a_layer(changes: dict[str, Change], num_rounds: int) -> dict[str,
         changes: for each variant, what makes it of a stock model.
         num_rounds: passes of each model, after a few that are not counted.
     """
-    models = {(name, num): change(_model(num)) for name, change in changes.items() for num in (FEW, MANY)}
+    models = {(name, num): change(tiny_qwen3(num)) for name, change in changes.items() for num in (FEW, MANY)}
     taken = {key: [] for key in models}
     for _ in range(num_rounds + _WARM_ROUNDS):
         for key, model in models.items():
             start = time.process_time()
-            _pass(model)
+            run_pass(model)
             taken[key].append(time.process_time() - start)
-    median = {key: statistics.median(seconds[_WARM_ROUNDS:]) for key, seconds in taken.items()}
-    return {name: (median[name, MANY] - median[name, FEW]) / (MANY - FEW) for name in changes}
+    usual = {key: statistics.quantiles(seconds[_WARM_ROUNDS:])[0] for key, seconds in taken.items()}
+    return {name: (usual[name, MANY] - usual[name, FEW]) / (MANY - FEW) for name in changes}
 
 
-def _model(num_layers: int) -> Model:
-    config = Qwen3Config(
-        vocab_size=64,
-        hidden_size=WIDTH,
-        intermediate_size=WIDTH,
-        num_hidden_layers=num_layers,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=32,
-    )
-    torch.manual_seed(0)
-    model: Any = Qwen3ForCausalLM(config)
-    return model.to(torch.bfloat16).train()
-
-
-def _pass(model: Model) -> None:
-    ids = torch.zeros(1, TOKENS, dtype=torch.long)
-    places = torch.arange(TOKENS)[None] % (TOKENS // 2)
+def run_pass(model: Model) -> None:
+    """Run a forward and a backward pass, with borders of documents and autocast as a step has them."""
+    device = model.device
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=device)
+    places = torch.arange(TOKENS, device=device)[None] % (TOKENS // 2)
     implementation = model.config._attn_implementation
-    inputs = border_inputs(implementation, places, CPU) if implementation == VARLEN_ATTENTION else {}
+    inputs = border_inputs(implementation, places, device) if implementation == VARLEN_ATTENTION else {}
     has_adapters = hasattr(model, "peft_config")  # in float32, as a step makes them
-    with torch.autocast("cpu", torch.bfloat16, enabled=has_adapters, cache_enabled=False):
+    with torch.autocast(device.type, torch.bfloat16, enabled=has_adapters, cache_enabled=False):
         loss = model(input_ids=ids, labels=ids, use_cache=False, **inputs).loss
     loss.backward()
 
 
 def _liger(model: Model) -> Model:
     for patch in ligers_patches(model):
-        for _ in _switched_on(patch, CPU):
+        for _ in _switched_on(patch, model.device):
             pass
     return model
 
@@ -138,7 +124,7 @@ def _with_varlen_attention(model: Model) -> Model:
 
 
 def _fused_sums(model: Model) -> Model:
-    enable_fused_accumulation(_liger(model), device=CPU)
+    enable_fused_accumulation(_liger(model), device=model.device)
     return model
 
 
@@ -150,7 +136,7 @@ def _checkpointed(model: Model, change: Change = _liger) -> Model:
 
 def _recomputing(model: Model) -> Model:
     config = CheckpointingConfig(mlp_activation="recompute")
-    enable_recomputed_activations(_liger(model), config, device=CPU)
+    enable_recomputed_activations(_liger(model), config, device=model.device)
     return model
 
 
@@ -174,7 +160,7 @@ def _pack(model: Model) -> None:
         if isinstance(layer, nn.Linear) and name != "lm_head":
             packed: Any = nn4.Linear4bit(layer.in_features, layer.out_features, False, torch.bfloat16)
             weight: Any = nn4.Params4bit(layer.weight.data, requires_grad=False, quant_type="nf4")
-            packed.weight = weight.to("cpu")
+            packed.weight = weight.to(model.device)
             model.set_submodule(name, packed)
     model.is_loaded_in_4bit = True
 
@@ -200,7 +186,7 @@ def _rivals(name: str, seconds: dict[str, float]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def _launches_stubbed() -> Iterator[None]:
+def launches_stubbed() -> Iterator[None]:
     """Let Triton's kernels compute nothing, and documents' attention be that of a row, which CPUs have."""
     torch.set_num_threads(1)
     with (

@@ -5,13 +5,13 @@
 Each work is one model on one GPU with 16 rows of 2048 tokens a step, random ones, the same for both
 (``measuring/measured_rows.py``). The peer's program is its own code, as installed, on a virtual GPU:
 ``transformers.Trainer`` or TRL's ``SFTTrainer`` with Liger's kernels, PEFT and bitsandbytes. Each of several sizes of
-micro-batches runs with checkpointing and without, with each head that the tool lets its users choose, and with
-torch.compile, which a virtual GPU does not see and by the clock is left out; the fastest setting that fits the GPU
-counts. A step of one and a step of two micro-batches run; seconds of more follow from the difference, and two hold as
-much memory as more. torchtune is not installed: a loop does what its single-device recipe does (bitsandbytes' paged
-8-bit AdamW in the backward pass of every micro-batch, every layer checkpointed, whole logits). Ours is a shipped recipe
-with the settings that the table names. Each run is a process of its own, as Liger replaces functions of transformers
-for good.
+micro-batches runs without checkpointing and, where that does not fit, with it; with each head that the tool lets its
+users choose, and with torch.compile, which a virtual GPU does not see and by the clock is left out; the fastest setting
+that fits the GPU counts. A step of one and a step of two micro-batches run; seconds of more follow from the difference,
+and two hold as much memory as more. torchtune is not installed: a loop does what its single-device recipe does
+(bitsandbytes' paged 8-bit AdamW in the backward pass of every micro-batch, every layer checkpointed, whole logits).
+Ours is a shipped recipe with the settings that the table names. Each run is a process of its own, as Liger replaces
+functions of transformers for good.
 
 The table goes into ``docs/benchmarks.md`` with ``--write``. Everything is by the clock of ``docs/clock.md``, or, with
 ``--device cuda``, measured on this machine's GPU: random weights, the median of three steps with all their
@@ -173,6 +173,8 @@ def compared(name: str, settings: Sequence[Setting] | None, documents: Documents
         if one.compiled:
             print(f"{name} {one}: left out, a virtual GPU does not see torch.compile", file=sys.stderr)
             continue
+        if one.checkpoints and dataclasses.replace(one, checkpoints=False) in fitting:
+            continue  # computes more
         kind = (one.checkpoints, one.head)
         options = ("--documents", name_of(documents))
         result = None if kind in too_large else _in_new_process(name, str(one), options)

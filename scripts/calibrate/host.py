@@ -2,7 +2,7 @@
 
     python scripts/calibrate host [--repeats 40]
 
-A small Llama with tensors of a few numbers runs with one technique and without it, by turns in one process, so that
+A small Qwen3 with tensors of a few numbers runs with one technique and without it, by turns in one process, so that
 any other load affects both alike. What a step takes longer, less the operators that came, is divided by the calls that
 came: passes of autograd functions written in Python, hooks on saved tensors, calls of a dispatch mode. An operator of
 bitsandbytes is compared with one of torch. The numbers of ``lowmem_ft/virtual_gpu/upstream/host_python.py`` are these.
@@ -20,9 +20,10 @@ import torch
 from bitsandbytes import functional
 from command_line import parser_of
 from measured_on import measured_on
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from lowmem_ft.planning.estimator.measured_host import TOKENS, WIDTH, KernelCount, tiny_llama
+from lowmem_ft.planning.estimator.measured_host import TOKENS, WIDTH, tiny_qwen3
 from lowmem_ft.techniques.accumulation.float32_accumulation import enable_float32_accumulation
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
 from lowmem_ft.techniques.adapters.config import AdapterConfig
@@ -32,7 +33,20 @@ from lowmem_ft.techniques.checkpointing.checkpointed_layers import enable_checkp
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.tiled_mlp import enable_tiled_mlp
+from lowmem_ft.virtual_gpu.costs.flops import is_free
 from lowmem_ft.virtual_gpu.upstream.host_python import OPERATORS, Kind, host_python_counted
+
+
+class KernelCount(TorchDispatchMode):
+    """A count of operators that launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernels = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.kernels += not is_free(func)
+        return func(*args, **kwargs or {})
 
 
 class Steps:
@@ -73,7 +87,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    plain = Steps(tiny_llama())
+    plain = Steps(tiny_qwen3())
     pairs: dict[str, tuple[Steps, Steps, Kind]] = {
         "sums inside products": (_with_sums(fused=False), _with_sums(fused=True), "pass"),
         "fused adapters": (_with_adapters("peft"), _with_adapters("fused"), "pass"),
@@ -115,7 +129,7 @@ def of_bitsandbytes(operator: float, count: int = 1000) -> float:
 
 
 def _with_sums(*, fused: bool) -> Steps:
-    model = tiny_llama()
+    model = tiny_qwen3()
     enable_float32_accumulation(torch.optim.SGD(model.parameters()), takes_float32=True)
     if fused:
         enable_fused_accumulation(model, device=torch.device("cpu"))
@@ -124,25 +138,25 @@ def _with_sums(*, fused: bool) -> Steps:
 
 def _with_adapters(kernel: Any) -> Steps:
     config = AdapterConfig(name="lora", r=4, kernel=kernel)
-    model = enable_lora(tiny_llama(), config).peft_model
+    model = enable_lora(tiny_qwen3(), config).peft_model
     enable_fused_adapters(model, config)
     return Steps(model, autocast=True)
 
 
 def _in_tiles(number: int) -> PreTrainedModel:
-    model = tiny_llama()
+    model = tiny_qwen3()
     enable_tiled_mlp(model, TilingConfig(mlp=number))
     return model
 
 
 def _checkpointed(mode: Any) -> PreTrainedModel:
-    model = tiny_llama()
+    model = tiny_qwen3()
     enable_checkpointing(model, CheckpointingConfig(mode=mode))
     return model
 
 
 def _checkpointed_by_torch() -> PreTrainedModel:
-    model = tiny_llama()
+    model = tiny_qwen3()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     return model
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
@@ -11,7 +12,8 @@ from lowmem_ft.cli import main
 from lowmem_ft.cli.answers import measure_host as answer
 from lowmem_ft.foundation.catalog.this_host import FILE_NAME
 from lowmem_ft.foundation.user_paths import KEPT_FOLDER_VARIABLE
-from lowmem_ft.planning.estimator.measured_host import KernelCount, measure_host, tiny_llama
+from lowmem_ft.planning.estimator.measured_host import counts_of_pass, fuse, measure_host, tiny_qwen3
+from lowmem_ft.techniques.kernels.fused_operators import has_fused_operators
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +44,9 @@ def test_with_a_gpu_it_is_kept_and_where_is_told(folder, capsys, monkeypatch):
     (row,) = json.loads((folder / FILE_NAME).read_text())
     assert {name: found[name] for name in row} == row
     assert main(["measure-host"]) == 0
-    assert f"kept            {folder}" in capsys.readouterr().out.replace("\n", "").replace("  kept", "kept")
+    out = capsys.readouterr().out
+    assert "as usual: without liger-kernel it is not measured" in " ".join(out.split())
+    assert f"kept            {folder}" in out.replace("\n", "").replace("  kept", "kept")
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(folder, capsys, monkeypatch):
@@ -53,15 +57,29 @@ def test_a_folder_that_cannot_be_written_is_an_error(folder, capsys, monkeypatch
     assert KEPT_FOLDER_VARIABLE in capsys.readouterr().err
 
 
-def test_an_operator_is_a_step_of_the_small_model_over_its_kernels(monkeypatch):
-    ticks = iter(range(1000))
-    monkeypatch.setattr(
-        "lowmem_ft.planning.estimator.measured_host.time.perf_counter", lambda: float(next(ticks))
+def ticking(monkeypatch, *seconds):
+    """Let passes of a processor take these seconds by turns."""
+    ticks = itertools.accumulate(
+        itertools.chain.from_iterable((0.0, taken) for taken in itertools.cycle(seconds))
     )
-    model, ids = tiny_llama(), torch.zeros(1, 8, dtype=torch.long)
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    with KernelCount() as count:  # with gradients to add to, as in each step that is timed
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-    costs = measured("cpu")
-    assert costs.operator_seconds == pytest.approx(1 / count.kernels)
-    assert count.kernels > 16 * 30
+    monkeypatch.setattr("lowmem_ft.planning.estimator.measured_host.time.process_time", lambda: next(ticks))
+
+
+def test_an_operator_is_a_pass_of_the_small_model_over_the_operators_that_a_trace_counts(monkeypatch):
+    ticking(monkeypatch, 1.0)
+    counts = counts_of_pass(tiny_qwen3(), lambda model: None)
+    assert measured("cpu").operator_seconds == pytest.approx(1 / counts.operators)
+    assert counts.operators > 16 * 30
+    assert (counts.triton, counts.python) == (0, 0)
+
+
+@pytest.mark.skipif(not has_fused_operators(tiny_qwen3(1)), reason="needs liger-kernel")
+def test_a_launch_by_triton_is_what_the_fused_model_takes_beyond_its_counted_operators(monkeypatch):
+    ticking(monkeypatch, 1.0, 2.0)
+    counts = counts_of_pass(tiny_qwen3(), fuse)
+    costs = measure_host(
+        torch.device("cpu"), seconds=0.0, fuse=lambda model: model.device.type == "cpu" or fuse(model)
+    )
+    counted = counts.operators + counts.python + counts.triton * costs.triton_launch
+    assert costs.operator_seconds * counted == pytest.approx(2.0)
+    assert counts.triton >= 16 * 10

@@ -57,11 +57,15 @@ def _rows(costs: HostCosts, kept: Path | None, *, has_gpu: bool) -> list[tuple[s
     if not has_gpu:
         without = f"{operator:.1f} us, without a launch: this machine has no NVIDIA GPU"
         return [host, ("operator", without), ("not kept", "estimates assume a usual host")]
+    launched, usually = costs.triton_launch, usual["triton_launch"]
+    by_triton = f"{launched:.1f} operators more; usually {usually:.1f}"
+    if launched == usually:
+        by_triton = f"{usually:.1f} operators more, as usual: without liger-kernel it is not measured"
     where = f"nothing is kept ({KEPT_FOLDER_VARIABLE}=off)" if kept is None else f"{kept}, for {costs.gpu}"
     return [
         host,
         ("operator", f"{operator:.1f} us; a usual host takes {1e6 * usual['operator_seconds']:.1f}"),
         ("further kernel", f"{launch:.1f} us; a usual host takes {1e6 * usual['launch_seconds']:.1f}"),
-        ("Triton launch", f"{costs.triton_launch:.1f} operators more; usually {usual['triton_launch']:.1f}"),
+        ("Triton launch", by_triton),
         ("kept", where),
     ]

@@ -1,6 +1,7 @@
 """Measurement of what an operator, a further kernel and a Triton launch cost the host, in a few seconds.
 
 A step's kernels are counted by a trace; the host's seconds of a step are these counts times the costs measured here.
+``scripts/calibrate counts`` compares such products with the host's time for layers of several kinds.
 """
 
 from __future__ import annotations
@@ -9,96 +10,147 @@ import datetime
 import time
 import timeit
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from lowmem_ft.foundation.catalog.clock_rates import reference_host
 from lowmem_ft.foundation.catalog.this_host import HostCosts
-from lowmem_ft.foundation.devices import kernels_of, name_of
-from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.virtual_gpu.costs.flops import is_free
+from lowmem_ft.foundation.devices import name_of
+from lowmem_ft.techniques.kernels.fused_operators import enable_fused_operators
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 NUM_LAYERS, WIDTH, TOKENS = 16, 16, 8
-"""A model whose kernels end long before the host has issued the next one."""
+"""A model whose kernels end long before the host has issued the next one.
 
-_LEAST_STEPS = 3
+On a CPU its products are too small for oneDNN, which takes longer to prepare one than an operator takes.
+"""
+
+_LEAST_PASSES = 3
 _JOINED = 9
-_PARAMETERS = 64
+
+Model = Any
 
 
-class KernelCount(TorchDispatchMode):
-    """A count of operators that launch a kernel."""
+@dataclass(frozen=True)
+class Counts:
+    """What a trace counts of the host's work.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.kernels = 0
+    Args:
+        operators: operators with a kernel.
+        triton: those of them that Triton launches.
+        python: operators that the Python between them is worth.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.kernels += not is_free(func)
-        return func(*args, **kwargs or {})
+    operators: float
+    triton: float
+    python: float
 
 
-def tiny_llama() -> Any:
-    """Return a Llama of 16 narrow layers, in bfloat16, in training mode."""
+def tiny_qwen3(num_layers: int = NUM_LAYERS) -> Model:
+    """Return a Qwen3 of narrow layers, in bfloat16, in training mode."""
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = Qwen3Config(
         vocab_size=64,
         hidden_size=WIDTH,
         intermediate_size=WIDTH,
-        num_hidden_layers=NUM_LAYERS,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
+        head_dim=WIDTH // 2,
     )
-    model: Any = LlamaForCausalLM(config)
+    model: Any = Qwen3ForCausalLM(config)
     return model.to(torch.bfloat16).train()
 
 
+def run_pass(model: Model) -> None:
+    """Run a forward and a backward pass of a small model."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.long, device=model.device)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+
+def counts_of_pass(
+    model: Model, change: Callable[[Model], object], run: Callable[[Model], None] = run_pass
+) -> Counts:
+    """Return what a trace counts of a pass with gradients to add to.
+
+    Args:
+        model: the model, which is moved to a virtual GPU.
+        change: changes the model once it is there.
+        run: runs a pass.
+    """
+    with VirtualGPU("h100-80gb") as gpu:
+        change(gpu.place(model))
+        run(model)
+        begin = len(gpu.recorder.work.entries)
+        run(model)
+        kernels = [one for one in gpu.recorder.work.entries[begin:] if one.kind == "kernel"]
+    return Counts(
+        sum(one.times for one in kernels),
+        sum(one.times * one.by_triton for one in kernels),
+        sum(one.times * one.python_operators for one in kernels),
+    )
+
+
+def fuse(model: Model) -> bool:
+    """Let a small model compute with Liger's kernels where its device and this installation can; return whether."""
+    return bool(
+        enable_fused_operators(model, "auto", device=model.device, compute_dtype=model.dtype).operators
+    )
+
+
 def measure_host(
-    device: torch.device, *, seconds: float = 5.0, on_step: Callable[[float], None] = lambda share: None
+    device: torch.device,
+    *,
+    seconds: float = 5.0,
+    fuse: Callable[[Model], bool] = fuse,
+    on_step: Callable[[float], None] = lambda share: None,
 ) -> HostCosts:
     """Return the costs of this machine's host with a device, the least of many repetitions each.
 
     Args:
         device: on a CPU, an operator's time has its computation in it, and no launch.
-        seconds: time for the steps of a small model; the rest takes less than a second.
-        on_step: called after each step with the share of the time that has passed.
+        seconds: time for the passes of two small models; the rest takes a few more.
+        fuse: lets the second one launch by Triton; where it cannot, a launch costs what it does on a usual host.
+        on_step: called after each round of passes with the share of the time that has passed.
     """
-    operator = _operator_seconds(device, seconds, on_step)
-    launch = _launch_seconds(device)
+    plain, fused = (tiny_qwen3().to(device) for _ in range(2))
+    models = [plain, fused] if fuse(fused) else [plain]
+    least = _least_seconds(models, device, seconds, on_step)
+    operator = least[0] / counts_of_pass(tiny_qwen3(), lambda model: None).operators
     triton = reference_host()["triton_launch"]
-    if kernels_of(device) == "cuda" and (updated := _update_seconds(device)) is not None:
-        triton = max(0.0, updated / operator - 1)
+    if len(models) == 2:
+        counts = counts_of_pass(tiny_qwen3(), fuse)
+        triton = max(0.0, (least[1] / operator - counts.operators - counts.python) / counts.triton)
     return HostCosts(
         gpu=name_of(device),
         operator_seconds=operator,
-        launch_seconds=launch,
+        launch_seconds=_launch_seconds(device),
         triton_launch=triton,
         date=str(datetime.date.today()),
     )
 
 
-def _operator_seconds(device: torch.device, seconds: float, on_step: Callable[[float], None]) -> float:
-    model, ids = tiny_llama().to(device), torch.zeros(1, TOKENS, dtype=torch.long, device=device)
-
-    def step() -> float:
-        """Take one, and return the seconds until all of it was issued."""
-        _wait_for(device)
-        begin = time.perf_counter()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        return time.perf_counter() - begin
-
-    step()
-    with KernelCount() as count:
-        step()
-    begin, found = time.perf_counter(), []
-    while len(found) < _LEAST_STEPS or time.perf_counter() - begin < seconds:
-        found.append(step())
+def _least_seconds(
+    models: list[Model], device: torch.device, seconds: float, on_step: Callable[[float], None]
+) -> list[float]:
+    """Return the seconds until a pass of each is issued: the least, of passes by turns."""
+    clock = time.process_time if device.type == "cpu" else time.perf_counter  # the former tells no other load
+    least = [float("inf") for _ in models]
+    for model in models:
+        run_pass(model)
+    begin, rounds = time.perf_counter(), 0
+    while rounds < _LEAST_PASSES or time.perf_counter() - begin < seconds:
+        for index, model in enumerate(models):
+            _wait_for(device)
+            start = clock()
+            run_pass(model)
+            least[index] = min(least[index], clock() - start)
+        rounds += 1
         on_step(min(1.0, (time.perf_counter() - begin) / seconds) if seconds else 1.0)
-    return min(found) / count.kernels
+    return least
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -111,25 +163,6 @@ def _launch_seconds(device: torch.device) -> float:
         return min(timeit.repeat(lambda: torch.cat(tensors), number=20, repeat=20)) / 20
 
     return max(0.0, issued(_JOINED) - issued(1)) / (_JOINED - 1)
-
-
-def _update_seconds(device: torch.device) -> float | None:
-    """Return the host's seconds for an update of a small parameter by our Triton kernel; None: it is not taken here."""
-    parameters = [
-        nn.Parameter(torch.zeros(256, dtype=torch.bfloat16, device=device)) for _ in range(_PARAMETERS)
-    ]
-    row = OPTIMIZERS["adamw"]
-    values = {"lr": 1e-3, "weight_decay": 0.0, **row.hyperparameters}
-    optimizer = ChunkedOptimizer(parameters, row.update_rule(), values, state="8bit", master="split16")
-    if not optimizer.may_use_kernel(parameters[0].device):
-        return None
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # compiles
-    _wait_for(device)
-    return (
-        min(timeit.repeat(optimizer.step, setup=lambda: _wait_for(device), number=1, repeat=20)) / _PARAMETERS
-    )
 
 
 def _wait_for(device: torch.device) -> None:
