@@ -36,7 +36,7 @@ Model = Any
 
 @dataclass(frozen=True)
 class Counts:
-    """What a trace counts of the host's work.
+    """Operators, launches and Python of the host that a trace counts.
 
     Args:
         operators: operators with a kernel.
