@@ -30,7 +30,7 @@ NAMES_OF = {
         "_set_warn_deprecated_on_mutable_data_ptr _DisableTorchDispatch _PreserveDispatchKeyGuard "
         "_get_dispatch_mode _TorchDispatchModeKey _AutoDispatchBelowAutograd _ExcludeDispatchKeyGuard "
         "_dispatch_key_parse _dispatch_get_all_op_names _dispatch_has_kernel_for_dispatch_key "
-        "_get_sdp_priority_order"
+        "_get_sdp_priority_order _len_torch_dispatch_stack"
     ),
     # _top_saved_tensors_default_hooks: whether a checkpoint takes what a layer saves
     # DeviceType: the type that the guard is asked for
@@ -317,6 +317,8 @@ NAMES_OF = {
     "deepspeed.utils.mixed_precision_linkage": "_hp_mapping",
     # A GPU is there without its driver
     "triton.runtime.driver.driver": "_active",
+    # The variant that a launch has taken, launched again without a look at its arguments
+    "triton.compiler.CompiledKernel": "__getitem__",
     # Configurations are not timed
     "triton.runtime.autotuner.Autotuner": "_bench",
     # It finds Triton, without having it

@@ -265,8 +265,12 @@ class InBackward(Technique):
         hyperparameters: Mapping[int, Mapping[str, Any]] | None = None,
     ) -> None:
         self._is_updating = True
-        for parameter in parameters:
-            slices = self._kept.take_out(parameter)
+        finished = (self._kept.take_out(parameter) for parameter in parameters)
+        # One update of all takes the host less; copies from the host would be in flight together, though, and a rule
+        # that measures whole parameters would measure all before it frees a gradient.
+        if self._kept.memory is None and self._optimizer.slice_unit is not None:
+            finished = iter([itertools.chain.from_iterable(finished)])
+        for slices in finished:
             self._optimizer.update(slices, scale=scale, hyperparameters=hyperparameters)
         self._is_updating = False
 

@@ -16,7 +16,6 @@ import json
 import statistics
 import sys
 import time
-import types
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -27,12 +26,10 @@ from command_line import parser_of
 from lowmem_ft import VirtualGPU  # noqa: F401  isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
-import triton
 from measured_on import measured_on
+from measuring.stubbed_launches import stubbed_launches
 from torch import Tensor, nn
 from torch.nn import functional as F
-from triton.backends.compiler import GPUTarget
-from triton.runtime.jit import JITFunction
 
 from lowmem_ft.planning.estimator.measured_host import TOKENS, tiny_qwen3
 from lowmem_ft.techniques.accumulation.fused_accumulation import enable_fused_accumulation
@@ -66,7 +63,7 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = [name for name in arguments.only.split(",") if name]
     changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
-    with launches_stubbed():
+    with computing_nothing():
         seconds = seconds_of_a_layer(changes, arguments.rounds)
     rows = {
         name: {
@@ -186,50 +183,15 @@ def _rivals(name: str, seconds: dict[str, float]) -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def launches_stubbed() -> Iterator[None]:
+def computing_nothing() -> Iterator[None]:
     """Let Triton's kernels compute nothing, and documents' attention be that of a row, which CPUs have."""
     torch.set_num_threads(1)
     with (
-        mock.patch.object(JITFunction, "_do_compile", _without_a_compiler),
+        stubbed_launches(),
         mock.patch("torch.nn.attention.varlen.varlen_attn", _attention_of_a_row),
         mock.patch.object(recomputed_activation, "has_values", return_value=False),
     ):
-        driver: Any = _Driver()
-        triton.runtime.driver.set_active(driver)
         yield
-
-
-class _Driver:
-    """A GPU's driver, as far as Triton asks it in front of a launch."""
-
-    utils = types.SimpleNamespace()
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int = 0) -> int:
-        return 0
-
-
-class _Kernel:
-    """A compiled kernel that does nothing."""
-
-    function = 0
-    packed_metadata = None
-
-    def launch_metadata(self, *arguments: Any) -> None:
-        return None
-
-    def run(self, *arguments: Any) -> None:
-        """Launch nothing."""
-
-
-def _without_a_compiler(self: Any, key: Any, signature: Any, device: int, *others: Any) -> _Kernel:
-    kernel = self.device_caches[device][0][key] = _Kernel()
-    return kernel
 
 
 def _attention_of_a_row(

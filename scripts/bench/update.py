@@ -20,6 +20,7 @@ import timeit
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from command_line import parser_of
 
@@ -30,13 +31,14 @@ from marked_table import put_table, table_of
 from measured_on import measured_on
 from measuring.constant_rows import caveat_of_the_clock
 from measuring.measured_rows import MeasuredRows
+from measuring.stubbed_launches import stubbed_launches
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments, default_data_collator
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.models.hf_config import load_model_config
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.optimizers.triton import triton_update
+from lowmem_ft.optimizers.triton.triton_update import Launches
 from lowmem_ft.planning.estimator import estimate_memory
 from lowmem_ft.recipe import load_recipe
 
@@ -85,10 +87,11 @@ def rows_of(model: str) -> Iterator[dict[str, Any]]:
         yield _row("rtx-4090", "in backward, state on the host", update, estimate)
 
 
-def host_time_of_updates(num_parameters: int = 400, num_steps: int = 15) -> dict[str, float]:
-    """Return the least microseconds of a parameter's update without its operator, and their number of operators.
+def host_time_of_updates(num_parameters: int = 400, num_steps: int = 60) -> dict[str, float]:
+    """Return the least microseconds of a parameter's update up to Triton's driver, and without its launch.
 
-    The unit is ``add_`` on tensors of one element, measured in turn with the steps: it scales with the host.
+    Both are also in the unit of ``add_`` on tensors of one element, measured in turn with the steps: it scales with
+    the host.
     """
     parameters = [torch.nn.Parameter(torch.zeros(256, dtype=torch.bfloat16)) for _ in range(num_parameters)]
     for parameter in parameters:
@@ -99,20 +102,32 @@ def host_time_of_updates(num_parameters: int = 400, num_steps: int = 15) -> dict
         parameters, row.update_rule(), hyperparameters, state="8bit", master="split16"
     )
     optimizer.kernel = "untried"
-    tiny, operator = torch.zeros(1), triton_update._update_in_triton
-    triton_update._update_in_triton = lambda *arguments: None
-    try:
-        seconds = [
-            (
-                timeit.timeit(lambda: tiny.add_(tiny), number=num_parameters),
-                timeit.timeit(optimizer.step, number=1),
-            )
-            for _ in range(num_steps)
-        ]
-    finally:
-        triton_update._update_in_triton = operator
-    add, step = (1e6 * min(times) / num_parameters for times in zip(*seconds, strict=True))
-    return {"update_us": round(step, 2), "add_us": round(add, 3), "update_in_adds": round(step / add, 1)}
+    tiny = torch.zeros(1)
+
+    def step() -> None:
+        optimizer.gradient_factor = tiny[0]  # as clipping leaves it
+        optimizer.step()
+
+    times = []
+    with stubbed_launches():
+        for _ in range(num_steps):
+            add = timeit.timeit(lambda: tiny.add_(tiny), number=num_parameters)
+            whole = timeit.timeit(step, number=1)
+            with mock.patch.object(Launches, "launch", _no_launch):
+                without_launch = timeit.timeit(step, number=1)
+            times.append((add, whole, without_launch))
+    add, whole, without_launch = (1e6 * min(of_one) / num_parameters for of_one in zip(*times, strict=True))
+    return {
+        "add_us": round(add, 3),
+        "update_us": round(whole, 2),
+        "update_in_adds": round(whole / add, 1),
+        "without_launch_us": round(without_launch, 2),
+        "without_launch_in_adds": round(without_launch / add, 1),
+    }
+
+
+def _no_launch(*arguments: Any) -> None:
+    pass
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> str:

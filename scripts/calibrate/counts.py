@@ -18,7 +18,7 @@ from command_line import parser_of
 from lowmem_ft import VirtualGPU  # noqa: F401  isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
-from bench.layer import CHANGES, FEW, MANY, Change, launches_stubbed, run_pass, seconds_of_a_layer
+from bench.layer import CHANGES, FEW, MANY, Change, computing_nothing, run_pass, seconds_of_a_layer
 from measured_on import measured_on
 
 from lowmem_ft.planning.estimator.measured_host import Counts, counts_of_pass, measure_host, tiny_qwen3
@@ -33,7 +33,7 @@ def main() -> None:
     chosen = [name for name in arguments.only.split(",") if name]
     changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
     counts = {name: counts_of_a_layer(change) for name, change in changes.items()}
-    with launches_stubbed():
+    with computing_nothing():
         costs = measure_host(torch.device("cpu"), fuse=lambda model: CHANGES["Liger"](model) is not None)
         seconds = seconds_of_a_layer(changes, arguments.rounds)
     rows = {}

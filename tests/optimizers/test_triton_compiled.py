@@ -100,3 +100,53 @@ def test_a_configuration_is_compiled_once(name, state, master, tmp_path):
         assert launches > 4 * 4
         assert num_variants == expected
         assert fused == [False]
+
+
+ARGUMENTS = """
+import json, sys
+import torch
+from measuring import stubbed_launches
+from torch import nn
+from triton.runtime.jit import JITFunction
+from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
+from lowmem_ft.optimizers.triton.triton_update import Launches, rule_in_kernel
+
+launched, looked_up, run = [], [], JITFunction.run
+
+def launch(self, *arguments):
+    launched.append([one.data_ptr() if isinstance(one, torch.Tensor) else one for one in arguments])
+
+def look_up(self, *arguments, **options):
+    looked_up.append(self)
+    return run(self, *arguments, **options)
+
+stubbed_launches._Kernel.run, JITFunction.run = launch, look_up
+
+def arguments_of(name, state, master, has_clip):
+    row = OPTIMIZERS[name]
+    parameter = nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16))
+    values = {"lr": 1e-3, "weight_decay": 0.1, **row.hyperparameters}
+    optimizer = ChunkedOptimizer([parameter], row.update_rule(), values, state=state, master=master)
+    optimizer.allocate_state()
+    rule, names = rule_in_kernel(optimizer.rule, 1, values), optimizer.layout_of(parameter).in_kernel
+    gradient, clip = torch.zeros_like(parameter), torch.ones(()) if has_clip else None
+    launched.clear(), looked_up.clear()
+    for _ in range(3):
+        launches = Launches(rule, names, clip, gradient)
+        launches.launch(parameter.detach(), gradient, optimizer.state[parameter], [5, 6, 7], 0)
+    first, *others = launched
+    return len(looked_up), [other == first for other in others]
+
+with stubbed_launches.stubbed_launches():
+    print(json.dumps([arguments_of(*job) for job in json.loads(sys.argv[1])]))
+"""
+
+
+def test_a_compiled_kernel_gets_the_arguments_that_triton_would_give_it(tmp_path):
+    jobs = [
+        ("adamw", "8bit", "split24", True),
+        ("adamw", {"exp_avg": "bf16", "exp_avg_sq": "8bit"}, "fp32", False),
+        ("lion", "8bit", "stochastic_rounding", True),
+        ("sgd", "fp32", "none", False),
+    ]
+    assert compiled(ARGUMENTS, tmp_path, jobs) == [[1, [True, True]]] * len(jobs)

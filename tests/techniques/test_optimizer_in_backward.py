@@ -76,6 +76,41 @@ def stepped_in_backward(model, optimizer, max_norm, num_steps=3, memory=None):
     return weights(model)
 
 
+def updates_of_a_step(monkeypatch, memory=None, **fields):
+    """How many gradients each call of ``update`` gets, and how many parameters there are."""
+    model = tiny_model()
+    optimizer = optimizer_of(model, **fields)
+    update, calls = optimizer.update, []
+
+    def listening(slices, **options):
+        calls.append(0)
+
+        def counted():
+            for finished in slices:
+                calls[-1] += 1
+                yield finished
+
+        update(counted(), **options)
+
+    monkeypatch.setattr(optimizer, "update", listening)
+    stepped_in_backward(model, optimizer, 1.0, num_steps=1, memory=memory)
+    assert calls.pop() == 0, "the step itself finds no gradient"
+    return calls, len(optimizer.param_groups[0]["params"]) + len(optimizer.param_groups[1]["params"])
+
+
+def test_one_update_applies_all_gradients_that_wait_on_the_device(monkeypatch):
+    calls, num_parameters = updates_of_a_step(monkeypatch)
+    assert calls == [num_parameters]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"memory": HostMemory(CPU)}, {"name": "adafactor"}], ids=["host", "whole"]
+)
+def test_each_parameter_is_updated_alone_where_one_update_of_all_would_take_memory(monkeypatch, fields):
+    calls, num_parameters = updates_of_a_step(monkeypatch, **fields)
+    assert calls == [1] * num_parameters
+
+
 def both_ways(max_norm, dtype=torch.float32, *, tied=False, memory=None, **fields):
     model = tiny_model(dtype, tie_word_embeddings=tied)
     other = copy.deepcopy(model)

@@ -8,13 +8,12 @@ scale in a quantised format, or is the unit that an allocator hands out.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
 
-@dataclass(frozen=True)
-class GradientSlice:
+class GradientSlice(NamedTuple):
     """The finished gradient of a slice of a parameter.
 
     Args:

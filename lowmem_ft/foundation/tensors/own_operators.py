@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lowmem_ft.foundation.devices import has_values, is_virtual
 from lowmem_ft.foundation.tensors.operator_costs import register_operator_cost
 
 _LIBRARY = torch.library.Library("lowmem_ft", "FRAGMENT")
@@ -49,3 +50,14 @@ def register_operator(
         launched_by_triton=launched_by_triton,
     )
     return operator
+
+
+def sees_operators(tensor: torch.Tensor) -> bool:
+    """Return whether an operator's call does more than run its function: in a trace, on fake tensors, in a compiler.
+
+    Args:
+        tensor: one of its arguments.
+    """
+    if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return True
+    return is_virtual(tensor.device) or not has_values(tensor)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from lowmem_ft.optimizers.formats.state_formats import StateFormat
-from lowmem_ft.optimizers.triton.triton_update import NamesInKernel, RuleInKernel
+from lowmem_ft.optimizers.triton.triton_update import Launches, NamesInKernel
 from lowmem_ft.optimizers.updates.update_rule import Step
 
 
@@ -18,18 +18,12 @@ class Layout:
     """All of a parameter's update that is the same in every step. It keeps no tensor alive.
 
     Args:
-        group: index of its group.
-        number: its number in the optimizer.
         made_from: types, formats and averages that it follows from.
-        is_whole: whether all elements are in this process.
         averages: the format of each running average by name.
         in_kernel: the same for the Triton kernel.
     """
 
-    group: int
-    number: int
     made_from: object
-    is_whole: bool
     averages: Mapping[str, StateFormat]
     in_kernel: NamesInKernel
 
@@ -46,7 +40,7 @@ class SliceUpdate:
     number: int
     hyperparameters: Mapping[str, Any]
     step: Step = field(init=False)
-    in_kernel: RuleInKernel | None = None
+    in_kernel: Launches | None = None
     after: list[Callable[[], None]] = field(default_factory=list)
 
     @property

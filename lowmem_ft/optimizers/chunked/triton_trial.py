@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.foundation.tensors.triton_use import Kernel, Work, uses_kernel
 from lowmem_ft.optimizers.formats.operators import BLOCK
-from lowmem_ft.optimizers.triton.triton_update import VECTOR, RuleInKernel, rule_in_kernel
+from lowmem_ft.optimizers.triton.kernel_variants import VECTOR
+from lowmem_ft.optimizers.triton.triton_update import Launches, rule_in_kernel
 
 if TYPE_CHECKING:
     from lowmem_ft.optimizers.chunked.chunked_optimizer import ChunkedOptimizer
@@ -30,10 +31,9 @@ def in_kernel(
     finished: GradientSlice,
     number: int,
     hyperparameters: Mapping[str, Any],
-    *,
-    has_clip: bool,
-) -> RuleInKernel | None:
-    """Return the update in the Triton kernel's form; None: it is made operation by operation.
+    scale: Tensor | None,
+) -> Launches | None:
+    """Return the launches of the Triton kernel for an update; None: it is made operation by operation.
 
     Of slices it depends on step number, hyperparameters, formats, types, device and :func:`has_tail` alone.
 
@@ -42,7 +42,7 @@ def in_kernel(
         finished: the slice.
         number: number of the parameter's step, from 1.
         hyperparameters: those of the update.
-        has_clip: whether gradients are scaled.
+        scale: factor on the gradients; None: 1.
     """
     if optimizer.kernel == "eager":
         return None
@@ -50,13 +50,15 @@ def in_kernel(
     if rule is None:
         return None
     dtype, gradient = finished.parameter.dtype, finished.gradient
-    states = tuple(optimizer.layout_of(finished.parameter).in_kernel.states)
-    formats = (rule.name, rule.from_end, optimizer.master_format, states)
+    names, has_clip = optimizer.layout_of(finished.parameter).in_kernel, scale is not None
+    formats = (rule.name, rule.from_end, optimizer.master_format, tuple(names.states))
     tail = has_tail(gradient)
     num_elements = 5 * BLOCK + 5 * VECTOR - (3 if tail else 0)
     trial = partial(_values_after, optimizer, dtype, gradient, hyperparameters, num_elements, has_clip)
     compiled_for = (*formats, dtype, gradient.dtype, tail, has_clip)
-    return rule if uses_kernel(_UPDATE, optimizer.kernel, gradient.device, compiled_for, trial) else None
+    if not uses_kernel(_UPDATE, optimizer.kernel, gradient.device, compiled_for, trial):
+        return None
+    return Launches(rule, names, scale, gradient)
 
 
 def has_tail(gradient: Tensor) -> bool:

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowmem_ft.foundation.tensors.own_operators import register_operator
-from lowmem_ft.foundation.tensors.triton_use import launching_on
-from lowmem_ft.optimizers import triton as with_kernel  # its names import the library when they are used
+from lowmem_ft.foundation.tensors.own_operators import register_operator, sees_operators
 from lowmem_ft.optimizers.formats.master_formats import master_format
-from lowmem_ft.optimizers.formats.operators import BLOCK, SIGNED_OCTAVES, UNSIGNED_OCTAVES
+from lowmem_ft.optimizers.triton.kernel_variants import VECTOR, Variant, variant_of
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
 
-VECTOR = 16
-"""Chunks of a multiple of this many elements are read and written in vectors up to their end."""
+T = TypeVar("T")
 
 _LARGEST_CHUNK = 2**31 - 1
 
@@ -77,7 +74,6 @@ class NamesInKernel:
         averages: names of the averages, at most two; the second has no sign.
         scales: names of the scales of those in 8 bits.
         states: formats of the averages.
-        kept: all of these names.
     """
 
     master: str
@@ -85,69 +81,93 @@ class NamesInKernel:
     averages: Sequence[str]
     scales: Sequence[str]
     states: list[str]
-    kept: Sequence[str]
 
 
 def names_in_kernel(master: str, dtype: torch.dtype, averages: Mapping[str, str]) -> NamesInKernel:
     """Return the names for a weight of a type, and for averages with their formats by name."""
-    tensors = master_format(master, dtype).tensors
-    scales = [f"{name}_scale" for name, state in averages.items() if state == "8bit"]
     return NamesInKernel(
         master="weight" if dtype == torch.float32 else master,
-        of_master=next(iter(tensors), None),
+        of_master=next(iter(master_format(master, dtype).tensors), None),
         averages=list(averages),
-        scales=scales,
+        scales=[f"{name}_scale" for name, state in averages.items() if state == "8bit"],
         states=list(averages.values()),
-        kept=[*tensors, *averages, *scales],
     )
 
 
-def launch(
-    rule: RuleInKernel,
-    *,
-    names: NamesInKernel,
-    weight: Tensor,
-    gradient: Tensor,
-    clip: Tensor | None,
-    kept: Mapping[str, Tensor],
-    keys: list[int],
-    element: int,
-) -> None:
-    """Update a chunk in place, on its device's current stream, without a host sync.
+class Launches:
+    """Launches of the kernel that differ only in tensors, keys and elements: what they share is decided once.
+
+    Where nothing would see the operator ``update_in_triton``, as a trace does, its kernel is launched without it: an
+    operator of so many arguments takes the host longer than all the rest.
 
     Args:
         rule: the rule's step.
-        names: the parameter's formats, and names in ``kept``.
-        weight: contiguous, float32 or bfloat16.
-        gradient: contiguous, float32, bfloat16 or float16.
-        clip: factor on the gradient, 0-d float32 on the device; None means 1. If it is NaN, nothing changes.
-        kept: stored tensors of master and averages, on the device.
-        keys: keys of the random bits of master and averages.
-        element: number of the chunk's first element.
+        names: the parameters' formats, and names in ``kept``.
+        clip: factor on the gradients, 0-d float32 on the device; None means 1. If it is NaN, nothing changes.
+        gradient: one of the gradients: all have its type and device.
 
-    Raises:
-        ValueError: if the chunk has 2**31 elements or more.
+    Attributes:
+        kept: the names of all stored tensors.
     """
-    if weight.numel() > _LARGEST_CHUNK:
-        raise ValueError(
-            f"The kernel takes chunks of up to {_LARGEST_CHUNK} elements, got {weight.numel()}. "
-            "Lower the optimizer's chunk_elements."
+
+    def __init__(
+        self, rule: RuleInKernel, names: NamesInKernel, clip: Tensor | None, gradient: Tensor
+    ) -> None:
+        self._rule, self._names, self._clip = rule, names, clip
+        self._pointers = [names.of_master, *_in_pairs(names.averages, names.scales, names.states)]
+        self._constants = _padded(rule.constants)
+        self._variants = [
+            _variant(
+                rule.name, rule.from_end, names.master, names.states, gradient, clip, in_vectors=in_vectors
+            )
+            for in_vectors in (() if sees_operators(gradient) else (False, True))
+        ]
+        self.kept = [name for name in self._pointers if name is not None]
+
+    def launch(
+        self, weight: Tensor, gradient: Tensor, kept: Mapping[str, Tensor], keys: list[int], element: int
+    ) -> None:
+        """Update a chunk in place, on its device's current stream, without a host sync.
+
+        Args:
+            weight: contiguous, float32 or bfloat16; on the current device.
+            gradient: contiguous, float32, bfloat16 or float16.
+            kept: stored tensors of master and averages, on the device.
+            keys: keys of the random bits of master and averages.
+            element: number of the chunk's first element.
+
+        Raises:
+            ValueError: if the chunk has 2**31 elements or more.
+        """
+        num_elements = weight.numel()
+        if num_elements > _LARGEST_CHUNK:
+            raise ValueError(
+                f"The kernel takes chunks of up to {_LARGEST_CHUNK} elements, got {num_elements}. "
+                "Lower the optimizer's chunk_elements."
+            )
+        if self._variants:
+            beside, *averages = [weight if name is None else kept[name] for name in self._pointers]
+            clip = weight if self._clip is None else self._clip
+            variant = self._variants[num_elements % VECTOR == 0]
+            numbers = (element, *keys, *self._constants)
+            variant.launch((weight, beside, gradient, clip, *averages), num_elements, numbers)
+            return
+        rule, names = self._rule, self._names
+        _update_in_triton(
+            weight,
+            None if names.of_master is None else kept[names.of_master],
+            [kept[name] for name in names.averages],
+            [kept[name] for name in names.scales],
+            gradient,
+            self._clip,
+            names.master,
+            names.states,
+            rule.name,
+            rule.constants,
+            rule.from_end,
+            keys,
+            element,
         )
-    _update_in_triton(
-        weight,
-        None if names.of_master is None else kept[names.of_master],
-        [kept[name] for name in names.averages],
-        [kept[name] for name in names.scales],
-        gradient,
-        clip,
-        names.master,
-        names.states,
-        rule.name,
-        rule.constants,
-        rule.from_end,
-        keys,
-        element,
-    )
 
 
 def update_in_triton(
@@ -166,39 +186,47 @@ def update_in_triton(
     element: int,
 ) -> None:
     """Launch the kernel, as an operator: a trace, without Triton and values, sees what it reads and writes."""
-    # A dummy tensor fills each pointer that the compiled kernel does not use.
-    values = [*averages, *[weight] * (2 - len(averages))]
-    of_blocks = iter(scales)
-    scales = [next(of_blocks) if state == "8bit" else weight for state in states]
-    scales += [weight] * (2 - len(scales))
     num_elements = weight.numel()
-    kernel: Any = with_kernel.update_chunk
-    with launching_on(weight):
-        kernel[(-(-num_elements // (with_kernel.ROWS * BLOCK)),)](
-            _raw(weight),
-            _raw(weight if beside is None else beside),
-            _raw(gradient),
-            weight if clip is None else clip,
-            *(tensor for pair in zip(map(_raw, values), map(_raw, scales), strict=True) for tensor in pair),
-            num_elements,
-            element,
-            *keys,
-            *(*constants, *[0.0] * (8 - len(constants))),
-            RULE=rule,
-            MASTER=master,
-            STATE_0=states[0] if states else "none",
-            STATE_1=states[1] if len(states) > 1 else "none",
-            IS_HALF_GRADIENT=gradient.dtype == torch.bfloat16,
-            HAS_CLIP=clip is not None,
-            FROM_END_0=from_end[0],
-            FROM_END_1=from_end[1],
-            SIGNED_OCTAVES=SIGNED_OCTAVES,
-            UNSIGNED_OCTAVES=UNSIGNED_OCTAVES,
-            IN_VECTORS=num_elements % VECTOR == 0,
-            VECTOR=VECTOR,
-            ROWS=with_kernel.ROWS,
-            **with_kernel.OPTIONS,
-        )
+    in_vectors = num_elements % VECTOR == 0
+    variant = _variant(rule, from_end, master, states, gradient, clip, in_vectors=in_vectors)
+    tensors = [beside, gradient, clip, *_in_pairs(averages, scales, states)]
+    in_order = [weight, *(weight if tensor is None else tensor for tensor in tensors)]
+    variant.launch(in_order, num_elements, (element, *keys, *_padded(constants)))
+
+
+def _variant(
+    rule: str,
+    from_end: Sequence[bool],
+    master: str,
+    states: Sequence[str],
+    gradient: Tensor,
+    clip: Tensor | None,
+    *,
+    in_vectors: bool,
+) -> Variant:
+    first, second = from_end
+    return variant_of(
+        rule,
+        (first, second),
+        master,
+        tuple(states),
+        gradient.dtype,
+        gradient.device,
+        has_clip=clip is not None,
+        in_vectors=in_vectors,
+    )
+
+
+def _in_pairs(averages: Sequence[T], scales: Sequence[T], states: Sequence[str]) -> list[T | None]:
+    """Return the first average, its scales, the second one and its scales; None: the formats have none."""
+    of_blocks, places = iter(scales), list[T | None]()
+    for average, state in zip(averages, states, strict=True):
+        places += [average, next(of_blocks) if state == "8bit" else None]
+    return places + [None] * (4 - len(places))
+
+
+def _padded(constants: Sequence[float]) -> list[float]:
+    return [*constants, *[0.0] * (8 - len(constants))]
 
 
 def _moved_bytes(
@@ -229,8 +257,3 @@ _update_in_triton = register_operator(
 def _rest(part: float) -> float:
     """Return 1 minus a share that torch has rounded to float32."""
     return 1 - float(np.float32(part))
-
-
-def _raw(tensor: Tensor) -> Tensor:
-    """Return bfloat16 as int16, which the kernel works on."""
-    return tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor

@@ -196,7 +196,7 @@ def cross_entropy_in_triton(
     """
     assert logits_CW.stride(1) == 1, "a row of logits is contiguous"
     kernel: Any = with_kernel.cross_entropy_row
-    with launching_on(logits_CW):
+    with launching_on(logits_CW.device):
         kernel[(len(logits_CW),)](
             logits_CW,
             logits_CW.stride(0),

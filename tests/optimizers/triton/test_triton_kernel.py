@@ -9,12 +9,16 @@ import pytest
 import torch
 from sweeps import few_quick
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.tensors import triton_use
 from lowmem_ft.foundation.tensors.gradient_slice import GradientSlice
 from lowmem_ft.optimizers import OPTIMIZERS, ChunkedOptimizer
-from lowmem_ft.optimizers.chunked import chunked_optimizer
+from lowmem_ft.optimizers import triton as with_kernel
+from lowmem_ft.optimizers.triton import kernel_variants
+from lowmem_ft.optimizers.triton.kernel_variants import variant_of
+from lowmem_ft.optimizers.triton.triton_update import Launches
 from lowmem_ft.optimizers.updates.adamw import AdamW
 from lowmem_ft.optimizers.updates.lion import Lion
 from lowmem_ft.optimizers.updates.sgd import SGD
@@ -98,7 +102,7 @@ def build(name, state, master, num_elements, kernel, unfused=True, seed=2**40 + 
 def train(optimizer, steps=3, dtype=torch.bfloat16, clip=0.37):
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
-        for parameter in optimizer.param_groups[0]["params"]:
+        for parameter in parameters_of(optimizer):
             size = torch.randn(parameter.shape, generator=generator) * 4
             gradient = (
                 (torch.randn(parameter.shape, generator=generator) * 2.0**size).clamp(-6e4, 6e4).to(dtype)
@@ -108,8 +112,12 @@ def train(optimizer, steps=3, dtype=torch.bfloat16, clip=0.37):
     return optimizer
 
 
+def parameters_of(optimizer):
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
 def kept(optimizer):
-    for number, parameter in enumerate(optimizer.param_groups[0]["params"]):
+    for number, parameter in enumerate(parameters_of(optimizer)):
         yield f"{number}.weight", parameter.detach()
         for name, value in optimizer.state[parameter].items():
             yield f"{number}.{name}", torch.as_tensor(value)
@@ -147,8 +155,8 @@ def test_a_step_that_is_not_finite_writes_nothing_and_does_not_count(name, state
 def test_it_is_asked_before_anything_but_the_kernel_changes_a_weight(monkeypatch):
     optimizer = train(build("adamw", "8bit", "split24", 1324, "triton"))
     before = copy.deepcopy(dict(kept(optimizer)))
-    launched, launch = [], chunked_optimizer.launch
-    monkeypatch.setattr(chunked_optimizer, "launch", lambda *a, **k: launched.append(launch(*a, **k)))
+    launched, launch = [], Launches.launch
+    monkeypatch.setattr(Launches, "launch", lambda *a: launched.append(launch(*a)))
     set_gradients(optimizer, is_finite=False)
     _, second = optimizer.param_groups[0]["params"]
     second.grad = torch.full((1324, 2), torch.inf, dtype=second.dtype)[:, 0]  # not contiguous
@@ -250,23 +258,147 @@ def other_weights(optimizer):
     optimizer.adopt_weights()
 
 
+def of_another_run(optimizer):
+    """Averages of other steps than its own, and their number."""
+    parameters, size = parameters_of(optimizer), parameters_of(optimizer)[1].numel()
+    other = build("adamw", "8bit", "split24", size, "eager")
+    for parameter, theirs in zip(parameters, parameters_of(train(other, steps=2)), strict=True):
+        parameter.data.copy_(theirs)
+    optimizer.load_state_dict(copy.deepcopy(other.state_dict()))
+
+
+def another_group(optimizer):
+    parameter = nn.Parameter(torch.linspace(-1, 1, 600).bfloat16())
+    optimizer.add_param_group({"params": [parameter], "lr": 0.01})
+
+
+def another_seed(optimizer):
+    optimizer.seed += 1
+
+
 CHANGES = {
     "learning rate": lambda optimizer: optimizer.param_groups[0].update(lr=0.5),
     "chunks": lambda optimizer: setattr(optimizer, "chunk_elements", 768),
     "operations": by_operations,
     "loaded": lambda optimizer: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "loaded from another run": of_another_run,
+    "a group": another_group,
+    "betas": lambda optimizer: optimizer.param_groups[0].update(betas=(0.3, 0.9)),
+    "seed": another_seed,
     "a hook": lambda optimizer: optimizer.register_update_hook(lambda *arguments: None),
     "memory": other_memory,
     "weights": other_weights,
 }
 
 
+class Handle:
+    """A compiled kernel, as Triton hands it out: it gets all arguments by their places, and bfloat16 as it is."""
+
+    def __init__(self, kernel):
+        self.kernel, self.num_launches = kernel, 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments):
+            self.num_launches += 1
+            self.kernel[grid](*(one.view(torch.int16) if is_half(one) else one for one in arguments))
+
+        return launch
+
+
+class Compiler:
+    """The kernel, whose launches hand out a compiled one: here it is interpreted, too."""
+
+    def __init__(self, kernel):
+        self.kernel, self.handles = kernel, []
+
+    def __getitem__(self, grid):
+        def launch(*arguments, **options):
+            self.kernel[grid](*arguments, **options)
+            self.handles.append(Handle(self.kernel))
+            return self.handles[-1]
+
+        return launch
+
+
+def is_half(argument):
+    return isinstance(argument, torch.Tensor) and argument.dtype == torch.bfloat16
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    kernel = Compiler(with_kernel.update_chunk)
+    monkeypatch.setattr(with_kernel, "update_chunk", kernel, raising=False)
+    variant_of.cache_clear()
+    yield kernel
+    variant_of.cache_clear()
+
+
+@pytest.mark.parametrize("name,state,master", [("adamw", "8bit", "split24"), ("lion", "bf16", "fp32")])
+def test_a_compiled_kernel_gives_the_same_bits_and_is_looked_up_once(compiler, name, state, master):
+    found, expected = (build(name, state, master, 4 * 1024 + 304, kernel) for kernel in ("untried", "eager"))
+    assert_equal(train(found, steps=3), train(expected, steps=3))
+    assert [handle.num_launches for handle in compiler.handles] == [2, 2], (
+        "3 elements are no vectors, 4400 are"
+    )
+
+
+def test_an_address_that_is_not_aligned_needs_a_variant_of_its_own(compiler):
+    found, expected = (build("adamw", "8bit", "split24", 608, kernel) for kernel in ("untried", "eager"))
+    for optimizer in (train(found), train(expected)):
+        parameter = parameters_of(optimizer)[1]
+        gradient = torch.linspace(-1, 1, 609).bfloat16()[1:]
+        optimizer.update([GradientSlice(parameter, gradient)], scale=torch.tensor(0.37))
+    assert_equal(train(found), train(expected))
+    assert len(compiler.handles) == 3, "the third is not kept: Triton finds it for itself"
+    assert compiler.handles[1].num_launches == 2 + 3
+
+
+@pytest.mark.usefixtures("compiler")
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_changes_between_steps_counts_in_the_next_launch_of_a_compiled_kernel(change):
+    check_change(change)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_changes_between_steps_counts_in_the_next(change):
+    check_change(change)
+
+
+def check_change(change):
     pair = [build("adamw", "8bit", "split24", 4 * 1024 + 300, kernel) for kernel in ("untried", "eager")]
     for optimizer in pair:
         CHANGES[change](train(optimizer))
     assert_equal(*map(train, pair))
+
+
+def test_a_triton_that_hands_out_no_compiled_kernel_is_named_once(compiler, monkeypatch, caplog):
+    monkeypatch.setattr(kernel_variants, "is_interpreted", lambda: False)
+    monkeypatch.setattr(Compiler, "__getitem__", lambda self, grid: self.kernel[grid])
+    kernel_variants._say_that_none_came.cache_clear()
+    found, expected = (build("adamw", "8bit", "split24", 700, kernel) for kernel in ("untried", "eager"))
+    assert_equal(train(found), train(expected))
+    assert caplog.text.count("returns no compiled kernel") == 1
+
+
+class Names(TorchDispatchMode):
+    """The names of operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.add(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_whoever_watches_operators_sees_the_update(compiler):
+    found, expected = (build("adamw", "8bit", "split24", 700, kernel) for kernel in ("untried", "eager"))
+    train(found)
+    with Names() as watched:
+        train(found)
+    assert "lowmem_ft::update_in_triton" in watched.names
+    assert_equal(found, train(train(expected)))
 
 
 def test_nan_stays_in_its_block():
@@ -303,12 +435,12 @@ def test_the_kernel_passes_its_trial(name, num_elements, clip):
 def test_a_kernel_that_leaves_weights_alone_fails_its_trial_in_a_warm_up_too(master, monkeypatch):
     """Whose first rate is 0: with that no weight would change, whoever updates it."""
 
-    def idle(rule, *, weight, kept, **others):
+    def idle(self, weight, gradient, kept, *others):
         masters = {name: kept[name].clone() for name in ("master", "low") if name in kept}
-        launch(rule, weight=weight.clone(), kept={**kept, **masters}, **others)
+        launch(self, weight.clone(), gradient, {**kept, **masters}, *others)
 
-    launch = chunked_optimizer.launch
-    monkeypatch.setattr(chunked_optimizer, "launch", idle)
+    launch = Launches.launch
+    monkeypatch.setattr(Launches, "launch", idle)
     optimizer = build("adamw", "fp32", master, 600, "triton", lr=0.0)
     with pytest.raises(UserError, match="computes a different weight from torch's operations"):
         train(optimizer, steps=1)
