@@ -64,8 +64,8 @@ def register_operator_cost(
         irrelevant: names of arguments, such as a seed, on which neither these functions nor the operator's fake rule
             depend. If given, even as ``()``, a trace does not call them again where all other arguments and the shapes,
             strides, types and devices of the tensors are as before. None: it calls them each time.
-        launched_by_triton: whether Triton launches it: Python prepares the arguments, which keeps the host for as
-            long as several operators of torch.
+        launched_by_triton: whether Triton launches it and looks at its arguments, which keeps the host for as long as
+            several operators of torch.
 
     Raises:
         UserError: if ``operator`` is not an overload.

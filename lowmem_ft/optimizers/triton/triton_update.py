@@ -242,6 +242,7 @@ def _moved_bytes(
     return 2 * sum(tensor.nbytes for tensor in (weight, *kept)) + gradient.nbytes
 
 
+# Launched by the compiled kernel it takes the host as long as an operator of torch (``bench update --python``).
 _update_in_triton = register_operator(
     update_in_triton,
     "(Tensor(a!) weight, Tensor(b!)? beside, Tensor(c!)[] averages, Tensor(d!)[] scales, Tensor gradient, "
@@ -250,7 +251,6 @@ _update_in_triton = register_operator(
     lambda *arguments: None,
     moved_bytes=_moved_bytes,
     irrelevant=("constants", "keys", "element"),
-    launched_by_triton=True,
 )
 
 
