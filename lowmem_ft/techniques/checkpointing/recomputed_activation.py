@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.tensors.live_tensors import storage_key
-from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.modules.autocast_state import autocast_of_now
 from lowmem_ft.techniques.modules.model_parts import ModelParts, mlps_in
+from lowmem_ft.techniques.modules.save_before_compute import is_inside_hooks
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
@@ -212,7 +212,7 @@ class _Recomputing:
         outputs = {name: self._outputs[name] for name in self._first if name in self._outputs}
         self._outputs.clear()
         is_replica = self._child(self._last) is not linear
-        if len(outputs) < len(self._first) or not inputs or is_replica or _is_inside_hooks():
+        if len(outputs) < len(self._first) or not inputs or is_replica or is_inside_hooks():
             return
         if not self._is_compared:
             self._compare(inputs[0], outputs)
@@ -286,12 +286,6 @@ class _Reached(Exception):  # no error: it leaves a forward that has done its pa
         tensor, self.tensor, self.__traceback__ = self.tensor, None, None
         assert tensor is not None
         return tensor
-
-
-def _is_inside_hooks() -> bool:
-    """Return whether other hooks take what is saved: a checkpoint around the layer, or a copy to the host."""
-    autograd = existing(torch._C, "_autograd")
-    return existing(autograd, "_top_saved_tensors_default_hooks")(False) is not None
 
 
 def _given(output: Tensor, *_: Any) -> Tensor:
