@@ -128,9 +128,21 @@ def launch(kernel, *args, grid, warmup=False, **kwargs):
         *args, **{name: value for name, value in kwargs.items() if name in parameters}
     )
     bound.apply_defaults()
-    LAUNCHES[kernel.fn.__name__] += 1
+    name = kernel.fn.__name__
+    LAUNCHES[name] += 1
+    given = bound.arguments
+    if (
+        name != "_triton_rope"
+    ):  # the others get addresses and widths: whatever is in front of the last axis is rows
+        given = {
+            key: _rows(value) if isinstance(value, torch.Tensor) else value for key, value in given.items()
+        }
     with torch.no_grad():
-        TRANSCRIPTIONS[kernel.fn.__name__](bound.arguments, grid)
+        TRANSCRIPTIONS[name](given, grid)
+
+
+def _rows(tensor):
+    return tensor.view(-1, tensor.shape[-1]) if tensor.dim() > 2 else tensor
 
 
 @contextlib.contextmanager

@@ -292,7 +292,10 @@ NAMES_OF = {
     "accelerate.Accelerator": "_is_accelerate_prepared _original_forward",
     # _get_base_layer_device_and_dtype: adapters are made in float32, not rounded to their layer's type
     # _cast_input_dtype: leaves the type to autocast
-    "peft.tuners.lora.LoraLayer": "_get_base_layer_device_and_dtype _cast_input_dtype",
+    # _disable_adapters, _active_adapter: read at each call, without properties around them
+    "peft.tuners.lora.LoraLayer": (
+        "_get_base_layer_device_and_dtype _cast_input_dtype _disable_adapters _active_adapter"
+    ),
     # _MODEL_TO_CONVERSION_PATTERN: families whose experts it adapts
     # _MOE_TARGET_MODULE_MAPPING: names that it takes for their experts and routers
     "peft.utils.transformers_weight_conversion": "_MODEL_TO_CONVERSION_PATTERN _MOE_TARGET_MODULE_MAPPING",

@@ -1,7 +1,7 @@
 """A linear layer and its LoRA adapter as one operation, which saves only its input.
 
 It is one node of autograd, :class:`_Adapted`: each costs the host as much as several operators. Only the last one of a
-decoder layer saves its input by another node, so that recomputation can stop before it.
+checkpointed layer saves its input by another node, so that recomputation can stop before it.
 
 Axes: N tokens, I inputs of the layer, O outputs, R rank of the adapter.
 """
@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.errors import UserError
@@ -27,9 +26,11 @@ from lowmem_ft.techniques.adapters.expert_adapter import adapts_experts, add_in_
 from lowmem_ft.techniques.adapters.peft_layers import active_adapter, adapted_layers
 from lowmem_ft.techniques.modules.autocast_state import AutocastState
 from lowmem_ft.techniques.modules.model_parts import ModelParts
+from lowmem_ft.techniques.modules.once_differentiable import once_differentiable
 from lowmem_ft.techniques.modules.patching import call_around
 from lowmem_ft.techniques.modules.save_before_compute import (
     SavedTensors,
+    is_inside_hooks,
     last_of_each_decoder_layer,
     not_as_view,
     save_early,
@@ -56,8 +57,8 @@ def enable_fused_adapters(model: nn.Module | ModelParts, config: AdapterConfig) 
     ends with an adapted layer does not compute it again, as all that it saves it saves before.
     For fused experts: the adapter is two grouped products more, where PEFT adds it to the whole weight, of all experts,
     in each forward; they need the rows of each product until backward. Packed experts have no other forward.
-    Equals: PEFT's LoRA up to rounding: the scaled product is not rounded before it is added. Dropout draws the same
-    numbers.
+    Equals: PEFT's LoRA up to rounding: the scaled product is not rounded before it is added, and gradients are not
+    between product and scaling. Dropout draws the same numbers.
     Limits: PEFT's forward stays for DoRA, 8-bit layers, layers that are stored the other way round, experts that
     transformers does not multiply by its interface, trained base weights and weights cut by ZeRO-3; and while adapters
     are merged, disabled or several. No second derivative.
@@ -142,15 +143,20 @@ def _forward(
         otherwise = "arguments in addition to its input"
     if otherwise:
         return _by_peft(otherwise, said, stock_forward, x, *args, **kwargs)
-    weight_RI, weight_OR = layer.lora_A[name].weight, layer.lora_B[name].weight
-    is_trained = weight_RI.requires_grad and weight_OR.requires_grad
-    if otherwise := _reason_for_peft(layer, name, is_trained, x):
+    children = layer._modules  # to ask the module for a child takes it as long as an operator
+    base = children["base_layer"]
+    weight_RI = children["lora_A"]._modules[name].weight
+    weight_OR = children["lora_B"]._modules[name].weight
+    has_graph = torch.is_grad_enabled()
+    is_trained = not has_graph or (weight_RI.requires_grad and weight_OR.requires_grad)
+    if otherwise := _reason_for_peft(layer, base, name, is_trained, x):
         return _by_peft(otherwise, said, stock_forward, x)
-    operation = _operation(layer, name, weight_RI.dtype, x)
-    if not torch.is_grad_enabled():
+    dropout = children["lora_dropout"]._modules[name]
+    operation = _operation(base, dropout, layer.scaling[name], weight_RI.dtype, x)
+    if not has_graph:
         return operation.forward(x, weight_RI, weight_OR)
     saved, of_input = None, x.requires_grad
-    if is_last:
+    if is_last and is_inside_hooks():
         x, saved = save_early(x, weight_RI, weight_OR)
     return _Adapted.apply(x, weight_RI, weight_OR, operation, saved, of_input)
 
@@ -164,34 +170,31 @@ def _by_peft(
     return stock_forward(*args, **kwargs)
 
 
-def _reason_for_peft(layer: Any, name: str, is_trained: bool, x: Tensor) -> str:
+def _reason_for_peft(layer: Any, base: Any, name: str, is_trained: bool, x: Tensor) -> str:
     """Return what about a layer and its input is PEFT's to compute at the moment; empty: nothing."""
-    weight = layer.base_layer.weight
+    weight = base.weight
     if name in layer.lora_variant or layer.lora_bias[name] or weight.requires_grad:
         return "another kind of adapter, or a weight that is trained itself"
-    if not is_trained and torch.is_grad_enabled():
+    if not is_trained:
         return "a frozen adapter"
-    if getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+    if type(base) is not nn.Linear and _is_packed_for_cpu(weight):
         return "weights that bitsandbytes has packed for inference on this CPU"
-    if not x.is_floating_point() or not x.numel() or (x.dtype == torch.float64 and autocast_dtype(x)):
+    if not x.is_floating_point() or not x.numel() or (x.dtype is torch.float64 and autocast_dtype(x)):
         return "an empty or float64 input"
     return ""
 
 
-def _operation(layer: Any, name: str, dtype: torch.dtype, x: Tensor) -> _Operation:
-    dropout, base = layer.lora_dropout[name], layer.base_layer
-    probability = dropout.p if isinstance(dropout, nn.Dropout) and dropout.training else 0.0
+def _is_packed_for_cpu(weight: Any) -> bool:
+    return getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False)
+
+
+def _operation(base: Any, dropout: Any, scaling: float, dtype: torch.dtype, x: Tensor) -> _Operation:
     autocast = autocast_dtype(x)
     # A module that lacks an attribute takes as long to say so as an operator.
     base_dtype = autocast if type(base) is nn.Linear else getattr(base, "compute_dtype", autocast)
-    return _Operation(
-        base=base,
-        base_dtype=base_dtype or x.dtype,
-        dtype=autocast or dtype,
-        scaling=layer.scaling[name],
-        dropout=probability,
-        autocast_state=AutocastState(x.device) if probability else None,
-    )
+    probability = dropout.p if dropout.training and isinstance(dropout, nn.Dropout) else 0.0
+    state = AutocastState(x.device) if probability else None
+    return _Operation(base, base_dtype or x.dtype, autocast or dtype, scaling, probability, state)
 
 
 @dataclass(slots=True)
@@ -217,44 +220,46 @@ class _Operation:
     def forward(self, x: Tensor, weight_RI: Tensor, weight_OR: Tensor) -> Tensor:
         """Return the layer's output with the adapter's added in place."""
         if type(self.base) is nn.Linear:
-            x = x.to(self.base_dtype)  # autocast would make such a copy for each of the two
+            x = _as(x, self.base_dtype)  # autocast would make such a copy for each of the two
         output = self.base(x).contiguous()
-        x_NI, output_NO = x.reshape(-1, x.shape[-1]), output.view(-1, output.shape[-1])
-        weight_RI, weight_OR = weight_RI.to(self.dtype), weight_OR.to(self.dtype)
-        for x_tile, output_tile in self._row_tiles(x_NI, output_NO):
-            inner_NR = self._dropped(x_tile.to(self.dtype)) @ weight_RI.t()
+        weight_RI, weight_OR = _as(weight_RI, self.dtype), _as(weight_OR, self.dtype)
+        for x_tile, output_tile in self._row_tiles(_rows(x), _rows(output)):
+            inner_NR = F.linear(self._dropped(_as(x_tile, self.dtype)), weight_RI)
             _add_product_(output_tile, inner_NR, weight_OR.t(), self.scaling)
         return not_as_view(output)
 
     def gradients(
         self, x: Tensor, weight_RI: Tensor, weight_OR: Tensor, d_output: Tensor, *, of_input: bool
     ) -> tuple[Tensor | None, Tensor, Tensor]:
-        """Return the gradients of the input, if asked for, and of the adapter's two matrices."""
-        x_NI, d_output_NO = x.reshape(-1, x.shape[-1]), d_output.reshape(-1, d_output.shape[-1])
-        d_x_NI = self._through_base(d_output_NO).to(x.dtype) if of_input else None
-        a_RI, b_OR = weight_RI.to(self.dtype), weight_OR.to(self.dtype)
+        """Return the gradients of the input, if asked for, and of the adapter's two matrices.
+
+        They are scaled inside the products that end them. Autograd casts those of matrices of another type.
+        """
+        dtype, scaling = self.dtype, self.scaling
+        x_NI, d_output_NO = _rows(x), _rows(d_output)
+        d_x_NI = _as(self._through_base(d_output_NO), x.dtype) if of_input else None
+        a_RI, b_OR = _as(weight_RI, dtype), _as(weight_OR, dtype)
         d_a_RI = d_b_OR = None
         of_x = (x_NI,) if d_x_NI is None else (x_NI, d_x_NI)
         for d_output_tile, x_tile, *d_x_tile in self._row_tiles(d_output_NO, *of_x):
-            d_NO = d_output_tile.to(self.dtype)
-            d_inner_NR = (d_NO @ b_OR).mul_(self.scaling)
-            input_NI = self._dropped_again(x_tile.to(self.dtype))
-            d_a_RI = _with_product(d_a_RI, d_inner_NR.t(), input_NI)
-            d_b_OR = _with_product(d_b_OR, d_NO.t(), (input_NI @ a_RI.t()).mul_(self.scaling))
+            d_NO = _as(d_output_tile, dtype)
+            d_inner_NR = d_NO @ b_OR
+            input_NI = self._dropped_again(_as(x_tile, dtype))
+            d_a_RI = _sum(d_a_RI, a_RI, d_inner_NR.t(), input_NI, scaling)
+            d_b_OR = _sum(d_b_OR, b_OR, d_NO.t(), F.linear(input_NI, a_RI), scaling)
             del input_NI
             for d_x in d_x_tile:  # one, if any
                 if self.dropout:  # a product with the mask is what dropout does to the gradient, too
-                    d_x += self._dropped_again(d_inner_NR @ a_RI)
+                    d_x.add_(self._dropped_again(d_inner_NR @ a_RI), alpha=scaling)
                 else:
-                    _add_product_(d_x, d_inner_NR, a_RI, 1.0)
+                    _add_product_(d_x, d_inner_NR, a_RI, scaling)
         assert d_a_RI is not None  # there is a token
         assert d_b_OR is not None
-        d_x = None if d_x_NI is None else d_x_NI.view(x.shape)
-        return d_x, d_a_RI.to(weight_RI.dtype), d_b_OR.to(weight_OR.dtype)
+        return None if d_x_NI is None else d_x_NI.view_as(x), d_a_RI, d_b_OR
 
     def _row_tiles(self, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
         """Return tiles over tokens, all at once unless casts of them would take memory; dropout draws all at once."""
-        if self.dropout or all(tensor.dtype == self.dtype for tensor in tensors):
+        if self.dropout or {tensor.dtype for tensor in tensors} == {self.dtype}:
             return (tensors,)
         return zip(*(tensor.split(_ROWS_AT_ONCE) for tensor in tensors), strict=True)
 
@@ -271,7 +276,7 @@ class _Operation:
                 getattr(weight, "quant_state", None) or self.base.quant_state
             )  # FSDP2 makes plain parameters
             weight = dequantize_4bit(weight.view(-1, 1), state)
-        return d_output_NO.to(self.base_dtype) @ weight.to(self.base_dtype)
+        return _as(d_output_NO, self.base_dtype) @ _as(weight, self.base_dtype)
 
     def _dropped(self, values: Tensor) -> Tensor:
         return F.dropout(values, self.dropout) if self.dropout else values
@@ -283,8 +288,19 @@ class _Operation:
             return self._dropped(values)
 
 
-def _with_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    return left @ right if total is None else total.addmm_(left, right)
+def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in a type; the question alone takes a sixth of the time of an operator that has nothing to do."""
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dim() == 2 else tensor.flatten(0, -2)
+
+
+def _sum(total: Tensor | None, like: Tensor, left: Tensor, right: Tensor, scaling: float) -> Tensor:
+    """Return a scaled product, or the total with it."""
+    total, share = (torch.empty_like(like), 0) if total is None else (total, 1)
+    return total.addmm_(left, right, beta=share, alpha=scaling)
 
 
 def _add_product_(total: Tensor, left: Tensor, right: Tensor, scaling: float) -> None:

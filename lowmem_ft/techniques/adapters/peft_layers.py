@@ -117,20 +117,22 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
 def active_adapter(layer: Any) -> tuple[str, str]:
     """Return the active adapter of a layer of PEFT, and what keeps the layer from being its base plus that one.
 
+    A step asks at each call of a layer, so that this reads what PEFT's properties would return.
+
     Either is empty: the name if there is not one such adapter, the other if nothing does.
     """
-    if layer.disable_adapters:
+    if layer._disable_adapters:
         return "", "disabled adapters"
-    if layer.merged:
+    if layer.merged_adapters:
         return "", "merged adapters"
-    adapters = layer.lora_A
-    active = [name for name in layer.active_adapters if name in adapters]
-    if len(active) != 1:
-        return "", f"{len(active)} active adapters"
+    active, adapters = layer._active_adapter, layer._modules["lora_A"]._modules
+    names = [name for name in ((active,) if isinstance(active, str) else active) if name in adapters]
+    if len(names) != 1:
+        return "", f"{len(names)} active adapters"
     # ZeRO-3 gathers a module's weights when that module is called.
-    if is_partitioned(adapters[active[0]].weight):
+    if is_partitioned(adapters[names[0]].weight):
         return "", "weights that ZeRO-3 has cut"
-    return active[0], ""
+    return names[0], ""
 
 
 def _cast_unless_autocast(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:

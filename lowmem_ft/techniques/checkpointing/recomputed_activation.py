@@ -16,10 +16,10 @@ from transformers.pytorch_utils import Conv1D
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.tensors.live_tensors import storage_key
-from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.checkpointing.config import CheckpointingConfig
 from lowmem_ft.techniques.modules.autocast_state import autocast_of_now
 from lowmem_ft.techniques.modules.model_parts import ModelParts, mlps_in
+from lowmem_ft.techniques.modules.save_before_compute import is_inside_hooks
 from lowmem_ft.techniques.technique import Technique
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class _Recomputing:
         self.mlp = mlp
         *self._first, self._last = _linear_layers(mlp)
         self._outputs: dict[str, Tensor] = {}
-        self._hooks = contextlib.ExitStack()
+        self._hooks: saved_tensors_hooks | None = None
         self._is_compared = False
 
     @property
@@ -148,7 +148,7 @@ class _Recomputing:
     def forget(self) -> None:
         """Drop what a forward that did not end has left."""
         self._outputs.clear()
-        self._hooks.close()
+        self._after_last()
 
     def check(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Reject an MLP that computes with more than the outputs of its first linear layers, or keeps them for this.
@@ -211,13 +211,15 @@ class _Recomputing:
     def _before_last(self, linear: nn.Module, inputs: tuple[Any, ...]) -> None:
         outputs = {name: self._outputs[name] for name in self._first if name in self._outputs}
         self._outputs.clear()
-        is_replica = self._child(self._last) is not linear
-        if len(outputs) < len(self._first) or not inputs or is_replica or _is_inside_hooks():
+        is_replica = self.mlp._modules[self._last] is not linear
+        if len(outputs) < len(self._first) or not inputs or is_replica or is_inside_hooks():
             return
         if not self._is_compared:
             self._compare(inputs[0], outputs)
         product = _Product(inputs[0], partial(self.input_of_last, outputs))
-        self._hooks.enter_context(saved_tensors_hooks(product.pack, product.unpack))
+        hooks = saved_tensors_hooks(product.pack, product.unpack)
+        hooks.__enter__()
+        self._hooks = hooks
 
     def _compare(self, actual: Tensor, outputs: Mapping[str, Tensor]) -> None:
         with torch.no_grad():
@@ -227,7 +229,9 @@ class _Recomputing:
         self._is_compared = True
 
     def _after_last(self, *_: Any) -> None:
-        self._hooks.close()
+        hooks, self._hooks = self._hooks, None
+        if hooks is not None:
+            hooks.__exit__()
 
     def _unknown(self, why: str) -> ModelError:
         return ModelError(
@@ -247,7 +251,9 @@ class _Product:
     def __init__(self, tensor: Tensor, compute: Callable[[], Tensor]) -> None:
         self._storage, self._numel, self._dtype = storage_key(tensor), tensor.numel(), tensor.dtype
         self._compute = compute
-        self._autocast = autocast_of_now(tensor.device)
+        kind = tensor.device.type
+        has_autocast = torch.is_autocast_enabled(kind)
+        self._autocast = autocast_of_now(tensor.device) if has_autocast else partial(_without_autocast, kind)
         self._again: Tensor | None = None
 
     def pack(self, tensor: Tensor) -> Tensor | tuple[int, ...]:
@@ -288,10 +294,11 @@ class _Reached(Exception):  # no error: it leaves a forward that has done its pa
         return tensor
 
 
-def _is_inside_hooks() -> bool:
-    """Return whether other hooks take what is saved: a checkpoint around the layer, or a copy to the host."""
-    autograd = existing(torch._C, "_autograd")
-    return existing(autograd, "_top_saved_tensors_default_hooks")(False) is not None
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    """Switch autocast off; mostly it is, and to enter its context takes the host as long as several operators."""
+    if torch.is_autocast_enabled(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 def _given(output: Tensor, *_: Any) -> Tensor:

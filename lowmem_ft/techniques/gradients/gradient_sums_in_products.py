@@ -9,11 +9,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowmem_ft.foundation.devices import kernels_of
-from lowmem_ft.techniques.modules.save_before_compute import SavedTensors, not_as_view, save_early
+from lowmem_ft.techniques.modules.once_differentiable import once_differentiable
+from lowmem_ft.techniques.modules.save_before_compute import (
+    SavedTensors,
+    is_inside_hooks,
+    not_as_view,
+    save_early,
+)
 
 
 def add_product_(sum_OI: Tensor, d_output_NO: Tensor, input_NI: Tensor) -> None:
@@ -67,7 +72,7 @@ class SummingLinear:
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return F.linear(input, weight, bias)
         saved, of_input = None, input.requires_grad
-        if self._is_last:
+        if self._is_last and is_inside_hooks():
             input, saved = save_early(input, weight)
         return _Sum.apply(input, weight, bias, saved, of_input)
 

@@ -2,8 +2,10 @@
 
 Liger enters a device's context, asks for settings and loops over all arguments at each call, which takes longer than a
 launch. These launch the same kernels with the same arguments, so that all bits are equal, and leave to Liger what is
-rare: a device that is not the current one, ``DTensor``, tiles of wide rows, angles of other shapes. Where a norm's
-gradient gets memory of its own, that is not filled with zeros first; the kernel writes all of it.
+rare: a device that is not the current one, ``DTensor``, tiles of wide rows, angles of other shapes. What a launch takes
+in addition to its tensors is decided once for rows of one number and width, and Triton looks for the variant once
+(``prepared_launch.py``). Where a norm's gradient gets memory of its own, that is not filled with zeros first; the
+kernel writes all of it.
 
 Source: liger-kernel 0.8.5, ``ops/rms_norm.py``, ``swiglu.py``, ``rope.py``.
 
@@ -22,12 +24,16 @@ from torch import Tensor
 
 from lowmem_ft.foundation.devices import kernels_of
 from lowmem_ft.foundation.tensors.local_shards import is_sharded
+from lowmem_ft.techniques.kernels.prepared_launch import PreparedLaunch
 
 VERSION = "0.8.5"
 """The release whose kernels these launch; with another, Liger's own functions do."""
 
 _FEW_COLUMNS, _MANY_ROWS, _ROWS_OF_A_BLOCK = 256, 4096 * 8, 16
 """From so many rows on of at most so many numbers each, a program of a norm takes several."""
+
+_MOST_LAUNCHES = 1024
+"""Launches that are kept: rows of as many lengths, by the kinds of a model's modules."""
 
 
 @dataclass(frozen=True)
@@ -89,41 +95,31 @@ class SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         """Return the product, and keep its factors."""
         width = gate.shape[-1]
-        gate = gate.contiguous()
+        gate, up = gate.contiguous(), up.contiguous()
         product = torch.empty_like(gate)
-        gate_ND, up_ND = gate.view(-1, width), up.contiguous().view(-1, width)
-        block, warps = _settings(width)
-        ligers().swiglu._swiglu_forward_kernel[(len(gate_ND),)](
-            gate_ND,
-            up_ND,
-            product.view(-1, width),
-            width,
-            1.0,
-            n_cols=width,
-            BLOCK_SIZE=block,
-            num_warps=warps,
-        )
-        ctx.save_for_backward(gate_ND, up_ND)
+        launch = _gating(gate.numel() // width, width, False, gate.device, gate.dtype, up.dtype)
+        launch.run((gate, up), gate, up, product, width, 1.0)
+        ctx.save_for_backward(gate, up)
         return product
 
     @staticmethod
     def backward(ctx: Any, d_product: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradients of both factors."""
-        gate_ND, up_ND = ctx.saved_tensors
-        shape = d_product.shape
-        width = shape[-1]
-        block, warps = _settings(width)
-        ligers().swiglu._swiglu_backward_kernel[(len(gate_ND),)](
-            d_product.contiguous().view(-1, width),
-            gate_ND,
-            up_ND,
-            width,
-            1.0,
-            n_cols=width,
-            BLOCK_SIZE=block,
-            num_warps=warps,
-        )
-        return gate_ND.view(shape), up_ND.view(shape)
+        gate, up = ctx.saved_tensors
+        width = gate.shape[-1]
+        d_product = d_product.contiguous()
+        types = gate.dtype, up.dtype, d_product.dtype
+        launch = _gating(gate.numel() // width, width, True, gate.device, types)
+        launch.run((d_product, gate, up), d_product, gate, up, width, 1.0)
+        return gate, up
+
+
+@functools.lru_cache(_MOST_LAUNCHES)
+def _gating(num_rows: int, width: int, is_backward: bool, *kinds: object) -> PreparedLaunch:
+    block, warps = _settings(width)
+    own = ligers().swiglu
+    kernel = own._swiglu_backward_kernel if is_backward else own._swiglu_forward_kernel
+    return PreparedLaunch(kernel, (num_rows,), {"n_cols": width, "BLOCK_SIZE": block, "num_warps": warps})
 
 
 class _Norm(torch.autograd.Function):
@@ -141,63 +137,83 @@ class _Norm(torch.autograd.Function):
         width = x.shape[-1]
         x, weight_D = x.contiguous(), weight.contiguous()
         assert weight_D.shape == (width,)
-        mode = ligers().rms_norm._str_to_casting_mode[casting_mode]
+        num_rows = x.numel() // width
         y = torch.empty_like(x)  # an output that is a view costs autograd more
-        x_ND, y_ND = x.view(-1, width), y.view(-1, width)
         rstd_N = torch.empty(
-            len(x_ND), dtype=x.dtype if casting_mode == "none" else torch.float32, device=x.device
+            num_rows, dtype=x.dtype if casting_mode == "none" else torch.float32, device=x.device
         )
-        block, warps = _settings(width)
-        tensors = y_ND, width, x_ND, width, weight_D, 1, rstd_N, 1
-        numbers = eps, offset, mode
-        settings = {"elementwise_affine": True, "BLOCK_SIZE": block, "num_warps": warps}
-        by_row = bool(block > _FEW_COLUMNS or len(x_ND) < _MANY_ROWS or row_mode)
-        if by_row:
-            ligers().rms_norm._rms_norm_forward_kernel[(len(x_ND),)](*tensors, width, *numbers, **settings)
-        else:
-            grid = (-(-len(x_ND) // _ROWS_OF_A_BLOCK),)
-            ligers().rms_norm._block_rms_norm_forward_kernel[grid](
-                *tensors, len(x_ND), width, *numbers, BLOCK_ROW=_ROWS_OF_A_BLOCK, **settings
-            )
-        ctx.save_for_backward(x_ND, weight_D, rstd_N)
-        ctx.call = offset, mode, in_place, by_row
+        call = num_rows, width, offset, casting_mode, bool(row_mode)
+        kinds = x.device, x.dtype, weight_D.dtype
+        launch, numbers = _norming(*call, eps, *kinds)
+        launch.run((x, weight_D), y, width, x, width, weight_D, 1, rstd_N, 1, *numbers)
+        ctx.save_for_backward(x, weight_D, rstd_N)
+        ctx.call, ctx.in_place = call, in_place
         return y
 
     @staticmethod
     def backward(ctx: Any, d_y: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x_ND, weight_D, rstd_N = ctx.saved_tensors
-        offset, mode, in_place, by_row = ctx.call
-        num_rows, width = x_ND.shape
-        d_y_ND = d_y.contiguous().view(-1, width)
-        d_x_ND = d_y_ND if in_place is True else torch.empty_like(d_y_ND)
-        programs, has_weight = _num_programs(x_ND.device), ctx.needs_input_grad[1]
-        shares = torch.empty(programs, width, dtype=torch.float32, device=x_ND.device) if has_weight else None
-        block, warps = _settings(width)
-        tensors = (
-            d_y_ND,
-            width,
-            d_x_ND,
-            width,
-            x_ND,
-            width,
-            ligers().rms_norm.torch_to_triton_dtype[x_ND.dtype],
-        )
-        sums = weight_D, 1, rstd_N, 1, shares, width if has_weight else 0, num_rows, width, offset
-        settings = {
-            "elementwise_affine": True,
-            "BLOCK_SIZE": block,
-            "COMPUTE_DW": has_weight,
-            "num_warps": warps,
-        }
-        if by_row:
-            rows = -(-num_rows // programs)
-            ligers().rms_norm._rms_norm_backward_kernel[(programs,)](*tensors, *sums, rows, mode, **settings)
-        else:
-            ligers().rms_norm._block_rms_norm_backward_kernel[(programs,)](
-                *tensors, *sums, mode, BLOCK_ROW=_ROWS_OF_A_BLOCK, **settings
-            )
+        x, weight_D, rstd_N = ctx.saved_tensors
+        d_y = d_y.contiguous()
+        d_x = d_y if ctx.in_place is True else torch.empty_like(d_y)
+        programs, has_weight = _num_programs(x.device), ctx.needs_input_grad[1]
+        width, shares = x.shape[-1], None
+        if has_weight:
+            shares = torch.empty(programs, width, dtype=torch.float32, device=x.device)
+        kinds = x.device, weight_D.dtype, d_y.dtype
+        launch, of_x, numbers = _norming_backward(*ctx.call, programs, x.dtype, has_weight, *kinds)
+        sums = weight_D, 1, rstd_N, 1, shares, width if has_weight else 0
+        launch.run((d_y, x, weight_D), d_y, width, d_x, width, x, width, of_x, *sums, *numbers)
         d_weight = None if shares is None else shares.sum(dim=0).to(weight_D.dtype)
-        return d_x_ND.view(d_y.shape), d_weight, None, None, None, None, None
+        return d_x, d_weight, None, None, None, None, None
+
+
+@functools.lru_cache(_MOST_LAUNCHES)
+def _norming(
+    num_rows: int, width: int, offset: float, casting_mode: str, row_mode: bool, eps: float, *kinds: object
+) -> tuple[PreparedLaunch, tuple[Any, ...]]:
+    """Return a norm's launch and the numbers that follow its tensors."""
+    own = ligers().rms_norm
+    block, warps = _settings(width)
+    numbers = width, eps, offset, own._str_to_casting_mode[casting_mode]
+    constants = {"elementwise_affine": True, "BLOCK_SIZE": block, "num_warps": warps}
+    if _is_by_row(num_rows, block, row_mode):
+        return PreparedLaunch(own._rms_norm_forward_kernel, (num_rows,), constants), numbers
+    grid, constants = (-(-num_rows // _ROWS_OF_A_BLOCK),), {**constants, "BLOCK_ROW": _ROWS_OF_A_BLOCK}
+    return PreparedLaunch(own._block_rms_norm_forward_kernel, grid, constants), (num_rows, *numbers)
+
+
+@functools.lru_cache(_MOST_LAUNCHES)
+def _norming_backward(
+    num_rows: int,
+    width: int,
+    offset: float,
+    casting_mode: str,
+    row_mode: bool,
+    programs: int,
+    of_x: torch.dtype,
+    has_weight: bool,
+    *kinds: object,
+) -> tuple[PreparedLaunch, Any, tuple[Any, ...]]:
+    """Return the launch of a norm's backward, Triton's type of its input, and the numbers that follow its tensors."""
+    own = ligers().rms_norm
+    block, warps = _settings(width)
+    mode, numbers = own._str_to_casting_mode[casting_mode], (num_rows, width, offset)
+    constants = {
+        "elementwise_affine": True,
+        "BLOCK_SIZE": block,
+        "COMPUTE_DW": has_weight,
+        "num_warps": warps,
+    }
+    if _is_by_row(num_rows, block, row_mode):
+        kernel, numbers = own._rms_norm_backward_kernel, (*numbers, -(-num_rows // programs), mode)
+    else:
+        kernel, numbers = own._block_rms_norm_backward_kernel, (*numbers, mode)
+        constants["BLOCK_ROW"] = _ROWS_OF_A_BLOCK
+    return PreparedLaunch(kernel, (programs,), constants), own.torch_to_triton_dtype[of_x], numbers
+
+
+def _is_by_row(num_rows: int, block: int, row_mode: bool) -> bool:
+    return block > _FEW_COLUMNS or num_rows < _MANY_ROWS or row_mode
 
 
 class _Rotary(torch.autograd.Function):
@@ -216,32 +232,34 @@ def _turned(
     query_BHTD: Tensor, key_BHTD: Tensor, cos: Tensor, sin: Tensor, *, is_backward: bool
 ) -> tuple[Tensor, Tensor]:
     query, key = query_BHTD.transpose(1, 2).contiguous(), key_BHTD.transpose(1, 2).contiguous()
-    rows, tokens, num, size = query.shape
-    num_keys, turned = key.shape[2], min(cos.shape[-1], size)
-    padded = _power_of_2(num), _power_of_2(num_keys)
-    ligers().rope._triton_rope[(rows * tokens,)](
-        query,
-        num * size,
-        key,
-        num_keys * size,
-        cos,
-        cos.shape[-1],
-        sin,
-        sin.shape[-1],
-        tokens,
-        rows,
-        len(cos),
-        num,
-        num_keys,
-        size,
-        *padded,
-        _power_of_2(size),
-        _power_of_2(turned),
-        turned,
-        BLOCK_SIZE=max(padded),
-        BACKWARD_PASS=is_backward,
-    )
+    tensors = query, key, cos, sin
+    num, num_keys, size = query.shape[2], key.shape[2], query.shape[3]
+    of_cos, of_sin = cos.shape[-1], sin.shape[-1]
+    types = query.dtype, key.dtype, cos.dtype, sin.dtype
+    call = query.shape, num_keys, of_cos, of_sin, len(cos), is_backward, query.device, types
+    launch, numbers = _turning(*call)
+    launch.run(tensors, query, num * size, key, num_keys * size, cos, of_cos, sin, of_sin, *numbers)
     return query.transpose(1, 2), key.transpose(1, 2)
+
+
+@functools.lru_cache(_MOST_LAUNCHES)
+def _turning(
+    shape: torch.Size,
+    num_keys: int,
+    of_cos: int,
+    of_sin: int,
+    rows_of_cos: int,
+    is_backward: bool,
+    *kinds: object,
+) -> tuple[PreparedLaunch, tuple[Any, ...]]:
+    """Return the launch that turns queries and keys, and the numbers that follow its tensors."""
+    rows, tokens, num, size = shape
+    turned = min(of_cos, size)
+    padded = _power_of_2(num), _power_of_2(num_keys)
+    numbers = tokens, rows, rows_of_cos, num, num_keys, size, *padded, _power_of_2(size), _power_of_2(turned)
+    constants = {"BLOCK_SIZE": max(padded), "BACKWARD_PASS": is_backward}
+    kernel = ligers().rope._triton_rope
+    return PreparedLaunch(kernel, (rows * tokens,), constants), (*numbers, turned)
 
 
 def _is_here(tensor: Tensor) -> bool:

@@ -2,17 +2,21 @@
 
 The recomputation of a checkpointed layer stops at the last tensor that is saved. A custom function's tensors are saved
 after its forward; if the layer ends with one, and a node in front of it has saved them, its products are not computed
-again. Such a node costs the host as much as several operators: only the last module of a layer should have one.
+again. Such a node costs the host as much as several operators: only the last module of a layer should have one, and
+only while hooks take what is saved, as checkpoints do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import functools
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+from lowmem_ft.foundation.upstream.patches import existing
 
 
 class SavedTensors:
@@ -38,6 +42,11 @@ def save_early(x: Tensor, *others: Tensor) -> tuple[Tensor, SavedTensors]:
     return _Save.apply(x, saved, *others), saved
 
 
+def is_inside_hooks() -> bool:
+    """Return whether hooks take what is saved: a checkpoint around the layer, or a copy to the host."""
+    return _top_hooks()(False) is not None
+
+
 def last_of_each_decoder_layer(model: nn.Module, modules: Collection[nn.Module]) -> set[nn.Module]:
     """Return those modules that are the last ones of a layer that can be checkpointed, in the order of modules."""
     chosen = set(modules)
@@ -52,6 +61,11 @@ def not_as_view(output: Tensor) -> Tensor:
     A linear layer with a bias returns a view, for instance.
     """
     return torch.ops.aten._unsafe_view(output, output.shape) if output._is_view() else output
+
+
+@functools.cache
+def _top_hooks() -> Callable[[bool], object]:
+    return existing(existing(torch._C, "_autograd"), "_top_saved_tensors_default_hooks")
 
 
 class _Save(torch.autograd.Function):

@@ -265,15 +265,18 @@ class Mixing(WithResidual):
         return self.down_proj(nn.functional.silu(self.up_proj(x)) @ self.mix)
 
 
-def test_backward_computes_as_forward_did_under_autocast():
+@pytest.mark.parametrize("in_forward", [True, False])
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_backward_computes_as_forward_did_with_and_without_autocast(in_forward, in_backward):
     model = tiny_llama(num_hidden_layers=LAYERS)
     model.model.layers[1].mlp = Mixing(model.config.hidden_size)
     ids = torch.arange(TOKENS)[None]
 
     def gradients():
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_forward):
             loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-        return torch.autograd.grad(loss, list(model.parameters()))  # outside of autocast, as is usual
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_backward):  # outside of it, as is usual, or not
+            return torch.autograd.grad(loss, list(model.parameters()))
 
     stock = gradients()
     with recompute(model):
