@@ -185,7 +185,7 @@ def _aiconfigurator(read: _Reader) -> Iterator[Row]:
     attentions: list[tuple[int, Row]] = []
     for path in read.paths_of(repository, folder):
         parts = path.removeprefix(folder + "/").split("/")
-        system, engine, name = parts[0], parts[-3:][0], parts[-1].removesuffix(".parquet")
+        system, engine, name = parts[0], parts[-3], parts[-1].removesuffix(".parquet")
         if system not in _SYSTEMS or name not in ("gemm_perf", "context_attention_perf"):
             continue
         gpu, source = _SYSTEMS[system], f"aiconfigurator, {_ENGINES[engine]}"
