@@ -23,7 +23,6 @@ from typing import Any
 from measuring.constant_rows import CONSTANT, CUDA_ROWS, kind_of_rows
 from measuring.public_runs import PublicRun, train
 
-from lowmem_ft.foundation.catalog.clock_rates import host_range
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
@@ -191,7 +190,7 @@ class TracedRow:
         return (self.row.num_layers - FEW) / (MORE - FEW)
 
     def step(self, gpu: Gpu) -> StepTime:
-        """Return a step as an estimate would, with its kinds of work, on a GPU in a machine with the reference host."""
+        """Return a step as an estimate would, with its kinds of work and its range."""
         spans, kernels = [], defaultdict[str, float](float)
         for weight, (clock, bounds) in zip((1 - self._further, self._further), self._clocks, strict=True):
             times = clock.times_on(gpu)
@@ -199,13 +198,15 @@ class TracedRow:
             for kind, spent in clock.seconds_by_kind(times, *bounds).items():
                 kernels[kind] += weight * spent
         whole = Span.of_parts(spans)
+        by_kind = kinds_of_work(whole, kernels)
         return StepTime(
             seconds=whole.seconds * self.row.micro_batches,
             tokens=0,
             bound_by=whole.bound_by,
             host_share=whole.shares["kernel launches"],
-            host_range=host_range(),
-            by_kind=kinds_of_work(whole, kernels),
+            host_range=gpu.rates.host_range,
+            seconds_share=gpu.rates.share_with(by_kind),
+            by_kind=by_kind,
         )
 
 

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from calibrate.ranges import ESTIMATES, public_rows
-from clock_against_public import load_without_sources
+from clock_against_public import load_without_publishers
 from marked_table import cells_of
 from measuring.public_seconds import SecondsRow, load_rows, measured_rows
 from mixtures_against_public import COMMON as COMMON_OF_MIXTURES
 from mixtures_against_public import RUNS as MIXTURES
 from proof.formulas import FORMULAS, PEFT_TARGETS, Settings
 
-from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu
 from lowmem_ft.foundation.catalog.model_architectures import Architecture, find_architecture
 from lowmem_ft.foundation.memory.uncertainty import QUANTIZED_RESERVED_SHARE, RESERVED_SHARE
 from lowmem_ft.foundation.units import GIB
@@ -126,10 +125,9 @@ def _note(row: SecondsRow) -> str:
 
 
 def _seconds(row: SecondsRow) -> Pair:
-    """Return what an estimate would say had nothing of the row's source been fitted to."""
-    low, predicted, high = load_without_sources()[row.name]
-    factor = 1 + find_gpu(row.gpu).rates.seconds_share
-    return Pair(predicted=predicted, measured=row.seconds, low=low / factor, high=high * factor)
+    """Return what an estimate would say had the row's publisher published nothing."""
+    low, predicted, high = load_without_publishers()[row.name]
+    return Pair(predicted=predicted, measured=row.seconds, low=low, high=high)
 
 
 def _bytes(predicted: float, measured: float, share: float) -> Pair:

@@ -28,11 +28,22 @@ def test_every_row_has_a_source_with_a_commit_a_kind_and_a_gpu_of_the_catalogue(
         assert row.seconds > 0 < row.bytes
 
 
-def test_a_kind_is_known_only_where_rows_tell_it():
+def test_a_kind_is_known_where_rows_tell_it_or_where_boards_tell_each_other():
+    elsewhere = set(next(entry["known_kinds"] for entry in rate_entries() if "kernels" in entry))
     for entry in rate_entries():
         boards = [entry["compute_capability"]] if "compute_capability" in entry else entry.get("gpus", [])
         told = {row.kind for row in ROWS if row.board in boards}
-        assert set(entry.get("known_kinds", ())) <= told
+        assert set(entry.get("known_kinds", ())) <= told | elsewhere
+
+
+def test_programs_of_one_publisher_are_left_out_together():
+    engines = {row.publisher for row in ROWS if row.source.startswith("aiconfigurator")}
+    assert engines == {"aiconfigurator"}
+
+
+def test_boards_with_an_entry_of_their_own_say_nothing_about_their_architecture():
+    boards = {row.gpu: row.board for row in ROWS}
+    assert boards["rtx-4090"] == boards["l40"] != boards["l40s"] == "8.9"
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal
@@ -87,8 +88,8 @@ class StepTime:
         sent_bytes: bytes that the process sends to others in one step.
         seconds_share: relative distance of a run's seconds from these, either way
             (``foundation/catalog/clock_rates.py``); 0: not known.
-        unlike_measured: kinds of work of which the step has more than any timed run that the range could be from, so
-            that it is the one of GPUs without such runs.
+        unlike_measured: kinds of work of which the step has so much more than any timed run behind the range that they
+            widen it.
         by_operator: seconds of the operators that compute, by name; copies and exchanges are not among them.
         by_kind: shares of the seconds by kind of work, of the kinds that runs were compared for.
         host_share: share of the seconds in which the device waits for the host to issue its next kernel.
@@ -113,16 +114,20 @@ class StepTime:
 
     @property
     def low_seconds(self) -> float:
-        """The lower end of the range of seconds: on the fastest known host, by a clock that is off by its share."""
-        return self._on_host(self.host_range[0]) / (1 + self.seconds_share)
+        """The lower end of the range of seconds.
+
+        The fastest known host and a clock that is off by its share are independent of each other.
+        """
+        return self.seconds / self._factor(self.host_range[0])
 
     @property
     def high_seconds(self) -> float:
-        """The upper end of the range of seconds, on the slowest known host."""
-        return self._on_host(self.host_range[1]) * (1 + self.seconds_share)
+        """The upper end of the range of seconds, likewise with the slowest known host."""
+        return self.seconds * self._factor(self.host_range[1])
 
-    def _on_host(self, slower: float) -> float:
-        return self.seconds * (1 + self.host_share * (slower - 1))
+    def _factor(self, slower: float) -> float:
+        on_host = 1 + self.host_share * (slower - 1)
+        return math.exp(math.hypot(math.log(on_host), math.log1p(self.seconds_share)))
 
     @property
     def tokens_per_second(self) -> float:

@@ -12,7 +12,6 @@ import torch
 
 import lowmem_ft
 from lowmem_ft.foundation.allocator_setting import SETTING_OF_RUNS, allocator_setting
-from lowmem_ft.foundation.catalog.clock_rates import unmeasured_share
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.memory.allocator.allocator_config import AllocatorConfig
 from lowmem_ft.foundation.memory.cpu_step_time import NO_SECONDS
@@ -290,7 +289,6 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         for seconds in (replays.clock.seconds_by_operator, replays.clock.seconds_by_kind)
     )
     by_kind = kinds_of_work(whole, of_kernels)
-    unlike = gpu.rates.unlike_measured(by_kind)
     found = StepTime(
         seconds=whole.seconds,
         tokens=context.tokens_per_step,
@@ -298,8 +296,8 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         host_share=whole.shares["kernel launches"],
         host_range=gpu.rates.host_range,
         sent_bytes=sent,
-        seconds_share=unmeasured_share() if unlike else gpu.rates.seconds_share,
-        unlike_measured=unlike,
+        seconds_share=gpu.rates.share_with(by_kind),
+        unlike_measured=gpu.rates.unlike_measured(by_kind),
         by_operator=by_operator,
         by_kind=by_kind,
     )

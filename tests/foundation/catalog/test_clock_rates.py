@@ -1,12 +1,15 @@
 """The shares of published rates by architecture: which entry holds for which GPU, and that each number has a source."""
 
 import dataclasses
+import math
 
 import pytest
 
 from lowmem_ft.foundation.catalog.clock_rates import (
     HOST_NUMBERS,
+    KNOWN_SHARE,
     NUMBERS,
+    UNKNOWN_SHARE,
     clock_rates,
     rate_entries,
     reference_host,
@@ -29,13 +32,18 @@ def test_every_number_has_a_source_and_every_entry_a_gpu():
 def test_an_unknown_architecture_has_the_default_and_its_wide_range():
     default = clock_rates()
     assert clock_rates("new", (99, 0)) == default
-    assert default.seconds_share == max(gpu.rates.seconds_share for gpu in GPUS.values())
     assert default.num_rows == 0
+    whole = {"products": 0.5, "element-wise": 0.5}
+    assert default.share_with(whole) > clock_rates("t4", (7, 5)).share_with(whole)
 
 
 def test_a_step_that_spends_more_on_a_kind_of_work_than_any_timed_run_is_unlike_them():
     rates = dataclasses.replace(
-        clock_rates(), seconds_share=0.2, measured_shares={"attention": 0.15, "element-wise": 0.4}
+        clock_rates(),
+        num_rows=9,
+        known_kinds=(),
+        seconds_share=0.2,
+        measured_shares={"attention": 0.15, "element-wise": 0.4},
     )
     like = {"attention": 0.2, "element-wise": 0.45, "host copies": 0.05}
     assert rates.unlike_measured(like) == ()
@@ -43,8 +51,25 @@ def test_a_step_that_spends_more_on_a_kind_of_work_than_any_timed_run_is_unlike_
     assert rates.unlike_measured({**like, "communication": 0.3}) == ("communication",)
     known = dataclasses.replace(rates, known_kinds=("element-wise",))
     assert known.unlike_measured({**like, "element-wise": 0.6}) == ()
-    wide = dataclasses.replace(rates, seconds_share=clock_rates().seconds_share)
-    assert wide.unlike_measured({"communication": 0.3}) == ()  # no wider than it is
+    unmeasured = dataclasses.replace(rates, num_rows=0)
+    assert unmeasured.unlike_measured({"communication": 0.3}) == ()  # no run to be unlike
+
+
+def test_a_range_grows_with_what_no_timed_run_had():
+    """Kinds that rest on one number are off together, others by themselves; what runs had is in the range already."""
+    rates = dataclasses.replace(
+        clock_rates(), seconds_share=0.2, known_kinds=("products",), measured_shares={"products": 0.4}
+    )
+
+    def distance(**shares):
+        whole = rates.share_with({name.replace("_", " "): share for name, share in shares.items()})
+        return math.sqrt(math.log1p(whole) ** 2 - math.log1p(0.2) ** 2)
+
+    known, unknown = math.log1p(KNOWN_SHARE), math.log1p(UNKNOWN_SHARE)
+    assert distance(products=0.4) == pytest.approx(0.0, abs=1e-6)
+    assert distance(products=0.9) == pytest.approx(0.5 * known)
+    assert distance(attention=0.2, attention_backward=0.3) == pytest.approx(0.5 * unknown)
+    assert distance(attention=0.3, reductions=0.4) == pytest.approx(0.5 * unknown)
 
 
 def test_the_last_entry_that_applies_wins():

@@ -1,5 +1,7 @@
 """The range of a step's seconds: the clock's own share, and the hosts that a rented GPU may have."""
 
+import math
+
 import pytest
 
 from lowmem_ft.foundation.catalog.clock_rates import clock_rates, host_range, reference_host
@@ -12,13 +14,14 @@ def step(**fields):
 
 def test_without_waits_the_range_is_the_clocks_own():
     found = step(host_share=0.0, host_range=(0.4, 1.5))
-    assert (found.low_seconds, found.high_seconds) == (8.0, 12.5)
+    assert (found.low_seconds, found.high_seconds) == pytest.approx((8.0, 12.5))
 
 
 def test_waits_for_the_host_widen_it_by_the_hosts_that_are_known():
     found = step(host_share=0.5, host_range=(0.4, 1.5))
-    assert found.low_seconds == pytest.approx(10 * (0.5 + 0.5 * 0.4) / 1.25)
-    assert found.high_seconds == pytest.approx(10 * (0.5 + 0.5 * 1.5) * 1.25)
+    both = math.hypot(math.log(0.5 + 0.5 * 0.4), math.log(1.25))  # independent of each other
+    assert found.low_seconds == pytest.approx(10 / math.exp(both))
+    assert found.high_seconds == pytest.approx(10 * math.exp(math.sqrt(2) * math.log(1.25)))
 
 
 def test_the_known_hosts_are_those_of_the_clocks_rows():

@@ -88,7 +88,7 @@ class Span:
 
 
 def kinds_of_work(span: Span, of_kernels: Mapping[str, float]) -> dict[str, float]:
-    """Return shares of a time by kind of work, of those that are less well known than products of matrices.
+    """Return shares of a time by kind of work.
 
     Waits for the host are left out, as a range takes them by themselves.
 
@@ -96,11 +96,8 @@ def kinds_of_work(span: Span, of_kernels: Mapping[str, float]) -> dict[str, floa
         span: the time.
         of_kernels: seconds of its kernels by kind, as :meth:`Clock.seconds_by_kind` returns them.
     """
-    kernels = {
-        kind: of_kernels.get(kind, 0.0) / (span.seconds or 1.0) for kind in KERNEL_KINDS if kind != "products"
-    }
     return {
-        **kernels,
+        **{kind: of_kernels.get(kind, 0.0) / (span.seconds or 1.0) for kind in KERNEL_KINDS},
         "host copies": span.shares["host copies"],
         "communication": span.shares["communication"],
     }
