@@ -89,11 +89,6 @@ def may_use_kernel(kernel: Kernel, device: torch.device) -> bool:
     return kernel == "untried" or _problem_of(device) is None
 
 
-def is_interpreted() -> bool:
-    """Return whether Triton's interpreter runs kernels, on the CPU."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
-
-
 def launching_on(device: torch.device) -> contextlib.AbstractContextManager[object]:
     """Enter a device: Triton launches on the current one, wherever its tensors are."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -120,7 +115,7 @@ def _works_or_refused(work: Work, kernel: Kernel, problem: str | None) -> bool:
 
 
 def _problem_of(device: torch.device) -> str | None:
-    if kernels_of(device) == "cpu" and is_interpreted() and is_installed("triton"):
+    if kernels_of(device) == "cpu" and os.environ.get("TRITON_INTERPRET") == "1" and is_installed("triton"):
         return None
     if (lacks := _lacks(device)) is not None:
         return lacks

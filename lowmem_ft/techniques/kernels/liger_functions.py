@@ -3,9 +3,8 @@
 Liger enters a device's context, asks for settings and loops over all arguments at each call, which takes longer than a
 launch. These launch the same kernels with the same arguments, so that all bits are equal, and leave to Liger what is
 rare: a device that is not the current one, ``DTensor``, tiles of wide rows, angles of other shapes. What a launch takes
-in addition to its tensors is decided once for rows of one number and width, and Triton looks for the variant once
-(``prepared_launch.py``). Where a norm's gradient gets memory of its own, that is not filled with zeros first; the
-kernel writes all of it.
+in addition to its tensors is decided once for rows of one number and width, and Triton looks for the variant once.
+Where a norm's gradient gets memory of its own, that is not filled with zeros first; the kernel writes all of it.
 
 Source: liger-kernel 0.8.5, ``ops/rms_norm.py``, ``swiglu.py``, ``rope.py``.
 
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from lowmem_ft.foundation.devices import kernels_of
 from lowmem_ft.foundation.tensors.local_shards import is_sharded
-from lowmem_ft.techniques.kernels.prepared_launch import PreparedLaunch
+from lowmem_ft.foundation.tensors.prepared_launch import PreparedLaunch
 
 VERSION = "0.8.5"
 """The release whose kernels these launch; with another, Liger's own functions do."""
@@ -34,6 +33,8 @@ _FEW_COLUMNS, _MANY_ROWS, _ROWS_OF_A_BLOCK = 256, 4096 * 8, 16
 
 _MOST_LAUNCHES = 1024
 """Launches that are kept: rows of as many lengths, by the kinds of a model's modules."""
+
+Launch = Callable[..., None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class SwiGLU(torch.autograd.Function):
         gate, up = gate.contiguous(), up.contiguous()
         product = torch.empty_like(gate)
         launch = _gating(gate.numel() // width, width, False, gate.device, gate.dtype, up.dtype)
-        launch.run((gate, up), gate, up, product, width, 1.0)
+        launch((gate, up), gate, up, product, width, 1.0)
         ctx.save_for_backward(gate, up)
         return product
 
@@ -110,16 +111,16 @@ class SwiGLU(torch.autograd.Function):
         d_product = d_product.contiguous()
         types = gate.dtype, up.dtype, d_product.dtype
         launch = _gating(gate.numel() // width, width, True, gate.device, types)
-        launch.run((d_product, gate, up), d_product, gate, up, width, 1.0)
+        launch((d_product, gate, up), d_product, gate, up, width, 1.0)
         return gate, up
 
 
 @functools.lru_cache(_MOST_LAUNCHES)
-def _gating(num_rows: int, width: int, is_backward: bool, *kinds: object) -> PreparedLaunch:
+def _gating(num_rows: int, width: int, is_backward: bool, *kinds: object) -> Launch:
     block, warps = _settings(width)
     own = ligers().swiglu
     kernel = own._swiglu_backward_kernel if is_backward else own._swiglu_forward_kernel
-    return PreparedLaunch(kernel, (num_rows,), {"n_cols": width, "BLOCK_SIZE": block, "num_warps": warps})
+    return _launch(kernel, num_rows, {"n_cols": width, "BLOCK_SIZE": block, "num_warps": warps})
 
 
 class _Norm(torch.autograd.Function):
@@ -145,7 +146,7 @@ class _Norm(torch.autograd.Function):
         call = num_rows, width, offset, casting_mode, bool(row_mode)
         kinds = x.device, x.dtype, weight_D.dtype
         launch, numbers = _norming(*call, eps, *kinds)
-        launch.run((x, weight_D), y, width, x, width, weight_D, 1, rstd_N, 1, *numbers)
+        launch((x, weight_D), y, width, x, width, weight_D, 1, rstd_N, 1, *numbers)
         ctx.save_for_backward(x, weight_D, rstd_N)
         ctx.call, ctx.in_place = call, in_place
         return y
@@ -162,7 +163,7 @@ class _Norm(torch.autograd.Function):
         kinds = x.device, weight_D.dtype, d_y.dtype
         launch, of_x, numbers = _norming_backward(*ctx.call, programs, x.dtype, has_weight, *kinds)
         sums = weight_D, 1, rstd_N, 1, shares, width if has_weight else 0
-        launch.run((d_y, x, weight_D), d_y, width, d_x, width, x, width, of_x, *sums, *numbers)
+        launch((d_y, x, weight_D), d_y, width, d_x, width, x, width, of_x, *sums, *numbers)
         d_weight = None if shares is None else shares.sum(dim=0).to(weight_D.dtype)
         return d_x, d_weight, None, None, None, None, None
 
@@ -170,16 +171,16 @@ class _Norm(torch.autograd.Function):
 @functools.lru_cache(_MOST_LAUNCHES)
 def _norming(
     num_rows: int, width: int, offset: float, casting_mode: str, row_mode: bool, eps: float, *kinds: object
-) -> tuple[PreparedLaunch, tuple[Any, ...]]:
+) -> tuple[Launch, tuple[Any, ...]]:
     """Return a norm's launch and the numbers that follow its tensors."""
     own = ligers().rms_norm
     block, warps = _settings(width)
     numbers = width, eps, offset, own._str_to_casting_mode[casting_mode]
     constants = {"elementwise_affine": True, "BLOCK_SIZE": block, "num_warps": warps}
     if _is_by_row(num_rows, block, row_mode):
-        return PreparedLaunch(own._rms_norm_forward_kernel, (num_rows,), constants), numbers
-    grid, constants = (-(-num_rows // _ROWS_OF_A_BLOCK),), {**constants, "BLOCK_ROW": _ROWS_OF_A_BLOCK}
-    return PreparedLaunch(own._block_rms_norm_forward_kernel, grid, constants), (num_rows, *numbers)
+        return _launch(own._rms_norm_forward_kernel, num_rows, constants), numbers
+    num_blocks, constants = -(-num_rows // _ROWS_OF_A_BLOCK), {**constants, "BLOCK_ROW": _ROWS_OF_A_BLOCK}
+    return _launch(own._block_rms_norm_forward_kernel, num_blocks, constants), (num_rows, *numbers)
 
 
 @functools.lru_cache(_MOST_LAUNCHES)
@@ -193,7 +194,7 @@ def _norming_backward(
     of_x: torch.dtype,
     has_weight: bool,
     *kinds: object,
-) -> tuple[PreparedLaunch, Any, tuple[Any, ...]]:
+) -> tuple[Launch, Any, tuple[Any, ...]]:
     """Return the launch of a norm's backward, Triton's type of its input, and the numbers that follow its tensors."""
     own = ligers().rms_norm
     block, warps = _settings(width)
@@ -209,7 +210,7 @@ def _norming_backward(
     else:
         kernel, numbers = own._block_rms_norm_backward_kernel, (*numbers, mode)
         constants["BLOCK_ROW"] = _ROWS_OF_A_BLOCK
-    return PreparedLaunch(kernel, (programs,), constants), own.torch_to_triton_dtype[of_x], numbers
+    return _launch(kernel, programs, constants), own.torch_to_triton_dtype[of_x], numbers
 
 
 def _is_by_row(num_rows: int, block: int, row_mode: bool) -> bool:
@@ -238,7 +239,7 @@ def _turned(
     types = query.dtype, key.dtype, cos.dtype, sin.dtype
     call = query.shape, num_keys, of_cos, of_sin, len(cos), is_backward, query.device, types
     launch, numbers = _turning(*call)
-    launch.run(tensors, query, num * size, key, num_keys * size, cos, of_cos, sin, of_sin, *numbers)
+    launch(tensors, query, num * size, key, num_keys * size, cos, of_cos, sin, of_sin, *numbers)
     return query.transpose(1, 2), key.transpose(1, 2)
 
 
@@ -251,7 +252,7 @@ def _turning(
     rows_of_cos: int,
     is_backward: bool,
     *kinds: object,
-) -> tuple[PreparedLaunch, tuple[Any, ...]]:
+) -> tuple[Launch, tuple[Any, ...]]:
     """Return the launch that turns queries and keys, and the numbers that follow its tensors."""
     rows, tokens, num, size = shape
     turned = min(of_cos, size)
@@ -259,7 +260,11 @@ def _turning(
     numbers = tokens, rows, rows_of_cos, num, num_keys, size, *padded, _power_of_2(size), _power_of_2(turned)
     constants = {"BLOCK_SIZE": max(padded), "BACKWARD_PASS": is_backward}
     kernel = ligers().rope._triton_rope
-    return PreparedLaunch(kernel, (rows * tokens,), constants), (*numbers, turned)
+    return _launch(kernel, rows * tokens, constants), (*numbers, turned)
+
+
+def _launch(kernel: Any, num_programs: int, options: dict[str, Any]) -> Launch:
+    return functools.partial(PreparedLaunch(kernel, options).run, num_programs)
 
 
 def _is_here(tensor: Tensor) -> bool:

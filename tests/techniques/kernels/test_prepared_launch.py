@@ -15,9 +15,9 @@ from transcribed_liger import launch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from lowmem_ft.foundation.tensors import prepared_launch
+from lowmem_ft.foundation.tensors.prepared_launch import PreparedLaunch
 from lowmem_ft.techniques.kernels import liger_functions as ours
-from lowmem_ft.techniques.kernels import prepared_launch
-from lowmem_ft.techniques.kernels.prepared_launch import PreparedLaunch
 
 KEPT = (ours._norming, ours._norming_backward, ours._gating, ours._turning)
 
@@ -111,9 +111,9 @@ def test_an_address_that_is_not_aligned_is_left_to_triton(launches):
 @pytest.mark.parametrize("hooks", [(), (print,)])
 def test_a_hook_in_front_of_launches_sees_all_of_them(hooks):
     kernel = mock.MagicMock(arg_names=["x", "SIZE"], pre_run_hooks=list(hooks))
-    launch = PreparedLaunch(kernel, (1,), {"SIZE": 4, "num_warps": 2})
+    launch = PreparedLaunch(kernel, {"SIZE": 4, "num_warps": 2})
     for _ in range(3):
-        launch.run((torch.ones(4),), "x")
+        launch.run(1, (torch.ones(4),), "x")
     seen = kernel.__getitem__.return_value
     assert seen.call_args_list == [mock.call("x", SIZE=4, num_warps=2)] * (3 if hooks else 1)
     compiled = seen.return_value.__getitem__.return_value
@@ -126,5 +126,5 @@ def test_a_triton_that_hands_out_no_compiled_kernel_is_named_once(caplog):
     kernel = mock.MagicMock()
     kernel.__getitem__.return_value = lambda *arguments, **options: object()
     for _ in range(2):
-        PreparedLaunch(kernel, (1,), {}).run((torch.ones(4),), "x")
+        PreparedLaunch(kernel, {}).run(1, (torch.ones(4),), "x")
     assert caplog.text.count("returns no compiled kernel") == 1

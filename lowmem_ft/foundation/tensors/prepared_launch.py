@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -20,44 +20,46 @@ _ALIGNMENT = 16
 
 
 class PreparedLaunch:
-    """A launch whose tensors alone change, and these neither in type nor in device.
+    """A launch whose tensors change, neither in type nor in device, and numbers that no variant is compiled for.
 
     Args:
         kernel: the kernel of Triton's.
-        grid: its numbers of programs.
         options: by name, what it takes after the arguments of :meth:`run`, and how it is compiled.
+        seen: what Triton is to see of an argument, if not the argument: the compiled kernel takes addresses alone.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], options: Mapping[str, Any]) -> None:
-        self._kernel, self._grid, self._options = kernel, grid, options
+    def __init__(
+        self, kernel: Any, options: Mapping[str, Any], seen: Callable[[Any], Any] | None = None
+    ) -> None:
+        self._kernel, self._options, self._seen = kernel, options, seen
         self._values: tuple[Any, ...] = ()
         self._compiled: Any = None
 
-    def run(self, aligned: Sequence[Tensor], *arguments: Any) -> None:
+    def run(self, num_programs: int, aligned: Iterable[Tensor], *arguments: Any) -> None:
         """Launch it on the current device.
 
         Args:
+            num_programs: the size of its grid.
             aligned: those of the tensors whose memory may begin anywhere; others are new, which begins well.
-            arguments: the kernel's arguments in front of the constants; what is no tensor is the same each time.
+            arguments: the kernel's arguments in front of the constants.
         """
-        if self._compiled is not None and _are_aligned(aligned):
-            self._compiled[(*self._grid, 1, 1)](*arguments, *self._values)
+        addresses = 0
+        for tensor in aligned:
+            addresses |= tensor.data_ptr()
+        is_aligned = addresses % _ALIGNMENT == 0
+        if is_aligned and self._compiled is not None:
+            self._compiled[num_programs, 1, 1](*arguments, *self._values)
             return
-        compiled = self._kernel[self._grid](*arguments, **self._options)
+        if self._seen is not None:
+            arguments = tuple(map(self._seen, arguments))
+        compiled = self._kernel[(num_programs,)](*arguments, **self._options)
         if compiled is None:  # traced or interpreted
             return
         if not hasattr(compiled, "__getitem__"):
             _say_that_none_came()
-        elif _are_aligned(aligned) and not getattr(self._kernel, "pre_run_hooks", ()):
+        elif is_aligned and not getattr(self._kernel, "pre_run_hooks", ()):
             names = [name for name in self._kernel.arg_names if name in self._options]
             self._compiled, self._values = compiled, tuple(self._options[name] for name in names)
-
-
-def _are_aligned(tensors: Sequence[Tensor]) -> bool:
-    addresses = 0
-    for tensor in tensors:
-        addresses |= tensor.data_ptr()
-    return addresses % _ALIGNMENT == 0
 
 
 @functools.cache
