@@ -51,9 +51,10 @@ def enable_fused_adapters(model: nn.Module | ModelParts, config: AdapterConfig) 
     Frees: what PEFT's forward makes in the layer's output size (the adapter's product, its scaled copy, the sum, for
     4 bits a copy of the output), and what it saves in addition to the input: the input with dropout, the mask, casts.
     Costs: the adapter's first product (rank r) again in backward, and an autograd function in Python a layer.
-    Saves time: a decoder layer takes the host 0.89 of what it takes with PEFT's modules, with weights packed in 4 bits
-    0.93 (``scripts/bench layer``, Intel Xeon, torch 2.13, 2026-11-30); the adapter's product is added to the layer's output while it is computed; and a checkpointed layer that
-    ends with an adapted layer does not compute it again, as all that it saves it saves before.
+    Saves time: the adapter's product is added to the layer's output while it is computed; a checkpointed layer that
+    ends with an adapted layer does not compute it again, as all that it saves it saves before; and a decoder layer
+    takes the host 0.89 of what it takes with PEFT's modules, with weights packed in 4 bits 0.93
+    (``scripts/bench layer``, Intel Xeon, torch 2.13, 2026-11-30).
     For fused experts: the adapter is two grouped products more, where PEFT adds it to the whole weight, of all experts,
     in each forward; they need the rows of each product until backward. Packed experts have no other forward.
     Equals: PEFT's LoRA up to rounding: the scaled product is not rounded before it is added, and gradients are not
