@@ -4,16 +4,14 @@
 
 Where the host sets the pace, a step waits for Python. Here kernels take next to no time: tensors are tiny, and a launch
 of Triton ends before the driver. Two models of Qwen3's architecture differ in their number of layers alone, so their
-difference is that of whole layers. All variants run in turn in one process, and the lower quartile of its CPU time
-counts for each, so that another load on the machine affects all alike. It needs no GPU, whose launches would come on
-top.
+difference is that of whole layers. All variants run in turn in one process, and the least of its CPU time counts for
+each, so that another load on the machine affects all alike. It needs no GPU, whose launches would come on top.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -57,14 +55,9 @@ Change = Callable[[Model], Model]
 
 def main() -> None:
     """Print one JSON object."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=60, help="forward and backward passes of each model")
-    parser.add_argument("--only", default="", help="names of variants, by commas; stock is always there")
-    arguments = parser.parse_args()
-    chosen = [name for name in arguments.only.split(",") if name]
-    changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
+    changes, num_rounds = asked_for(__doc__)
     with computing_nothing():
-        seconds = seconds_of_a_layer(changes, arguments.rounds)
+        seconds = seconds_of_a_layer(changes, num_rounds)
     rows = {
         name: {
             "layer_us": round(1e6 * value),
@@ -76,22 +69,37 @@ def main() -> None:
     print(json.dumps({**measured_on("cpu"), "layers": [FEW, MANY], "variants": rows}, indent=2))
 
 
-def seconds_of_a_layer(changes: dict[str, Change], num_rounds: int) -> dict[str, float]:
+def asked_for(description: str | None) -> tuple[dict[str, Change], int]:
+    """Return the variants that the command line names, or all, and the number of passes of each."""
+    parser = parser_of(description)
+    parser.add_argument("--rounds", type=int, default=60, help="forward and backward passes of each model")
+    parser.add_argument("--only", default="", help="names of variants, by commas; stock is always there")
+    arguments = parser.parse_args()
+    chosen = [name for name in arguments.only.split(",") if name]
+    changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
+    return changes, arguments.rounds
+
+
+def seconds_of_a_layer(
+    changes: dict[str, Change], num_rounds: int, after_round: Callable[[int], object] = lambda number: None
+) -> dict[str, float]:
     """Return the host's seconds of a layer by variant.
 
     Args:
         changes: for each variant, what makes it of a stock model.
         num_rounds: passes of each model, after a few that are not counted.
+        after_round: called with the number of each round when it is over.
     """
     models = {(name, num): change(tiny_qwen3(num)) for name, change in changes.items() for num in (FEW, MANY)}
     taken = {key: [] for key in models}
-    for _ in range(num_rounds + _WARM_ROUNDS):
+    for number in range(num_rounds + _WARM_ROUNDS):
         for key, model in models.items():
             start = time.process_time()
             run_pass(model)
             taken[key].append(time.process_time() - start)
-    usual = {key: statistics.quantiles(seconds[_WARM_ROUNDS:])[0] for key, seconds in taken.items()}
-    return {name: (usual[name, MANY] - usual[name, FEW]) / (MANY - FEW) for name in changes}
+        after_round(number)
+    least = {key: min(seconds[_WARM_ROUNDS:]) for key, seconds in taken.items()}
+    return {name: (least[name, MANY] - least[name, FEW]) / (MANY - FEW) for name in changes}
 
 
 def run_pass(model: Model) -> None:

@@ -1,24 +1,24 @@
 """Check a trace's counts times unit costs against the host's time for a layer; two minutes on a CPU.
 
-    python scripts/calibrate counts [--rounds 30] [--only "Liger,LoRA"]
+    python scripts/calibrate counts [--rounds 60] [--only "Liger,LoRA"]
 
 An estimate takes the operators, the launches by Triton and the Python between them that a trace counts, times what
 ``lowmem-ft measure-host`` finds each to cost. Here both are had on one machine: the layers of ``scripts/bench layer``
-run with launches that do nothing, and are traced on a virtual GPU. The costs are measured first, by the command's own
-code, of a stock and a fused model; so the rows ``stock`` and ``Liger`` say little, and the others are the check.
+run with launches that do nothing, and are traced on a virtual GPU. Meanwhile the command's own code measures the costs
+of a stock and a fused model several times, as a machine with other work is now slower and now faster; the rows
+``stock`` and ``Liger`` say little, and the others are the check.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
-
-from command_line import parser_of
+from typing import Any
 
 from lowmem_ft import VirtualGPU  # noqa: F401  isort: skip  first: it silences a needless message of bitsandbytes
 
 import torch
-from bench.layer import CHANGES, FEW, MANY, Change, computing_nothing, run_pass, seconds_of_a_layer
+from bench.layer import CHANGES, FEW, MANY, Change, asked_for, computing_nothing, run_pass, seconds_of_a_layer
 from measured_on import measured_on
 
 from lowmem_ft.planning.estimator.measured_host import Counts, counts_of_pass, measure_host, tiny_qwen3
@@ -26,16 +26,18 @@ from lowmem_ft.planning.estimator.measured_host import Counts, counts_of_pass, m
 
 def main() -> None:
     """Print one JSON object."""
-    parser = parser_of(__doc__)
-    parser.add_argument("--rounds", type=int, default=30, help="forward and backward passes of each model")
-    parser.add_argument("--only", default="", help="names of variants, by commas; stock is always there")
-    arguments = parser.parse_args()
-    chosen = [name for name in arguments.only.split(",") if name]
-    changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
+    changes, num_rounds = asked_for(__doc__)
     counts = {name: counts_of_a_layer(change) for name, change in changes.items()}
+    found = []
+
+    def measure(number: int) -> None:
+        """Measure the costs after every tenth round."""
+        if number % 10 == 0:
+            found.append(measure_host(torch.device("cpu"), seconds=1.0, fuse=_fuse))
+
     with computing_nothing():
-        costs = measure_host(torch.device("cpu"), fuse=lambda model: CHANGES["Liger"](model) is not None)
-        seconds = seconds_of_a_layer(changes, arguments.rounds)
+        seconds = seconds_of_a_layer(changes, num_rounds, measure)
+    costs = min(found, key=lambda one: one.operator_seconds)
     rows = {}
     for name, one in counts.items():
         counted = costs.operator_seconds * (one.operators + one.triton * costs.triton_launch + one.python)
@@ -50,6 +52,10 @@ def main() -> None:
         "triton_launch": round(costs.triton_launch, 2),
     }
     print(json.dumps({**measured_on("cpu"), **of, "variants": rows}, indent=2))
+
+
+def _fuse(model: Any) -> bool:
+    return CHANGES["Liger"](model) is not None
 
 
 def counts_of_a_layer(change: Change) -> Counts:
