@@ -270,8 +270,8 @@ def test_a_slower_link_makes_a_longer_step_that_is_bound_by_communication():
     assert fast.step is not None
     assert slow.step is not None
     assert slow.step.seconds > fast.step.seconds
-    assert dataclasses.replace(slow.step, seconds=0, bound_by="") == dataclasses.replace(
-        fast.step, seconds=0, bound_by=""
+    assert dataclasses.replace(slow.step, seconds=0, bound_by="", seconds_share=0) == dataclasses.replace(
+        fast.step, seconds=0, bound_by="", seconds_share=0
     )
 
 
