@@ -112,11 +112,18 @@ def test_many_cards_are_told_what_each_is_told_alone(rungs, large, kept):
     for each in (each for each in rungs if each.gpu.name in ("card-170", "card-290")):
         (alone,) = estimate_methods(large, [each.gpu], settings=[*FULL, *SHORT], kept=kept)
         assert alone.command == each.command
-        assert answer(alone) == answer(each)
+        assert without_step(alone) == without_step(each)
+        # Cards share a trace; in it a norm's backward pass has a program for each multiprocessor of the first.
+        assert step_of(alone) == pytest.approx(step_of(each), rel=1e-4)
 
 
-def answer(result):
-    return dataclasses.replace(result.estimate, trace_seconds=0.0)
+def without_step(result):
+    return dataclasses.replace(result.estimate, trace_seconds=0.0, step=None)
+
+
+def step_of(result):
+    step = result.estimate.step
+    return (step.seconds, step.tokens, step.sent_bytes, step.seconds_share, step.host_share)
 
 
 def test_the_lowest_rung_streams_everything(rungs):
