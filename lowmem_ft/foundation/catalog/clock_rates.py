@@ -133,7 +133,7 @@ NUMBERS = tuple(each.name for each in dataclasses.fields(ClockRates) if each.nam
 MEASURED_HOST_RANGE = (1 / 1.15, 1.25)
 """The least and the most that a measured host may take, as shares of what was measured.
 
-A step's operators are not all alike: for nine kinds of layers, counts times measured costs are -20 to +7% off the
+A step's operators are not all alike: for nine kinds of layers, counts times measured costs are -20 to +16% off the
 host's own time (``scripts/calibrate counts``, Intel Xeon, torch 2.13, 2026-11-30).
 """
 

@@ -71,7 +71,7 @@ def enable_fused_operators(
     Frees: what transformers' operators keep for each other's backward, and most temporaries: a norm keeps its input and
     a number a row, a gated activation its two inputs, a rotary embedding its angles.
     Saves time: each is read and written once, where transformers' does so after each of its operators; and a decoder
-    layer takes the host 0.75 of what it takes with those (``scripts/bench layer``, Intel Xeon, torch 2.13, 2026-11-30).
+    layer takes the host 0.7 to 0.8 of what it takes with those (``scripts/bench layer``, Intel Xeon, 2026-11-30).
     Costs: kernels are compiled as they are first used. With another release than 0.8.5, whose own functions launch
     them, the host takes longer than for transformers' operators.
     Equals: transformers' own up to rounding, fewer times. Before any of them is taken, output and gradients of each
