@@ -350,9 +350,8 @@ def fit(groups: Sequence[Group]) -> None:
         for group, (numbers, _) in zip(groups, fits, strict=True)
         if group.is_fitted
     ]
-    host = Host.of(
-        entries_with(named)
-    )  # the ranges are of machines with the host that these fits make the middle one
+    # The ranges are of machines with the host that these fits make the middle one.
+    host = Host.of(entries_with(named))
     entries: list[dict[str, Any]] = []
     results: dict[str, dict[str, Any]] = {}
     for group, (numbers, predicted) in zip(groups, fits, strict=True):

@@ -185,9 +185,10 @@ def _aiconfigurator(read: _Reader) -> Iterator[Row]:
     attentions: list[tuple[int, Row]] = []
     for path in read.paths_of(repository, folder):
         parts = path.removeprefix(folder + "/").split("/")
-        system, engine, name = parts[0], parts[-3], parts[-1].removesuffix(".parquet")
+        system, name = parts[0], parts[-1].removesuffix(".parquet")
         if system not in _SYSTEMS or name not in ("gemm_perf", "context_attention_perf"):
             continue
+        engine = parts[-3]  # its version follows
         gpu, source = _SYSTEMS[system], f"aiconfigurator, {_ENGINES[engine]}"
         content = read.bytes_of(repository, path)
         if content.startswith(b"version "):  # a pointer to a large file
@@ -467,7 +468,7 @@ _BOARDS = {
     "v100 32gb": "v100-32gb",
     "v100": "v100-32gb",
 }
-"""Boards of the catalogue by their names in tables."""
+"""Boards of the catalogue by their names in tables, each on purpose: with more memory they are others' rebuilds."""
 
 
 def _board(name: str) -> str | None:

@@ -45,7 +45,7 @@ def test_with_a_gpu_it_is_kept_and_where_is_told(folder, capsys, monkeypatch):
     assert {name: found[name] for name in row} == row
     assert main(["measure-host"]) == 0
     out = capsys.readouterr().out
-    assert "as usual: without liger-kernel it is not measured" in " ".join(out.split())
+    assert "as usual: Liger's kernels, which measure it, do not run here" in " ".join(out.split())
     assert f"kept            {folder}" in out.replace("\n", "").replace("  kept", "kept")
 
 

@@ -60,7 +60,9 @@ def _rows(costs: HostCosts, kept: Path | None, *, has_gpu: bool) -> list[tuple[s
     launched, usually = costs.triton_launch, usual["triton_launch"]
     by_triton = f"{launched:.1f} operators more; usually {usually:.1f}"
     if launched == usually:
-        by_triton = f"{usually:.1f} operators more, as usual: without liger-kernel it is not measured"
+        by_triton = (
+            f"{usually:.1f} operators more, as usual: Liger's kernels, which measure it, do not run here"
+        )
     where = f"nothing is kept ({KEPT_FOLDER_VARIABLE}=off)" if kept is None else f"{kept}, for {costs.gpu}"
     return [
         host,

@@ -52,8 +52,8 @@ def register_operator(
     return operator
 
 
-def sees_operators(tensor: torch.Tensor) -> bool:
-    """Return whether an operator's call does more than run its function: in a trace, on fake tensors, in a compiler.
+def operators_are_seen(tensor: torch.Tensor) -> bool:
+    """Return whether a call of an operator does more than run its function: in a trace, a compiler, on fake tensors.
 
     Args:
         tensor: one of its arguments.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowmem_ft.foundation.tensors.own_operators import register_operator, sees_operators
+from lowmem_ft.foundation.tensors.own_operators import operators_are_seen, register_operator
 from lowmem_ft.optimizers.formats.master_formats import master_format
 from lowmem_ft.optimizers.triton.kernel_variants import VECTOR, Variant, variant_of
 from lowmem_ft.optimizers.updates.adamw import AdamW
@@ -120,7 +120,7 @@ class Launches:
             _variant(
                 rule.name, rule.from_end, names.master, names.states, gradient, clip, in_vectors=in_vectors
             )
-            for in_vectors in (() if sees_operators(gradient) else (False, True))
+            for in_vectors in (() if operators_are_seen(gradient) else (False, True))
         ]
         self.kept = [name for name in self._pointers if name is not None]
 

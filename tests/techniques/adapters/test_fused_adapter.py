@@ -292,7 +292,10 @@ def test_the_output_can_be_changed_in_place(has_bias, name):
     layer = getattr(model.model.layers[0].mlp, name)
     if has_bias:
         layer.base_layer.bias = torch.nn.Parameter(torch.zeros(layer.out_features), requires_grad=False)
+    x = torch.randn(2, 3, layer.in_features)
+    expected = layer(x).detach() + 1
     enable_fused_adapters(model, lora())
-    output = layer(torch.randn(2, 3, layer.in_features))
+    output = layer(x)
     output += 1
+    torch.testing.assert_close(output.detach(), expected)
     output.sum().backward()
