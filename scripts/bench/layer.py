@@ -76,6 +76,8 @@ def asked_for(description: str | None) -> tuple[dict[str, Change], int]:
     parser.add_argument("--only", default="", help="names of variants, by commas; stock is always there")
     arguments = parser.parse_args()
     chosen = [name for name in arguments.only.split(",") if name]
+    if unknown := [name for name in chosen if name not in CHANGES]:
+        parser.error(f"--only names variants, got {', '.join(unknown)}. There are: {', '.join(CHANGES)}")
     changes = {name: one for name, one in CHANGES.items() if name in ("stock", *chosen) or not chosen}
     return changes, arguments.rounds
 
