@@ -33,7 +33,7 @@ class Measured:
 
     @property
     def keeps_its_word(self) -> bool:
-        """Whether every phase is as near as the row says."""
+        """True if every phase is as near as the row says."""
         return not self.problem and abs(self.off) <= self.row.off
 
     def __str__(self) -> str:

@@ -41,7 +41,7 @@ class Row:
 
     @property
     def is_runnable(self) -> bool:
-        """Whether its package is installed."""
+        """True if its package is installed."""
         return not self.package or importlib.util.find_spec(self.package) is not None
 
 
