@@ -54,6 +54,7 @@ from lowmem_ft.virtual_gpu.values.constant_propagation import (
     result_of_unknown_size,
     route,
 )
+from lowmem_ft.virtual_gpu.values.gathered_values import gather_values
 from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
@@ -308,7 +309,8 @@ class Recorder(TorchDispatchMode):
         if result is None and self.attribution.phase == "optimizer_step":
             # A list that is updated in place: what it is updated with is for the same parameters.
             self._share_module(args)
-        if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+        is_exchange = getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES
+        if is_exchange:
             for tensor, category in purposes_of(func, args, kwargs):
                 self.mark(tensor, category)
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
@@ -324,6 +326,8 @@ class Recorder(TorchDispatchMode):
             route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
         else:
             compute_values(called, args, kwargs, result)
+            if is_exchange:
+                gather_values(func, args, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)
         if work is not None:
