@@ -27,7 +27,7 @@ from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
-from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device
+from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device, without_index
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
@@ -81,7 +81,7 @@ class TracingMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
-        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
+        self._fake_mode = FakeMode(without_index if device.type == "cpu" else on_virtual_device)
         results = FakeResults(self._fake_mode, device.type, check or check_index_writes)
         questions = Questions(self.say)
         self.recorder = Recorder(

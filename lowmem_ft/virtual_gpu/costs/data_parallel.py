@@ -46,13 +46,14 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
         return assign(tensors, limits, expect_sparse)
 
     kwargs["init_sync"] = False
-    may_leave_out = kwargs.pop("find_unused_parameters", False) | kwargs.pop("static_graph", False)
+    finds_unused, is_static = kwargs.pop("find_unused_parameters", False), kwargs.pop("static_graph", False)
     with contextlib.ExitStack() as undo:
         wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", assign)
         init(ddp, *args, **kwargs)
     # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
     ddp.reducer = _With(ddp.reducer, "_rebuild_buckets", lambda: False)
-    if may_leave_out:  # torch's own way to know which weights were used compares addresses of memory
+    ddp.find_unused_parameters = finds_unused and not is_static  # which copies each output
+    if finds_unused or is_static:  # torch's own way to know which weights were used compares addresses of memory
         ddp.reducer = _With(ddp.reducer, "prepare_for_backward", partial(_prepare_anew, ddp.reducer))
     # torch has timers for CPUs and CUDA alone, and logs that once a process.
     ddp.logger = _With(ddp.logger, "set_runtime_stats_and_log", lambda: None)
@@ -61,7 +62,7 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
 def _prepare_anew(reducer: Any, outputs: list[torch.Tensor]) -> None:
     """Prepare for a backward pass, whether or not the one before has reached every weight."""
     reducer._reset_state()
-    reducer.prepare_for_backward(outputs)
+    reducer.prepare_for_backward([])
 
 
 def virtual_data_parallel(

@@ -54,7 +54,7 @@ from lowmem_ft.virtual_gpu.values.constant_propagation import (
     result_of_unknown_size,
     route,
 )
-from lowmem_ft.virtual_gpu.values.gathered_values import gather_values
+from lowmem_ft.virtual_gpu.values.gathered_values import exchange_values
 from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
@@ -324,10 +324,8 @@ class Recorder(TorchDispatchMode):
         # In the forward of a module, the largest of floating-point scores are a router's pick of experts.
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:
             route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
-        else:
+        elif not (is_exchange and exchange_values(func, args, result)):
             compute_values(called, args, kwargs, result)
-            if is_exchange:
-                gather_values(func, args, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)
         if work is not None:

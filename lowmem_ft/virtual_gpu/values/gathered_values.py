@@ -16,13 +16,18 @@ _GATHER, _GATHER_EACH = _c10d._allgather_base_.default, _c10d.allgather_.default
 _GATHER_NEW = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
-def gather_values(func: Any, args: tuple[Any, ...], result: Any) -> None:
+def exchange_values(func: Any, args: tuple[Any, ...], result: Any) -> bool:
     """Give the tensors of an all-gather the values that each rank has, if this one's are known.
 
+    Sums, maxima and what another rank sends stay this rank's own.
+
     Args:
-        func: an operator; any other does nothing.
+        func: an operator of ``torch.distributed`` or FSDP2.
         args: its arguments.
         result: what it returned.
+
+    Returns:
+        Whether nothing else is to be found out about its values.
     """
     if func is _GATHER_NEW:
         _repeat(args[0], result)
@@ -32,6 +37,7 @@ def gather_values(func: Any, args: tuple[Any, ...], result: Any) -> None:
         for outputs, own in zip(*args[:2], strict=True):
             for output in outputs:
                 _repeat(own, output)
+    return func is _GATHER_NEW or func.namespace == "c10d"
 
 
 def _repeat(own: Tensor, gathered: Tensor) -> None:
