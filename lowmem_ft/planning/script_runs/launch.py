@@ -18,26 +18,28 @@ class Launch:
         process_index: the rank of this one.
         launcher: the command that starts them; empty: Python alone, which sets no variables.
         further: variables that the launcher sets besides torchrun's.
+        sets_ranks: whether it sets torchrun's.
     """
 
     num_processes: int = 1
     process_index: int = 0
     launcher: str = ""
     further: Mapping[str, str] = field(default_factory=dict)
+    sets_ranks: bool = True
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables that the script is started with."""
-        if not self.launcher:
-            return {}
+        if not (self.launcher and self.sets_ranks):
+            return dict(self.further)
         return {
+            **self.further,
             "RANK": f"{self.process_index}",
             "LOCAL_RANK": f"{self.process_index}",
             "WORLD_SIZE": f"{self.num_processes}",
             "LOCAL_WORLD_SIZE": f"{self.num_processes}",
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500",
-            **self.further,
         }
 
     def in_words(self) -> str:
@@ -45,7 +47,8 @@ class Launch:
         if not self.launcher:
             return ""
         if self.num_processes == 1:
-            return f"launcher: as {self.launcher} starts it, whose variables it reads"
+            reads = ", whose variables it reads" if not self.further else ""
+            return f"launcher: as {self.launcher} starts it{reads}"
         return f"launcher: one of {self.num_processes} processes, as {self.launcher} starts them"
 
     def last(self) -> Launch:

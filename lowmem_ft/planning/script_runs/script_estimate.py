@@ -24,6 +24,7 @@ from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.planning.estimator.device_target import choose_gpu, limits, processor_name
 from lowmem_ft.planning.estimator.estimate import CannotRun
 from lowmem_ft.planning.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes_on_cpu
+from lowmem_ft.planning.script_runs.accelerate_launch import by_accelerate
 from lowmem_ft.planning.script_runs.batch_search import BatchSearch
 from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
 from lowmem_ft.planning.script_runs.running import ScriptError, ScriptRun
@@ -110,6 +111,7 @@ def estimate_script(
     *,
     gpu: str | Gpu | None = None,
     steps: int = NUM_STEPS,
+    accelerate_config: str | os.PathLike[str] | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     on_trainer: Callable[[Any], None] = lambda trainer: None,
     on_reading: Callable[[], None] = lambda: None,
@@ -125,6 +127,8 @@ def estimate_script(
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), for which the script is
             one of as many processes, or ``cpu``; None: this machine's GPU, else its processor.
         steps: optimizer steps to see.
+        accelerate_config: a file of ``accelerate config``, to start it as ``accelerate launch`` would; None: as
+            torchrun would where there are several processes, else as Python does.
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer of transformers or TRL that is about to train, on the tracing machine.
         on_reading: called as ``load_dataset`` begins to read data, all of it.
@@ -139,7 +143,12 @@ def estimate_script(
     path = check_script(script)
     count, name = split_count(gpu) if isinstance(gpu, str) else (None, gpu)
     spec, reason = choose_gpu(name, Budget(), use_cpu=False)
-    launch = by_torchrun(count) if count and count > 1 else ALONE
+    launch = _launch(count, accelerate_config)
+    if spec is None and accelerate_config is not None:
+        raise UserError(
+            f"{os.fspath(accelerate_config)} is about GPUs, got none. Name the type: --gpu rtx-4090, or gpu=... in "
+            "Python."
+        )
     runs = _Runs(path, arguments, steps, on_step, on_trainer, on_reading, launch)
     return runs.answer(runs.unlimited(spec), spec, reason)
 
@@ -150,6 +159,7 @@ def estimate_script_on_gpus(
     gpus: Sequence[Gpu],
     *,
     steps: int = NUM_STEPS,
+    accelerate_config: str | os.PathLike[str] | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> list[ScriptEstimate | CannotRun]:
@@ -160,6 +170,7 @@ def estimate_script_on_gpus(
         arguments: likewise.
         gpus: the GPUs.
         steps: likewise.
+        accelerate_config: likewise.
         on_step: likewise.
         on_reading: likewise.
 
@@ -169,7 +180,8 @@ def estimate_script_on_gpus(
     Raises:
         UserError: if no GPU at all can run it: the problems of the first.
     """
-    runs = _Runs(check_script(script), arguments, steps, on_step, lambda trainer: None, on_reading)
+    path, launch = check_script(script), _launch(None, accelerate_config)
+    runs = _Runs(path, arguments, steps, on_step, lambda trainer: None, on_reading, launch)
     unlimited: dict[bool, _Seen | UserError] = {}
     results: list[ScriptEstimate | CannotRun] = []
     for gpu in gpus:
@@ -187,6 +199,12 @@ def estimate_script_on_gpus(
     if errors and len(errors) == len(unlimited):
         raise errors[0]
     return results
+
+
+def _launch(num_gpus: int | None, accelerate_config: str | os.PathLike[str] | None) -> Launch:
+    if accelerate_config is not None:
+        return by_accelerate(accelerate_config, num_gpus)
+    return ALONE if num_gpus in (None, 1) else by_torchrun(num_gpus)
 
 
 @dataclass(frozen=True)
