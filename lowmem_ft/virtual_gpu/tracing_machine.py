@@ -27,7 +27,8 @@ from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
-from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device
+from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
+from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device, without_index
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
@@ -70,6 +71,7 @@ class TracingMachine:
         choices: decisions made while tracing, in the order of their first mention.
         trace_seconds: seconds for which programs have run on it.
         keeps_files_away: whether files of a program go elsewhere, so that it may save: set before its block.
+        peers: the ranks of the program, of which it runs one: set before its block.
     """
 
     def __init__(
@@ -80,7 +82,7 @@ class TracingMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
-        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
+        self._fake_mode = FakeMode(without_index if device.type == "cpu" else on_virtual_device)
         results = FakeResults(self._fake_mode, device.type, check or check_index_writes)
         questions = Questions(self.say)
         self.recorder = Recorder(
@@ -96,6 +98,7 @@ class TracingMachine:
         self._entered_at: float | None = None
         self.trace_seconds = 0.0
         self.keeps_files_away = False
+        self.peers = Peers()
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
@@ -141,6 +144,8 @@ class TracingMachine:
         experts_as_if_real(stack)
         beam_search_to_its_length(stack)
         bitsandbytes_on_virtual_gpu(stack)
+        if self.device.type == "cpu" and self.peers.num_processes > 1:
+            virtual_process_groups(stack, self.peers, self.mark, self.say)
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))

@@ -54,6 +54,7 @@ from lowmem_ft.virtual_gpu.values.constant_propagation import (
     result_of_unknown_size,
     route,
 )
+from lowmem_ft.virtual_gpu.values.gathered_values import exchange_values
 from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
@@ -310,7 +311,8 @@ class Recorder(TorchDispatchMode):
         if result is None and self.attribution.phase == "optimizer_step":
             # A list that is updated in place: what it is updated with is for the same parameters.
             self._share_module(args)
-        if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+        is_exchange = getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES
+        if is_exchange:
             for tensor, category in purposes_of(func, args, kwargs):
                 self.mark(tensor, category)
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
@@ -324,7 +326,7 @@ class Recorder(TorchDispatchMode):
         # In the forward of a module, the largest of floating-point scores are a router's pick of experts.
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:
             route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
-        else:
+        elif not (is_exchange and exchange_values(func, args, result)):
             compute_values(called, args, kwargs, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)
