@@ -41,6 +41,7 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
         yield from _loss(trainer, recipe)
     if kind == "SFTTrainer":
         yield from _sft(trainer, recipe)
+    yield from _offloading(trainer.args, recipe, kind)
 
 
 def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
@@ -250,10 +251,19 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
             f"{on_host.setting_in(recipe)} under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads "
             "the weights of lm_head itself, but they are on the host. Set loss.chunk_tokens=1024."
         )
-    if args.activation_offloading and (offloading := key_with(recipe, "activations on host")):
+
+
+def _offloading(args: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
+    offloading = key_with(recipe, "activations on host")
+    if offloading and getattr(args, "activation_offloading", False):
         yield (
-            f"{offloading.setting_in(recipe)} and SFTConfig.activation_offloading both copy what "
+            f"{offloading.setting_in(recipe)} and {type(args).__name__}.activation_offloading both copy what "
             "backward needs to the host. Set activation_offloading=False."
+        )
+    if recipe.offload.activations == "all" and kind == "DistillationTrainer":
+        yield (
+            "offload.activations=all copies what the model's forward saves, and DistillationTrainer calls the layers "
+            "past that forward. Set offload.activations=inputs."
         )
 
 
