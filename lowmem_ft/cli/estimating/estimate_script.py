@@ -124,7 +124,7 @@ def _on_one(
     elif found.estimate.processes is not None:
         problems = (_SEVERAL_PROCESSES,) if seen.is_there else problems
     elif found.estimate.fits:
-        problems = ()  # nobody lacks the memory that techniques would free, and they cost seconds
+        problems = ()  # techniques would free memory that is not lacking, and cost seconds
     elif settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)

@@ -53,7 +53,9 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
     # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
     ddp.reducer = _With(ddp.reducer, "_rebuild_buckets", lambda: False)
     ddp.find_unused_parameters = finds_unused and not is_static  # which copies each output
-    if finds_unused or is_static:  # torch's own way to know which weights were used compares addresses of memory
+    if (
+        finds_unused or is_static
+    ):  # torch's own way to know which weights were used compares addresses of memory
         ddp.reducer = _With(ddp.reducer, "prepare_for_backward", partial(_prepare_anew, ddp.reducer))
     # torch has timers for CPUs and CUDA alone, and logs that once a process.
     ddp.logger = _With(ddp.logger, "set_runtime_stats_and_log", lambda: None)
