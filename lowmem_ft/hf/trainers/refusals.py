@@ -20,6 +20,7 @@ from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
 from lowmem_ft.recipe.trainers.trainer_kinds import Kind
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
@@ -36,6 +37,7 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
     yield from _optimizer(trainer, recipe)
     yield from _changed_model(trainer.args, recipe)
     yield from _batches(trainer, recipe)
+    yield from _towers(trainer.model, recipe)
     yield from problems_with_overrides(trainer, recipe, kind)
     if recipe.loss.chunk_tokens is not None:
         yield from _loss(trainer, recipe)
@@ -214,6 +216,20 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
         yield (
             f"{whole.setting_in(recipe)} processes a batch a few rows at a time, but padding-free batches are one "
             f"row. Set packing_strategy=wrapped or padding_free=False, or {whole.setting(whole.default)}."
+        )
+
+
+def _towers(model: Any, recipe: Recipe) -> Iterator[str]:
+    stacks, name = ModelParts(model).stacks, type(base_model(model)).__name__
+    if len(stacks) > 1 and (whole := key_with(recipe, "whole window at once")):
+        yield (
+            f"{whole.setting_in(recipe)} processes a batch a few rows at a time, but the pictures or sound of all rows "
+            f"are one tensor to {name}. Set {whole.setting(whole.default)}."
+        )
+    if len(stacks) > 1 and (on_host := key_with(recipe, "weights on host")):
+        yield (
+            f"{on_host.setting_in(recipe)} streams one stack of layers, and {name} has {len(stacks)}: "
+            f"{', '.join(stacks)}. Set {on_host.setting(on_host.default)}."
         )
 
 
