@@ -11,7 +11,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.script_runs import estimate_script
 
 PEAK = 0.001
-"""What a whole peak may be off by, relative."""
+"""Most that a whole peak may be off by, relative."""
 
 
 @dataclass(frozen=True, kw_only=True)
