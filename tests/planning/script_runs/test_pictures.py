@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-import tiny_pictures
+import seeing_models
 from measuring.real_script import run_for_real
 from sweeps import few_quick
 
@@ -18,7 +18,7 @@ SHARE = 0.001
 TRAINER = """
     import sys
 
-    import tiny_pictures as tiny
+    import seeing_models as tiny
     import torch
     from transformers import Trainer, TrainingArguments
 
@@ -35,7 +35,7 @@ TRAINER = """
 SFT = """
     import sys
 
-    import tiny_pictures as tiny
+    import seeing_models as tiny
     import torch
     from datasets import Dataset, Features, Image, List, Value
     from trl import SFTConfig, SFTTrainer
@@ -55,7 +55,7 @@ SFT = """
     ).train()
 """
 
-SEEING = [family for family in tiny_pictures.CONFIGS if family != "whisper"]
+SEEING = [family for family in seeing_models.CONFIGS if family != "whisper"]
 CASES = [
     *(("Trainer", "pictures", family) for family in SEEING),
     *(("SFT", "pictures", family) for family in SEEING),
@@ -72,7 +72,7 @@ QUICK = [
 @pytest.fixture
 def script_of(script, monkeypatch):
     """Writes the script of a trainer, which imports the tiny models."""
-    paths = (str(Path(tiny_pictures.__file__).parent), os.environ.get("PYTHONPATH", ""))
+    paths = (str(Path(seeing_models.__file__).parent), os.environ.get("PYTHONPATH", ""))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     return {"Trainer": lambda: script(TRAINER), "SFT": lambda: script(SFT)}
 

@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-_DATA = json.loads((Path(__file__).parent / "data" / "tiny_pictures.json").read_text())
+_DATA = json.loads((Path(__file__).parent / "data" / "seeing_models.json").read_text())
 
 CONFIGS: dict[str, dict[str, Any]] = _DATA["configs"]
 """The config of each family, by its name."""
