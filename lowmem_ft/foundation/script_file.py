@@ -63,8 +63,8 @@ def _launcher_problems() -> Iterator[str]:
         number = os.environ.get(name, "")
         if number.isdigit() and int(number) > 1:
             yield (
-                f"A script is estimated in one process, on one GPU, got {name}={number} from a launcher. Run "
-                f"`lowmem-ft estimate --script` without a launcher, with {name} unset."
+                f"A script is estimated in one process, which a launcher does not start, got {name}={number}. Run "
+                f"`lowmem-ft estimate --script` with {name} unset; --gpu {number}xNAME makes it one of as many."
             )
 
 

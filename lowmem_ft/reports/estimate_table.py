@@ -338,7 +338,10 @@ def _host_words(estimate: MemoryEstimate) -> str:
     words += f", of {format_bytes(limit)} allowed" if limit is not None else ""
     if estimate.processes is not None:
         together = format_bytes(estimate.machine_host_bytes)
-        words += f", for each process; {together} on a machine with {estimate.processes.per_machine}"
+        each, last_bytes = "for each process", estimate.processes.last_host_bytes
+        if last_bytes and format_bytes(last_bytes) != format_bytes(estimate.host_peak_bytes):
+            each = f"for the first process, and {format_bytes(last_bytes)} for each other"
+        words += f", {each}; {together} on a machine with {estimate.processes.per_machine}"
     on_disk = estimate.disk_peak_bytes
     return words + (f"; {format_bytes(on_disk)} on disk, in offload.folder" if on_disk else "")
 

@@ -25,7 +25,7 @@ from lowmem_ft.virtual_gpu.calls.active import active_gpu_or_none
 from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
 from lowmem_ft.virtual_gpu.checks.device_mismatches import check_devices, check_generator
 from lowmem_ft.virtual_gpu.checks.dtype_checks import Capability, check_dtypes
-from lowmem_ft.virtual_gpu.costs.one_process import process_groups_of_one
+from lowmem_ft.virtual_gpu.costs.one_process import virtual_process_groups
 from lowmem_ft.virtual_gpu.costs.workspaces import persistent_workspaces, workspace_bytes
 from lowmem_ft.virtual_gpu.cuda.cuda_names import cuda_is_virtual
 from lowmem_ft.virtual_gpu.device.registration import register_virtual_device
@@ -98,7 +98,7 @@ class VirtualGPU(TracingMachine):
         number_anew()
         stack.enter_context(activated(self))
         cuda_is_virtual(stack, register_virtual_device())
-        process_groups_of_one(stack, self.mark, self.say)
+        virtual_process_groups(stack, self.peers, self.mark, self.say)
         flash_attention_as_on_cuda(stack)
         triton_as_on_cuda(stack)
         trl_kernels_as_on_cuda(stack)
@@ -136,7 +136,7 @@ class VirtualGPU(TracingMachine):
 
     def _outside(self) -> dict[str, int]:
         return process_overhead_bytes(
-            self.spec, uses_bitsandbytes="bitsandbytes" in sys.modules, num_processes=1
+            self.spec, uses_bitsandbytes="bitsandbytes" in sys.modules, num_processes=self.peers.num_processes
         )
 
     def report(self, *, tokens_per_step: int = 0) -> MemoryEstimate:

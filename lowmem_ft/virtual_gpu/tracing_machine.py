@@ -22,11 +22,13 @@ from lowmem_ft.foundation.system.interrupts import defer_signals
 from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
+from lowmem_ft.foundation.upstream.patches import wrap
 from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
-from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device
+from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
+from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device, without_index
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
@@ -69,6 +71,7 @@ class TracingMachine:
         choices: decisions made while tracing, in the order of their first mention.
         trace_seconds: seconds for which programs have run on it.
         keeps_files_away: whether files of a program go elsewhere, so that it may save: set before its block.
+        peers: the ranks of the program, of which it runs one: set before its block.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class TracingMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
-        self._fake_mode = FakeMode(None if device.type == "cpu" else on_virtual_device)
+        self._fake_mode = FakeMode(without_index if device.type == "cpu" else on_virtual_device)
         results = FakeResults(self._fake_mode, device.type, check or check_index_writes)
         questions = Questions(self.say)
         self.recorder = Recorder(
@@ -95,6 +98,7 @@ class TracingMachine:
         self._entered_at: float | None = None
         self.trace_seconds = 0.0
         self.keeps_files_away = False
+        self.peers = Peers()
 
     def __enter__(self) -> Self:
         if self._entered_at is not None:
@@ -140,11 +144,21 @@ class TracingMachine:
         experts_as_if_real(stack)
         beam_search_to_its_length(stack)
         bitsandbytes_on_virtual_gpu(stack)
+        if self.device.type == "cpu" and self.peers.num_processes > 1:
+            virtual_process_groups(stack, self.peers, self.mark, self.say)
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(host_python_counted(self.recorder.python_runs))
         stack.enter_context(self.recorder)
+        if self.device.type == "cpu":  # on a GPU they are the host's, which has other things of 5 kB to count
+            wrap(stack, torch, "get_rng_state", self._count_state)
+
+    def _count_state(self, get_state: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Count a random state, of which checkpointing keeps one for each layer."""
+        state = get_state(*args)
+        self.recorder.adopt(state)
+        return state
 
     def place(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from lowmem_ft.cli.console.parser import Parser
 from lowmem_ft.cli.console.written_files import file_problems
+from lowmem_ft.foundation.accelerate_config import check_accelerate_config
 from lowmem_ft.foundation.catalog.gpu_catalog import ALL_GPUS, CPU, split_count
 from lowmem_ft.foundation.errors import UserError, raise_problems
 
@@ -40,7 +41,8 @@ LENGTH_ARGUMENTS = (
 
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
-    "       lowmem-ft estimate --script FILE.py [--steps N] [options] -- ARGS\n"
+    "       lowmem-ft estimate --script FILE.py [--steps N] [--accelerate-config FILE]\n"
+    "           [options] -- ARGS\n"
     "       [--gpu NAME|all] [--rows N [--epochs E]] [--longest-rows] [--changes]\n"
     "       [--json FILE|-] [--plot FILE] [--snapshot FILE.pickle]\n"
     "       [--without-packages] [--overwrite]"
@@ -56,6 +58,7 @@ examples:
   lowmem-ft estimate recipe=7b-lora checkpointing.mode=auto --gpu rtx-4090
   lowmem-ft estimate recipe=7b-lora --gpu rtx-4090 --longest-rows
   lowmem-ft estimate --script train.py --gpu rtx-4090 -- --learning_rate 1e-4
+  lowmem-ft estimate --script train.py --gpu 4xrtx-4090 --accelerate-config fsdp.yaml
 
 A model without a recipe is estimated in three ways, with the given settings: full fine-tuning, LoRA
 (adapter.name=lora: only this) and QLoRA (model.quantization=nf4: only this), each by the fastest of a few settings
@@ -64,7 +67,8 @@ are assumed to be data.max_length long. The recipe's own step runs on a virtual 
 `lowmem-ft gpus` and `lowmem-ft models` list the names.
 
 A script runs unchanged, on a virtual GPU, for a few optimizer steps: its weights are not read, it writes nothing, and
-the words after `--` are its own arguments.
+the words after `--` are its own arguments. On several GPUs it is one of as many processes, as torchrun or `accelerate
+launch` starts them.
 
 Traces are kept in the folder that LOWMEM_FT_TRACE_CACHE names, by default ~/.cache/lowmem_ft/traces; `off` keeps none.
 
@@ -81,6 +85,11 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     options, words = _parser().parse_options(arguments)
     if options.steps is not None:
         raise UserError(f"--steps is for --script, got {options.steps} without it. Leave it out.")
+    if options.accelerate_config is not None:
+        raise UserError(
+            f"--accelerate-config is for --script, got {options.accelerate_config} without it. A recipe has the group "
+            "`distributed`."
+        )
     return options, words
 
 
@@ -106,10 +115,6 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
             f"--steps is at least {FEWEST_STEPS}, as the first step only makes the optimizer's state, "
             f"got {options.steps}."
         )
-    if options.gpu is not None and (several := _several_gpus(options.gpu)):
-        problems.append(
-            f"A script is estimated in one process, on one GPU, got --gpu {options.gpu}. Ask for --gpu {several}."
-        )
     if options.changes:
         problems.append("--changes needs a recipe, got --script. Leave it out.")
     if options.rows is not None:
@@ -119,13 +124,9 @@ def parse_for_script(arguments: Sequence[str]) -> tuple[argparse.Namespace, list
         )
     raise_problems(problems)
     raise_problems([*gpu_problems("estimate", options.gpu), *option_problems(options)])
+    if options.accelerate_config is not None:
+        check_accelerate_config(options.accelerate_config, split_count(options.gpu or "")[0])
     return options, list(arguments[len(own) + 1 :])
-
-
-def _several_gpus(gpu: str) -> str:
-    """Return the name of a GPU that was given with a number; empty if there was no number."""
-    number, name = split_count(gpu)
-    return "" if number is None else name
 
 
 def _before_dashes(arguments: Sequence[str]) -> list[str]:
@@ -135,8 +136,7 @@ def _before_dashes(arguments: Sequence[str]) -> list[str]:
 def _problem_with_script(word: str) -> str:
     if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
         return (
-            f"A script is estimated in one process, on one GPU, got {word}. Leave it out: a virtual GPU represents "
-            "one device."
+            f"--gpu names the GPUs of a script, one for each process, got {word}. Ask for --gpu 4xrtx-4090."
         )
     if word.startswith(("recipe=", "model=")):
         return f"An estimate is of a recipe or a script, got --script and {word}. Leave one out."
@@ -285,6 +285,9 @@ def _parser() -> Parser:
     add_own_data(parser)
     parser.add_once(
         {"--steps N": f"with --script: optimizer steps to run, {STEPS_OF_SCRIPT} by default"}, type=int
+    )
+    parser.add_once(
+        {"--accelerate-config FILE": "with --script: start it as accelerate launch --config_file FILE would"}
     )
     parser.add_argument(
         "--longest-rows",

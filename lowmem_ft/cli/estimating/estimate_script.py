@@ -45,6 +45,8 @@ _NO_TRAINER = (
     "hf.attach is for trainers of transformers and TRL; for a loop of your own, each technique has a function"
 )
 
+_SEVERAL_PROCESSES = "the script is one of several processes here; ask for one GPU to see what it saves there"
+
 _OTHER_BATCHES = "the script looks for a batch that fits, and would find another one with techniques attached"
 
 
@@ -104,7 +106,14 @@ def _on_one(
     path: Path, arguments: Sequence[str], options: argparse.Namespace, say: Callable[[str], None]
 ) -> Callable[[], int]:
     seen = TrainerSeen()
-    run = functools.partial(estimate_script, path, arguments, gpu=options.gpu, steps=steps_of(options))
+    run = functools.partial(
+        estimate_script,
+        path,
+        arguments,
+        gpu=options.gpu,
+        steps=steps_of(options),
+        accelerate_config=options.accelerate_config,
+    )
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
     found = run(on_step=_says_steps(_doing(path), options, say), on_trainer=seen, on_reading=reading)
     savings, problems = None, seen.problems if seen.is_there else (_NO_TRAINER,)
@@ -112,6 +121,10 @@ def _on_one(
         logger.debug("No hf.attach suggestion:\n%s", seen.failure)
     if found.batches.failed:
         problems = (_OTHER_BATCHES,)
+    elif found.estimate.processes is not None:
+        problems = (_SEVERAL_PROCESSES,) if seen.is_there else problems
+    elif found.estimate.fits:
+        problems = ()  # techniques would free memory that is not lacking, and cost seconds
     elif settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)
@@ -160,7 +173,13 @@ def _on_all(
     on_step = _says_steps(_doing(path), options, say)
     reading = functools.partial(say, f"{_doing(path)}: reading its data")
     results = estimate_script_on_gpus(
-        path, arguments, gpus, steps=steps_of(options), on_step=on_step, on_reading=reading
+        path,
+        arguments,
+        gpus,
+        steps=steps_of(options),
+        accelerate_config=options.accelerate_config,
+        on_step=on_step,
+        on_reading=reading,
     )
     found = [result for result in results if not isinstance(result, CannotRun)]
     cannot_run = {

@@ -138,7 +138,9 @@ def longest_rows_of_script(
 
     def estimate_at(tokens: int) -> MemoryEstimate:
         words = [*arguments[:place], f"{before}{tokens}", *arguments[place + 1 :]]
-        found = estimate_script(path, words, gpu=options.gpu, steps=steps_of(options)).estimate
+        found = estimate_script(
+            path, words, gpu=options.gpu, steps=steps_of(options), accelerate_config=options.accelerate_config
+        ).estimate
         if found.is_of_cpu:
             raise UserError(ROWS_NEED_GPU)
         names.append(found.gpu.name)

@@ -149,6 +149,7 @@ class Processes:
             the weights' type; 0: the weights are not sharded.
         last_peak_bytes: peak of the last process, which may have fewer rows, as
             :attr:`MemoryEstimate.process_peak_bytes`.
+        last_host_bytes: host memory of each process but the first of a machine; 0: as much as the first.
     """
 
     strategy: str
@@ -158,6 +159,7 @@ class Processes:
     link_bytes_per_second: float = 0.0
     ideal_sent_bytes: int = 0
     last_peak_bytes: int = 0
+    last_host_bytes: int = 0
 
     @property
     def per_machine(self) -> int:
@@ -261,7 +263,9 @@ class MemoryEstimate:
     def machine_host_bytes(self) -> int:
         """Host memory of all processes of a machine together."""
         each = self.process_peak_bytes if self.is_of_cpu else self.host_peak_bytes
-        return each * (1 if self.processes is None else self.processes.per_machine)
+        if self.processes is None:
+            return each
+        return each + (self.processes.per_machine - 1) * (self.processes.last_host_bytes or each)
 
     @property
     def is_of_cpu(self) -> bool:

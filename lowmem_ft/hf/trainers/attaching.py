@@ -80,7 +80,7 @@ def attach(
     plan: Literal["auto"] | None = None,
     budget: Budget | str | None = None,
 ) -> Attached:
-    """Let ``transformers.Trainer``, or TRL's SFT, DPO or GRPO trainer, train as a recipe says.
+    """Let ``transformers.Trainer``, or one of TRL's stable trainers, train as a recipe says.
 
     Call it between the constructor and ``train()``. The trainer keeps its data, batches, schedule, precision, logs and
     files; the recipe brings its techniques, its optimizer, an exact norm of the gradients in float32 and clipping to
@@ -215,6 +215,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
                 rows_per_micro_batch=recipe.training.per_device_train_batch_size,
                 sums=recipe.training.gradient_accumulation_steps > 1,
                 full_precision_weights=functools.partial(full_precision_weights, model),
+                computes_loss=kind != "Trainer",
             )
         )
         attached.techniques = enabled.techniques

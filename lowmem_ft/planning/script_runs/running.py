@@ -24,6 +24,8 @@ from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
+from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
+from lowmem_ft.planning.script_runs.ranks import RankWatch
 from lowmem_ft.planning.script_runs.script_refusals import refuse_what_cannot_be
 from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.steps import Enough, StepWatch
@@ -45,16 +47,6 @@ ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Settings that turn trackers off, whatever the script asks for, and make libraries quiet."""
-
-OF_ONE_PROCESS = {
-    "RANK": "0",
-    "LOCAL_RANK": "0",
-    "WORLD_SIZE": "1",
-    "LOCAL_WORLD_SIZE": "1",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29500",
-}
-"""Variables that ``torchrun --nproc_per_node=1`` sets."""
 
 _MOST_FRAMES = 5
 
@@ -92,7 +84,7 @@ class ScriptRun:
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer that is about to train.
         on_reading: called as the script reads data.
-        environment: variables to start it with, as a launcher does.
+        launch: how it is started.
         allocator: an allocator with a limit, to give it torch's error where memory runs out; None: it never does.
 
     Attributes:
@@ -108,16 +100,17 @@ class ScriptRun:
         on_step: Callable[[int], None],
         on_trainer: Callable[[Any], None],
         on_reading: Callable[[], None],
-        environment: Mapping[str, str] | None = None,
+        launch: Launch = ALONE,
         allocator: CachingAllocator | None = None,
     ) -> None:
-        self.environment = environment or {}
+        self.launch = launch
         self.path = path
         self.arguments = arguments
         self.machine = machine
         self.watch = StepWatch(machine, num_steps, on_step)
         self.peak = PeakPlace(machine.recorder, str(path))
-        self.cut = DataCut(num_steps, on_reading)
+        self.ranks = RankWatch(launch)
+        self.cut = DataCut(num_steps * launch.num_processes, on_reading)
         files = FilesKeptAway()
         self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
@@ -137,19 +130,18 @@ class ScriptRun:
             UserError: if it does what an estimate cannot follow, or ends without a step.
         """
         with (
-            _as_program(self.path, self.arguments, self.environment),
+            _as_program(self.path, self.arguments, self.launch.environment),
             self.machine,
             contextlib.ExitStack() as undo,
         ):
-            if self.environment:
-                self.machine.say(
-                    "launcher: as torchrun --nproc_per_node=1 starts it, whose variables it reads"
-                )
+            if words := self.launch.in_words():
+                self.machine.say(words)
             self._files.redirect(undo)
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
             self.training.apply(undo)
             self.watch.apply(undo)
+            self.ranks.apply(undo)
             self.batches.apply(undo)
             self.after.apply(undo)
             refuse_what_cannot_be(undo)
@@ -225,7 +217,7 @@ class ScriptRun:
             f"{self.path} ended in an error {when}{where}: {first_line}",
             f"The frames of {whose}:\n{lines}",
             needs_launcher=isinstance(error, KeyError)
-            and error.args[0] in OF_ONE_PROCESS.keys() - os.environ.keys(),
+            and error.args[0] in by_torchrun().environment.keys() - os.environ.keys(),
         )
 
 

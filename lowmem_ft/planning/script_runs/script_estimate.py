@@ -13,18 +13,21 @@ from typing import Any
 
 from lowmem_ft.foundation.budget import Budget
 from lowmem_ft.foundation.catalog.context_overhead import process_overhead_bytes
+from lowmem_ft.foundation.catalog.gpu_catalog import split_count
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
-from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
+from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate, Processes
 from lowmem_ft.foundation.script_file import check_script
 from lowmem_ft.foundation.system.garbage_collector import collector_paused
 from lowmem_ft.foundation.system.process_size import HOST_BYTES_WITH_CUDA
 from lowmem_ft.planning.estimator.device_target import choose_gpu, limits, processor_name
 from lowmem_ft.planning.estimator.estimate import CannotRun
 from lowmem_ft.planning.estimator.run_host_memory import TENSORS_IN_FLIGHT, process_bytes_on_cpu
+from lowmem_ft.planning.script_runs.accelerate_launch import by_accelerate
 from lowmem_ft.planning.script_runs.batch_search import BatchSearch
-from lowmem_ft.planning.script_runs.running import OF_ONE_PROCESS, ScriptError, ScriptRun
+from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
+from lowmem_ft.planning.script_runs.running import ScriptError, ScriptRun
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.costs.workspaces import cublas_workspace_bytes
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -92,6 +95,9 @@ class ScriptEstimate:
                 "path": self.script,
                 "arguments": list(self.arguments),
                 "steps": self.steps,
+                "num_processes": 1
+                if self.estimate.processes is None
+                else self.estimate.processes.num_processes,
                 "tokens_per_step": self.tokens_per_step,
                 "kept_bytes": self.kept_bytes,
                 "peak_in_code": dataclasses.asdict(self.peak),
@@ -107,6 +113,7 @@ def estimate_script(
     *,
     gpu: str | Gpu | None = None,
     steps: int = NUM_STEPS,
+    accelerate_config: str | os.PathLike[str] | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     on_trainer: Callable[[Any], None] = lambda trainer: None,
     on_reading: Callable[[], None] = lambda: None,
@@ -117,11 +124,13 @@ def estimate_script(
     data is shortened, and the files that it writes go to a temporary folder that is deleted.
 
     Args:
-        script: a Python file that trains with torch in one process.
+        script: a Python file that trains with torch.
         arguments: what it finds in ``sys.argv`` after its own name.
-        gpu: a GPU or its name in the catalogue (``rtx-4090``), or ``cpu``; None: this machine's GPU, else its
-            processor.
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), for which the script is
+            one of as many processes, or ``cpu``; None: this machine's GPU, else its processor.
         steps: optimizer steps to see.
+        accelerate_config: a file of ``accelerate config``, to start it as ``accelerate launch`` would; None: as
+            torchrun would where there are several processes, else as Python does.
         on_step: called with the number of each step as it ends.
         on_trainer: called with each trainer of transformers or TRL that is about to train, on the tracing machine.
         on_reading: called as ``load_dataset`` begins to read data, all of it.
@@ -134,8 +143,15 @@ def estimate_script(
         ScriptError: if it ends in an error of its own.
     """
     path = check_script(script)
-    spec, reason = choose_gpu(gpu, Budget(), use_cpu=False)
-    runs = _Runs(path, arguments, steps, on_step, on_trainer, on_reading)
+    count, name = split_count(gpu) if isinstance(gpu, str) else (None, gpu)
+    spec, reason = choose_gpu(name, Budget(), use_cpu=False)
+    launch = _launch(count, accelerate_config)
+    if spec is None and accelerate_config is not None:
+        raise UserError(
+            f"{os.fspath(accelerate_config)} is about GPUs, got none. Name the type: --gpu rtx-4090, or gpu=... in "
+            "Python."
+        )
+    runs = _Runs(path, arguments, steps, on_step, on_trainer, on_reading, launch)
     return runs.answer(runs.unlimited(spec), spec, reason)
 
 
@@ -145,6 +161,7 @@ def estimate_script_on_gpus(
     gpus: Sequence[Gpu],
     *,
     steps: int = NUM_STEPS,
+    accelerate_config: str | os.PathLike[str] | None = None,
     on_step: Callable[[int], None] = lambda step: None,
     on_reading: Callable[[], None] = lambda: None,
 ) -> list[ScriptEstimate | CannotRun]:
@@ -155,6 +172,7 @@ def estimate_script_on_gpus(
         arguments: likewise.
         gpus: the GPUs.
         steps: likewise.
+        accelerate_config: likewise.
         on_step: likewise.
         on_reading: likewise.
 
@@ -164,7 +182,8 @@ def estimate_script_on_gpus(
     Raises:
         UserError: if no GPU at all can run it: the problems of the first.
     """
-    runs = _Runs(check_script(script), arguments, steps, on_step, lambda trainer: None, on_reading)
+    path, launch = check_script(script), _launch(None, accelerate_config)
+    runs = _Runs(path, arguments, steps, on_step, lambda trainer: None, on_reading, launch)
     unlimited: dict[bool, _Seen | UserError] = {}
     results: list[ScriptEstimate | CannotRun] = []
     for gpu in gpus:
@@ -184,6 +203,12 @@ def estimate_script_on_gpus(
     return results
 
 
+def _launch(num_gpus: int | None, accelerate_config: str | os.PathLike[str] | None) -> Launch:
+    if accelerate_config is not None:
+        return by_accelerate(accelerate_config, num_gpus)
+    return ALONE if num_gpus in (None, 1) else by_torchrun(num_gpus)
+
+
 @dataclass(frozen=True)
 class _Runs:
     """The runs of one script: with all the memory that it requests; and, if it handles running out, with a limit.
@@ -198,16 +223,20 @@ class _Runs:
     on_step: Callable[[int], None]
     on_trainer: Callable[[Any], None]
     on_reading: Callable[[], None]
+    launch: Launch = ALONE
 
     @collector_paused()
     def unlimited(self, gpu: Gpu | None) -> _Seen:
         """Run it with all the memory that it requests."""
         try:
-            return _Seen(self._run(gpu))
+            first = self._run(gpu, self.launch)
         except ScriptError as error:
             if not error.needs_launcher:
                 raise
-        return _Seen(self._run(gpu, environment=OF_ONE_PROCESS))
+            first = self._run(gpu, by_torchrun())
+        if not first.ranks.is_uneven:
+            return _Seen(first)
+        return _Seen(first, _Seen(self._run(gpu, self.launch.last(), sent=first.machine.peers.sent)))
 
     def answer(self, seen: _Seen, gpu: Gpu | None, reason: str) -> ScriptEstimate:
         """Return the estimate for one device; if a script handles out-of-memory errors, for its last attempt.
@@ -244,13 +273,14 @@ class _Runs:
         )
         # The run without a limit has already reported errors that are not about memory: here they only end the script.
         with contextlib.suppress(UserError):
-            run = self._run(gpu, environment=unlimited.environment, allocator=allocator)
+            run = self._run(gpu, unlimited.launch, allocator=allocator)
             if run.batches.failed and len(run.watch.steps) >= len(unlimited.watch.steps):
                 return _Seen(run)
         return None
 
-    def _run(self, gpu: Gpu | None, **more: Any) -> ScriptRun:
+    def _run(self, gpu: Gpu | None, launch: Launch, *, sent: Sequence[Any] = (), **more: Any) -> ScriptRun:
         machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
+        machine.peers = launch.peers(sent)
         run = ScriptRun(
             self.path,
             self.arguments,
@@ -259,6 +289,7 @@ class _Runs:
             self.on_step,
             self.on_trainer,
             self.on_reading,
+            launch,
             **more,
         )
         run.run()
@@ -301,10 +332,16 @@ class _Room:
 
 
 class _Seen:
-    """A finished run, to be replayed on the GPUs of its kind."""
+    """A finished run, to be replayed on the GPUs of its kind.
 
-    def __init__(self, run: ScriptRun) -> None:
+    Args:
+        run: the run, of the first rank if there are several.
+        last: that of the last rank, where it needs less than the first; None: all ranks are alike.
+    """
+
+    def __init__(self, run: ScriptRun, last: _Seen | None = None) -> None:
         self.run = run
+        self._last = last
         self.cap_bytes: int | None = getattr(run.machine, "cap_bytes", None)
         self._trace = run.machine.trace()
         if run.memory is not None:
@@ -315,18 +352,21 @@ class _Seen:
     def on(self, gpu: Gpu | None, reason: str) -> ScriptEstimate:
         """Return the estimate for one device."""
         steps, trace, seconds = self.run.watch.steps, self._trace, self.run.machine.trace_seconds
+        launch = self.run.launch
         tokens = self.run.training.tokens_of_step(steps[-1].tokens)
         context = EstimateContext(
             outside_bytes=process_overhead_bytes(
-                gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
+                gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=launch.num_processes
             ),
             allowed_bytes=self.cap_bytes,
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,
             micro_batches_per_step=self.run.training.micro_batches,
+            processes=self._processes(),
+            sends_at_the_end=launch.num_processes > 1,
             not_modelled=NOT_MODELLED,
         )
-        allowed = limits(gpu, Budget())
+        allowed = limits(gpu, Budget(), launch.num_processes)
         if gpu is None:
             estimate = estimate_on_cpu(trace, processor_name(), allowed, context, seconds)
         else:
@@ -341,8 +381,11 @@ class _Seen:
             self.run.after.in_words(),
             str(self.run.batches),
         )
+        estimate = dataclasses.replace(estimate, choices=tuple(filter(None, choices)))
         return ScriptEstimate(
-            estimate=dataclasses.replace(estimate, choices=tuple(filter(None, choices))),
+            estimate=estimate
+            if self._last is None
+            else _with_last_rank(estimate, self._last.on(gpu, reason)),
             script=str(self.run.path),
             arguments=tuple(self.run.arguments),
             steps=len(steps) if self.run.watch.num_backwards is None else 0,
@@ -352,6 +395,11 @@ class _Seen:
             host_waits_per_step=None if gpu is None else self.run.watch.host_waits(),
             batches=self.run.batches,
         )
+
+    def _processes(self) -> Processes | None:
+        if self.run.launch.num_processes == 1:
+            return None
+        return Processes(strategy=self.run.ranks.strategy, num_processes=self.run.launch.num_processes)
 
     def _replays_for(self, gpu: Gpu) -> Replays:
         workspace = cublas_workspace_bytes(gpu.compute_capability)
@@ -382,6 +430,16 @@ class _Seen:
         if self.run.training.has_trainer:
             return ""
         return "evaluation: the script's own loop is seen up to the last of these steps; later evaluations are not"
+
+
+def _with_last_rank(first: MemoryEstimate, last: ScriptEstimate) -> MemoryEstimate:
+    assert first.processes is not None
+    processes = dataclasses.replace(
+        first.processes,
+        last_peak_bytes=last.estimate.process_peak_bytes,
+        last_host_bytes=last.estimate.host_peak_bytes,
+    )
+    return dataclasses.replace(first, processes=processes)
 
 
 def _host_outside(trace: Trace, *, on_gpu: bool) -> HostOutside:

@@ -21,7 +21,7 @@ class DataCut:
     """Shortens data to the rows that the steps need.
 
     Args:
-        num_steps: steps that the script will take.
+        num_steps: steps that the script will take, those of all its processes added up.
         on_reading: called as ``load_dataset`` begins, which reads all that it is given, however long that takes.
     """
 

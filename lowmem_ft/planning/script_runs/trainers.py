@@ -7,6 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
 from torch.utils.data import Subset
 
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
@@ -52,6 +55,7 @@ class ShortTraining:
         self._after = after
         self.micro_batches: int | None = None
         """Micro-batches per step, where only some of them are traced."""
+        self._others: list[Any] = []
         self.has_trainer = False
         """True once a trainer of transformers or TRL has trained."""
 
@@ -65,6 +69,7 @@ class ShortTraining:
             ("transformers.training_args", "TrainingArguments", "__post_init__", self._check_quietly),
             ("transformers.trainer", "Trainer", "train", self._train_shortly),
             ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
+            ("transformers.trainer", "Trainer", "get_batch_samples", self._hold_others),
             ("transformers.trainer", "Trainer", "evaluate", partial(self._measure_shortly, "eval_dataset")),
             ("transformers.trainer", "Trainer", "predict", partial(self._measure_shortly, "test_dataset")),
             ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
@@ -112,6 +117,21 @@ class ShortTraining:
         trainer.args.gradient_accumulation_steps = NUM_MICRO_BATCHES
         self.micro_batches = in_a_step
         self._machine.say(f"micro-batches: {NUM_MICRO_BATCHES} of the {in_a_step} of a step are traced")
+
+    def _hold_others(self, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hold as much memory as the batches of the micro-batches that are left out: a step fetches all before it."""
+        batches, num_items = fetch(*args, **kwargs)
+        missing = (self.micro_batches or 0) - len(batches)
+        self._others = [
+            recursively_apply(self._input_like, batches[number % len(batches)])
+            for number in range(missing if batches else 0)
+        ]
+        return batches, num_items
+
+    def _input_like(self, tensor: Tensor) -> Tensor:
+        other = torch.empty_like(tensor)
+        self._machine.mark(other, "input")
+        return other
 
     def _few_rows(self, rows: Any, batch_size: int) -> Any:
         if isinstance(rows, dict):

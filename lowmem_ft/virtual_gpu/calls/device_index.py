@@ -1,4 +1,4 @@
-"""Names by which a program may refer to the only device."""
+"""Names by which a program may refer to its device: the only one, or that of its rank."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch.cuda._utils import _get_device_index
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.virtual_device import DEVICE_TYPE
+from lowmem_ft.virtual_gpu.calls.active import active_gpu_or_none
 
 
 def device_index(device: Any, *, optional: bool = True) -> int:
@@ -20,7 +21,7 @@ def device_index(device: Any, *, optional: bool = True) -> int:
 
     Raises:
         ValueError: if torch does not take it.
-        UserError: for a second GPU.
+        UserError: for the GPU of another rank, or a second one.
     """
     if isinstance(device, (str, torch.device)) and torch.device(device).type == DEVICE_TYPE:
         index = torch.device(device).index
@@ -28,6 +29,14 @@ def device_index(device: Any, *, optional: bool = True) -> int:
     if device is None or device == -1:
         return 0
     index = _get_device_index(device, optional=optional)
+    gpu = active_gpu_or_none()
+    if gpu is not None and index == gpu.peers.process_index:
+        return 0
+    if index and gpu is not None and gpu.peers.num_processes > 1:
+        raise UserError(
+            f"Each rank has its own GPU, but rank {gpu.peers.process_index} asks for cuda:{index}. Let the program take "
+            "that of LOCAL_RANK."
+        )
     if index:
         raise UserError(
             f"A virtual GPU represents one device, cuda:0, got cuda:{index}. Run one process of the program, on one "

@@ -46,13 +46,16 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
         return assign(tensors, limits, expect_sparse)
 
     kwargs["init_sync"] = False
-    may_leave_out = kwargs.pop("find_unused_parameters", False) | kwargs.pop("static_graph", False)
+    finds_unused, is_static = kwargs.pop("find_unused_parameters", False), kwargs.pop("static_graph", False)
     with contextlib.ExitStack() as undo:
         wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", assign)
         init(ddp, *args, **kwargs)
     # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
     ddp.reducer = _With(ddp.reducer, "_rebuild_buckets", lambda: False)
-    if may_leave_out:  # torch's own way to know which weights were used compares addresses of memory
+    ddp.find_unused_parameters = finds_unused and not is_static  # which copies each output
+    if (
+        finds_unused or is_static
+    ):  # torch's own way to know which weights were used compares addresses of memory
         ddp.reducer = _With(ddp.reducer, "prepare_for_backward", partial(_prepare_anew, ddp.reducer))
     # torch has timers for CPUs and CUDA alone, and logs that once a process.
     ddp.logger = _With(ddp.logger, "set_runtime_stats_and_log", lambda: None)
@@ -61,15 +64,15 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
 def _prepare_anew(reducer: Any, outputs: list[torch.Tensor]) -> None:
     """Prepare for a backward pass, whether or not the one before has reached every weight."""
     reducer._reset_state()
-    reducer.prepare_for_backward(outputs)
+    reducer.prepare_for_backward([])
 
 
-def data_parallel_of_one(
+def virtual_data_parallel(
     undo: contextlib.ExitStack, mark: Callable[[torch.Tensor, Category], None], say: Callable[[str], None]
 ) -> None:
-    """Let a program wrap models in ``DistributedDataParallel`` in a process that is alone, until a stack is undone.
+    """Let a program wrap models in ``DistributedDataParallel`` without other processes, until a stack is undone.
 
-    Gradients are copied into buckets and back as ever; the sum over one process is the gradient.
+    Gradients are copied into buckets and back as ever, and summed on a stream of their own.
 
     Args:
         undo: undoes it.
@@ -83,12 +86,15 @@ def data_parallel_of_one(
         return _done(bucket.buffer())
 
     def init(init: Callable[..., None], ddp: DistributedDataParallel, *args: Any, **kwargs: Any) -> None:
-        group = kwargs.get("process_group")
-        if not torch.distributed.is_initialized() or torch.distributed.get_world_size(group) > 1:
+        if not torch.distributed.is_initialized() or isinstance(ddp, TracedDataParallel):
             init(ddp, *args, **kwargs)
             return
         _wrap_for_trace(init, ddp, *args, **kwargs)
-        DistributedDataParallel.register_comm_hook(ddp, None, sum_of_one)
+        sum_up = sum_of_one
+        if torch.distributed.get_world_size(ddp.process_group) > 1:
+            sums = _Sums(next(ddp.parameters()).device, mark, ddp.process_group)
+            sum_up = sums.of_bucket_in_backward
+        DistributedDataParallel.register_comm_hook(ddp, None, sum_up)
         adapted.add(ddp)
 
     def register(
@@ -97,10 +103,60 @@ def data_parallel_of_one(
         if ddp not in adapted:
             register(ddp, *args, **kwargs)
             return
-        say("DistributedDataParallel: the script's communication hook is left out, as there is one process")
+        alone = torch.distributed.get_world_size(ddp.process_group) == 1
+        why = ", as there is one process" if alone else ""
+        say(f"DistributedDataParallel: the script's communication hook is left out{why}")
 
     wrap(undo, DistributedDataParallel, "register_comm_hook", register)
     wrap(undo, DistributedDataParallel, "__init__", init)
+
+
+class _Sums:
+    """Sums of buckets over the ranks of a group, on a stream of their own, as NCCL's are.
+
+    The fake group's work has no result, which torch's own hook reads.
+
+    Args:
+        device: the device of the gradients.
+        mark: sets the category of a tensor.
+        group: the ranks; None: all.
+    """
+
+    def __init__(
+        self, device: torch.device, mark: Callable[[torch.Tensor, Category], None], group: Any = None
+    ) -> None:
+        self._mark = mark
+        self._group = group
+        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
+        self._side: Any = None if self._streams is None else self._streams.Stream()
+
+    def of_bucket(
+        self, state: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket, for which further work does not wait."""
+        buffer = bucket.buffer()
+        self._mark(buffer, "communication")
+        if self._streams is None:
+            torch.distributed.all_reduce(buffer, group=self._group)
+        else:
+            self._side.wait_stream(self._streams.current_stream())
+            with self._streams.stream(self._side):
+                torch.distributed.all_reduce(buffer, group=self._group)
+        return _done(buffer)
+
+    def of_bucket_in_backward(
+        self, state: object, bucket: torch.distributed.GradBucket
+    ) -> torch.futures.Future[torch.Tensor]:
+        """Sum a bucket; at the end of backward all of them are there, before torch copies them to the gradients."""
+        future = self.of_bucket(state, bucket)
+        if bucket.is_last():
+            torch.autograd.Variable._execution_engine.queue_callback(self.wait)
+        return future
+
+    def wait(self) -> None:
+        """Let further work wait for the sums."""
+        if self._streams is not None:
+            self._streams.current_stream().wait_stream(self._side)
 
 
 def _done(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
@@ -124,24 +180,7 @@ class TracedDataParallel(DistributedDataParallel):
         self, model: nn.Module, device: torch.device, mark: Callable[[torch.Tensor, Category], None]
     ) -> None:
         _wrap_for_trace(DistributedDataParallel.__init__, self, model)
-        self._mark = mark
-        self._streams: Any = None if device.type == "cpu" else torch.get_device_module(device.type)
-        self._side: Any = None if self._streams is None else self._streams.Stream()
-        # The fake group's work has no result, which torch's own hook reads.
-        self.register_comm_hook(None, self._sum)
-
-    def finish(self) -> None:
-        """Let further work wait for the sums, as the end of backward does."""
-        if self._streams is not None:
-            self._streams.current_stream().wait_stream(self._side)
-
-    def _sum(self, state: object, bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        buffer = bucket.buffer()
-        self._mark(buffer, "communication")
-        if self._streams is None:
-            torch.distributed.all_reduce(buffer)
-        else:
-            self._side.wait_stream(self._streams.current_stream())
-            with self._streams.stream(self._side):
-                torch.distributed.all_reduce(buffer)
-        return _done(buffer)
+        sums = _Sums(device, mark)
+        self.finish = sums.wait
+        """Lets further work wait for the sums, as the end of backward does."""
+        self.register_comm_hook(None, sums.of_bucket)

@@ -1,12 +1,14 @@
-"""Process groups of a traced process: one rank with simulated peers, or groups of one; collectives cost no time."""
+"""Process groups of a traced process, whose peers are simulated: none of them exists, and each does what it does."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import functools
 import os
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch.distributed
@@ -16,7 +18,7 @@ from torch.distributed import HashStore, distributed_c10d
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.memory.category import Category
 from lowmem_ft.foundation.upstream.patches import wrap
-from lowmem_ft.virtual_gpu.costs.data_parallel import data_parallel_of_one
+from lowmem_ft.virtual_gpu.costs.data_parallel import virtual_data_parallel
 
 
 @contextlib.contextmanager
@@ -52,16 +54,45 @@ def one_of_several(num_processes: int, process_index: int) -> Iterator[None]:
         sys.excepthook = excepthook
 
 
-def process_groups_of_one(
-    undo: contextlib.ExitStack, mark: Callable[[Tensor, Category], None], say: Callable[[str], None]
+class Peers:
+    """The ranks of a traced program, all on one machine, of which this process is one.
+
+    Peers have tensors and objects like its own. Objects that the first rank sends are kept, for a trace of another.
+
+    Args:
+        num_processes: the number of ranks.
+        process_index: the rank of this process.
+        sent: objects that a trace of the first rank has sent, in order; None: this is the first.
+    """
+
+    def __init__(self, num_processes: int = 1, process_index: int = 0, sent: Sequence[Any] = ()) -> None:
+        self.num_processes = num_processes
+        self.process_index = process_index
+        self.sent: list[Any] = []
+        self._to_receive = iter(sent)
+
+    def send(self, value: Any) -> Any:
+        """Return what the first rank sends at this point of the program: the value, if this is the first."""
+        if self.process_index:
+            return copy.deepcopy(next(self._to_receive, value))
+        self.sent.append(value)
+        return value
+
+
+def virtual_process_groups(
+    undo: contextlib.ExitStack,
+    peers: Peers,
+    mark: Callable[[Tensor, Category], None],
+    say: Callable[[str], None],
 ) -> None:
-    """Let a program join process groups of which it is the only member, until a stack is undone.
+    """Let a program join process groups without other processes, until a stack is undone.
 
     NCCL is not needed for that, nor are the variables that ``torchrun`` sets. Groups of :func:`one_of_several` are left
     alone.
 
     Args:
         undo: undoes it.
+        peers: the ranks of the program, which a group of its may have at the most.
         mark: sets the category of a tensor.
         say: called with what is left out.
     """
@@ -72,13 +103,13 @@ def process_groups_of_one(
     ) -> Any:
         if backend == "fake":
             return make(size, rank, ranks, backend, *args, **kwargs)
-        if size > 1:
-            raise _too_many(size)
+        _check_size(size, peers)
         from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend
 
         kwargs = {name: value for name, value in kwargs.items() if name not in _OF_NCCL}
         made = make(size, rank, ranks, "fake", *args, **kwargs)
-        backends[made[0]] = backend
+        if made[0] != distributed_c10d.GroupMember.NON_GROUP_MEMBER:
+            backends[made[0]] = backend
         return made
 
     def get_backend(get: Callable[..., str], group: Any = None) -> str:
@@ -86,15 +117,21 @@ def process_groups_of_one(
 
     if not torch.distributed.is_initialized():
         undo.callback(_leave, sys.excepthook)
-    wrap(undo, distributed_c10d, "rendezvous", _meet_nobody)
+    wrap(undo, distributed_c10d, "rendezvous", functools.partial(_meet_nobody, peers))
     wrap(undo, distributed_c10d, "_new_process_group_helper", make_group)
+    exchanges = {
+        "all_gather_object": _gather_object,
+        "gather_object": _gather_object_at_one,
+        "scatter_object_list": functools.partial(_scatter_objects, peers),
+        "broadcast_object_list": functools.partial(_broadcast_objects, peers),
+    }
     for module in (torch.distributed, distributed_c10d):
         wrap(undo, module, "init_process_group", _without_device)
         wrap(undo, module, "get_backend", get_backend)
         wrap(undo, module, "is_nccl_available", lambda is_available: True)
-        for name, exchange in _EXCHANGES_OF_OBJECTS.items():
+        for name, exchange in exchanges.items():
             wrap(undo, module, name, exchange)
-    data_parallel_of_one(undo, mark, say)
+    virtual_data_parallel(undo, mark, say)
 
 
 def _without_device(join: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -108,61 +145,58 @@ def _leave(excepthook: Any) -> None:
     sys.excepthook = excepthook  # torch's own puts the rank before every later error
 
 
-def _too_many(size: int) -> UserError:
-    return UserError(
-        f"A virtual GPU is one GPU of one process, got a process group of {size}. Let the program join a group of one "
-        "(WORLD_SIZE=1), or estimate a recipe with --num-processes."
+def _check_size(size: int, peers: Peers) -> None:
+    if size <= peers.num_processes:
+        return
+    if peers.num_processes == 1:
+        raise UserError(
+            f"A virtual GPU is one GPU of one process, got a process group of {size}. Let the program join a group of "
+            "one (WORLD_SIZE=1), or estimate a recipe with --num-processes."
+        )
+    raise UserError(
+        f"There are {peers.num_processes} GPUs with one process each, got a process group of {size}. Let the program "
+        "ask for as many as it is started with (WORLD_SIZE), or name more GPUs."
     )
 
 
 def _meet_nobody(
-    rendezvous: object, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+    peers: Peers, rendezvous: object, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
 ) -> Iterator[tuple[HashStore, int, int]]:
     """Replace the rendezvous at an address, in which ``env://`` takes what a launcher has set."""
     size = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE") or 1)
-    if size > 1:
-        raise _too_many(size)
-    yield HashStore(), 0, 1
+    _check_size(size, peers)
+    yield HashStore(), peers.process_index if size > 1 else 0, size
 
 
-def _gather_object(gather: Callable[..., None], object_list: list[Any], obj: Any, group: Any = None) -> None:
-    if torch.distributed.get_world_size(group) > 1:
-        gather(object_list, obj, group)
-    else:
-        object_list[0] = obj
+def _gather_object(gather: object, object_list: list[Any], obj: Any, group: Any = None) -> None:
+    object_list[:] = [obj, *(copy.deepcopy(obj) for _ in object_list[1:])]
 
 
 def _gather_object_at_one(
-    gather: Callable[..., None],
-    obj: Any,
-    object_gather_list: list[Any] | None = None,
-    *args: Any,
-    **kwargs: Any,
+    gather: object, obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any
 ) -> None:
     if object_gather_list is not None:
-        object_gather_list[0] = obj
+        _gather_object(gather, object_gather_list, obj)
 
 
 def _scatter_objects(
-    scatter: Callable[..., None], out: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any
+    peers: Peers,
+    scatter: object,
+    out: list[Any],
+    objects: list[Any] | None = None,
+    *args: Any,
+    **kwargs: Any,
 ) -> None:
-    if objects is not None:
-        out[0] = objects[0]
+    sent = peers.send(objects)
+    if sent is not None:
+        out[0] = sent[peers.process_index]
 
 
 def _broadcast_objects(
-    broadcast: Callable[..., None], object_list: list[Any], *args: Any, **kwargs: Any
+    peers: Peers, broadcast: object, object_list: list[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Leave what the only process has sent."""
+    object_list[:] = peers.send([*object_list])
 
 
 _OF_NCCL = ("backend_options", "device_id")
 """Arguments for a new group's backend."""
-
-_EXCHANGES_OF_OBJECTS = {
-    "all_gather_object": _gather_object,
-    "gather_object": _gather_object_at_one,
-    "scatter_object_list": _scatter_objects,
-    "broadcast_object_list": _broadcast_objects,
-}
-"""Functions that send pickled objects as tensors, whose values a trace would not have."""

@@ -95,7 +95,7 @@ def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None
 
 
 def on_virtual_device(device: Any) -> Any:
-    """Return the virtual device if a CUDA device is named; return everything else as it is.
+    """Return the virtual device if a CUDA device is named, the processor without its index, and all else as it is.
 
     Raises:
         UserError: for a second CUDA device.
@@ -104,8 +104,14 @@ def on_virtual_device(device: Any) -> Any:
         return device
     named = torch.device(device)
     if named.type != CUDA:
-        return device
+        return without_index(device)
     return torch.device(DEVICE_TYPE, device_index(named))
+
+
+def without_index(device: Any) -> Any:
+    """Return a device as tensors report it: the processor's has no index, by whatever name a program asks for it."""
+    is_indexed = isinstance(device, torch.device) and device.type == "cpu" and device.index is not None
+    return torch.device("cpu") if is_indexed else device
 
 
 def _lend_functions(undo: contextlib.ExitStack, module: ModuleType, backend: VirtualBackend) -> None:

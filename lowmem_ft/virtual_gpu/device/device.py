@@ -79,7 +79,8 @@ class VirtualBackend:
         return active_gpu_or_none() is not None
 
     def device_count(self) -> int:  # noqa: D102
-        return 1
+        gpu = active_gpu_or_none()
+        return 1 if gpu is None else gpu.peers.num_processes
 
     def current_device(self) -> int:  # noqa: D102
         return 0

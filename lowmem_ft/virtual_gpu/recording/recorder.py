@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.foundation.memory.category import Category, Place
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.foundation.tensors.gradient_sums import called_unwatched, take_as_much
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
@@ -54,6 +54,7 @@ from lowmem_ft.virtual_gpu.values.constant_propagation import (
     result_of_unknown_size,
     route,
 )
+from lowmem_ft.virtual_gpu.values.gathered_values import exchange_values
 from lowmem_ft.virtual_gpu.values.questions import Questions, asking_line
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
@@ -65,7 +66,7 @@ _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_str
 _LIFT = aten.lift_fresh.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _TOP_K = aten.topk.default
-_SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
+_COPY, _TO_COPY = aten.copy_.default, aten._to_copy.default
 
 _TWO_DEVICES = re.compile(r"found (?:at least two|two different) devices,? (?P<devices>.*)")
 """Sentence of fake tensors, by the version of torch, about operands on two devices."""
@@ -215,6 +216,10 @@ class Recorder(TorchDispatchMode):
             return None
         return self._tenants.of(index) or self.timeline.allocations[index].module
 
+    def adopt(self, tensor: Tensor) -> None:
+        """Count a tensor that torch has made past all operators."""
+        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module)
+
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor represents, and return the index by which ``timeline.free`` ends it."""
         module = self.attribution.module if category == "temporary" else ""
@@ -292,11 +297,9 @@ class Recorder(TorchDispatchMode):
             for pair in zip(*args[:2], strict=True):
                 self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
             return None
-        # A sum into a gradient is in place in a run, where autograd is watched by no dispatch mode. ``called`` is what
-        # autograd asks for here; everything that is recorded is of ``func``.
-        called = func
-        if func is _SUM and is_in_place_unwatched(func, args, kwargs):
-            func = aten.add_.Tensor
+        # Autograd writes gradients in place in a run, where no dispatch mode watches it. ``called`` is what it asks for
+        # here; everything that is recorded is of ``func``.
+        called, func = func, called_unwatched(func, args, kwargs)
         self.attribution.operator_begins(func, args)
         self.alike.operator_begins()
         result, seen = self._run(called, args, kwargs)
@@ -309,7 +312,8 @@ class Recorder(TorchDispatchMode):
         if result is None and self.attribution.phase == "optimizer_step":
             # A list that is updated in place: what it is updated with is for the same parameters.
             self._share_module(args)
-        if getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES:
+        is_exchange = getattr(func, "namespace", None) in COLLECTIVE_LIBRARIES
+        if is_exchange:
             for tensor, category in purposes_of(func, args, kwargs):
                 self.mark(tensor, category)
         cost = self._costs.of(func, args, kwargs, result, seen, self.stream)
@@ -323,7 +327,7 @@ class Recorder(TorchDispatchMode):
         # In the forward of a module, the largest of floating-point scores are a router's pick of experts.
         if func is _TOP_K and args[0].is_floating_point() and self.attribution.moment[1]:
             route(args[0], result, args[1], args[2] if len(args) > 2 else -1, self._routing)
-        else:
+        elif not (is_exchange and exchange_values(func, args, result)):
             compute_values(called, args, kwargs, result)
         if self.checker is not None:
             self.checker.operator(func, args, kwargs, result)

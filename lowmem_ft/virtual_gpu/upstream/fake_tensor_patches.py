@@ -40,10 +40,10 @@ class FakeMode(FakeTensorMode):
     """Fake tensors whose known values never leave the host: ``torch.tensor([4], device="vgpu")`` copies nothing.
 
     Args:
-        device_of: maps the device that a program names to the one to make a tensor on; None: the named one.
+        device_of: maps the device that a program names to the one to make a tensor on.
     """
 
-    def __init__(self, device_of: Callable[[Any], Any] | None = None) -> None:
+    def __init__(self, device_of: Callable[[Any], Any]) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self._device_of = device_of
         self._may_cache = self.cache_enabled
@@ -73,7 +73,7 @@ class FakeMode(FakeTensorMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        if self._device_of is not None and kwargs and "device" in kwargs:
+        if kwargs and "device" in kwargs:
             kwargs = {**kwargs, "device": self._device_of(kwargs["device"])}
         self.cache_enabled = self._may_cache
         if func in _TAKE_A_STORAGE:
@@ -215,7 +215,8 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
         if isinstance(tensor, FakeTensor):
             set_values(tensor, known_values(data))
         return
-    if tensor.grad is not None or tensor._use_count() > 1:  # type: ignore[attr-defined]
+    own = 1 + _is_copied_from(data, tensor)
+    if tensor.grad is not None or tensor._use_count() > own:  # type: ignore[attr-defined]
         holder = "a graph or a view of it" if tensor.grad is None else "a gradient"
         raise UserError(
             "A virtual GPU follows `tensor.data = other` to another device only where nothing else depends on the "
@@ -226,6 +227,14 @@ def _set_data(tensor: Tensor, data: Tensor) -> None:
     if moved.is_floating_point() or moved.is_complex():
         moved.requires_grad_(tensor.requires_grad)
     _take_place(tensor, moved)
+
+
+def _is_copied_from(data: Tensor, tensor: Tensor) -> bool:
+    """Return whether the graph of ``data`` begins at a tensor: ``tensor.data = tensor.to(device)`` drops it at once."""
+    node = data.grad_fn
+    return node is not None and any(
+        getattr(each, "variable", None) is tensor for each, _ in node.next_functions
+    )
 
 
 def _numpy(

@@ -38,10 +38,10 @@ TRAINER = """
 
     tokenizer = AutoTokenizer.from_pretrained("model")
     tokenizer.pad_token = tokenizer.eos_token
-    rows = Dataset.from_dict({"text": ["This is a text to learn from. " * 5] * 40})
+    rows = Dataset.from_dict({"text": ["This is a text to learn from. " * 5] * 64})
     rows = rows.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=["text"])
     arguments = TrainingArguments(
-        "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+        "out", per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=3, logging_steps=1,
         use_cpu=True, report_to="none", save_strategy="no", eval_strategy="steps", eval_steps=3, disable_tqdm=True,
     )
     Trainer(
