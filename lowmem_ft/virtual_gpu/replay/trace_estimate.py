@@ -24,7 +24,7 @@ from lowmem_ft.foundation.memory.memory_estimate import (
     StepTime,
 )
 from lowmem_ft.foundation.memory.playback import Playback, StepClock
-from lowmem_ft.foundation.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Allocation
 from lowmem_ft.foundation.memory.uncertainty import (
     HEAP_SHARE,
     LARGEST_IN_HEAP_BYTES,
@@ -213,8 +213,14 @@ def estimate_on_cpu(
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_peak_bytes
-    base = context.host.process_bytes
-    heap = _kept_by_heap(trace.timeline, peak_at, context)
+    alive = (
+        [] if peak_at is None else [trace.timeline.allocations[at] for at in trace.timeline.alive_at(peak_at)]
+    )
+    arrays = sum(
+        one.size_bytes for one in alive if one.place == "host"
+    )  # of NumPy's, not of torch's allocator
+    base = context.host.process_bytes + arrays
+    heap = _kept_by_heap(alive, context)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(heap, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
@@ -243,11 +249,9 @@ def estimate_on_cpu(
     )
 
 
-def _kept_by_heap(timeline: Timeline, position: int | None, context: EstimateContext) -> int:
+def _kept_by_heap(alive: list[Allocation], context: EstimateContext) -> int:
     """Return the bytes that a process without a GPU holds in gaps between the heap's tensors at their peak."""
-    alive = [] if position is None else timeline.alive_at(position)
-    tensors = (timeline.allocations[index] for index in alive)
-    sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
+    sizes = (tensor.size_bytes for tensor in alive if tensor.place == "device")
     in_heap = sum(size for size in sizes if size < context.largest_in_heap_bytes)
     return round(context.heap_share * in_heap)
 
