@@ -48,10 +48,8 @@ NUM_STEPS = 3
 """The first step creates the optimizer state, so the second is the first to hold all of it; by the third the caching
 allocator has settled."""
 
-NOT_MODELLED = (
-    "host memory of the script other than its tensors, and of files being written",
-    "rows of the data that are longer than those in these steps",
-)
+NOT_MODELLED = ("host memory of the script other than its tensors, and of files being written",)
+LONGER_ROWS = "rows of the data that are longer than those in these steps"
 
 _OF_BITSANDBYTES = ("4bit", "8bit", "bitsandbytes")
 
@@ -364,7 +362,7 @@ class _Seen:
             micro_batches_per_step=self.run.training.micro_batches,
             processes=self._processes(),
             sends_at_the_end=launch.num_processes > 1,
-            not_modelled=NOT_MODELLED,
+            not_modelled=NOT_MODELLED if self._has_seen_all() else (*NOT_MODELLED, LONGER_ROWS),
         )
         allowed = limits(gpu, Budget(), launch.num_processes)
         if gpu is None:
@@ -377,6 +375,7 @@ class _Seen:
             *estimate.choices,
             self._steps_in_words(),
             self._data_in_words(),
+            str(self.run.training.longest.found or ""),
             self._loop_in_words(),
             self.run.after.in_words(),
             str(self.run.batches),
@@ -420,11 +419,18 @@ class _Seen:
         first = "; with one, the optimizer's state was just being made" if seen == 1 else ""
         return f"steps: the script ended after {seen} of {wanted} requested{first}"
 
+    def _has_seen_all(self) -> bool:
+        """Return whether the longest batch of all the data is in these steps."""
+        return self.run.training.longest.is_in_steps and not self.run.cut.rows_left_out
+
     def _data_in_words(self) -> str:
         left_out = self.run.cut.rows_left_out
-        return (
-            f"data: {left_out:,} rows were left out because these steps do not reach them" if left_out else ""
+        if not left_out:
+            return ""
+        not_looked_at = (
+            ", and are not looked at for the longest batch" if self.run.training.longest.found else ""
         )
+        return f"data: {left_out:,} rows were left out because these steps do not reach them{not_looked_at}"
 
     def _loop_in_words(self) -> str:
         if self.run.training.has_trainer:

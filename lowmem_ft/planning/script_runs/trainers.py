@@ -14,6 +14,7 @@ from torch.utils.data import Subset
 
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
+from lowmem_ft.planning.script_runs.longest_batch import LongestBatchSearch
 from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.temporary_files import FilesKeptAway
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
@@ -56,6 +57,7 @@ class ShortTraining:
         self.micro_batches: int | None = None
         """Micro-batches per step, where only some of them are traced."""
         self._others: list[Any] = []
+        self.longest = LongestBatchSearch()
         self.has_trainer = False
         """True once a trainer of transformers or TRL has trained."""
 
@@ -70,6 +72,7 @@ class ShortTraining:
             ("transformers.trainer", "Trainer", "train", self._train_shortly),
             ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
             ("transformers.trainer", "Trainer", "get_batch_samples", self._hold_others),
+            ("transformers.trainer", "Trainer", "get_train_dataloader", self._with_longest_batch),
             ("transformers.trainer", "Trainer", "evaluate", partial(self._measure_shortly, "eval_dataset")),
             ("transformers.trainer", "Trainer", "predict", partial(self._measure_shortly, "test_dataset")),
             ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
@@ -117,6 +120,16 @@ class ShortTraining:
         trainer.args.gradient_accumulation_steps = NUM_MICRO_BATCHES
         self.micro_batches = in_a_step
         self._machine.say(f"micro-batches: {NUM_MICRO_BATCHES} of the {in_a_step} of a step are traced")
+
+    def _with_longest_batch(self, load: Callable[..., Any], trainer: Any) -> Any:
+        """Let the longest batch be the last of the second step: the optimizer's state is there, and gradients are."""
+        loader, in_a_step = load(trainer), trainer.args.gradient_accumulation_steps
+        if self.has_trainer:
+            steps = trainer.args.max_steps
+            taken = steps * (self.micro_batches or in_a_step) if steps > 0 else None
+            traced, last_of_second = self._num_steps * in_a_step, min(2, self._num_steps) * in_a_step - 1
+            self.longest.bring_forward(loader, last_of_second, traced, taken)
+        return loader
 
     def _hold_others(self, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Hold as much memory as the batches of the micro-batches that are left out: a step fetches all before it."""

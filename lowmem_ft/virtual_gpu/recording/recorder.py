@@ -469,7 +469,7 @@ class Recorder(TorchDispatchMode):
         category: Category,
         module: str,
         *,
-        is_array: bool,
+        is_array: bool = False,
     ) -> int:
         """Count a new storage: memory of an array of NumPy's is on the host, and torch has not allocated it."""
         place: Place = "device" if tensor.device.type == self.device_type and not is_array else "host"

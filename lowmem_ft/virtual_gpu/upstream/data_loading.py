@@ -84,13 +84,13 @@ class _OneWorker:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        with _computed_for_real(), contextlib.ExitStack() as undo:
+        with computed_for_real(), contextlib.ExitStack() as undo:
             replace(undo, worker, "_worker_info", self._info)
             yield
 
 
 @contextlib.contextmanager
-def _computed_for_real() -> Iterator[None]:
+def computed_for_real() -> Iterator[None]:
     """Compute in a block as without a trace, except with tensors that have no values: those are traced as ever."""
     with contextlib.ExitStack() as undo:
         modes: Any = undo.enter_context(_disable_current_modes())
