@@ -24,6 +24,7 @@ from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
+from lowmem_ft.planning.script_runs.generation import ShortGeneration
 from lowmem_ft.planning.script_runs.script_refusals import refuse_what_cannot_be
 from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.steps import Enough, StepWatch
@@ -121,6 +122,7 @@ class ScriptRun:
         files = FilesKeptAway()
         self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
+        self.generation = ShortGeneration(machine)
         self._files = files
         machine.keeps_files_away = True
         self.batches = BatchSearch()
@@ -149,6 +151,7 @@ class ScriptRun:
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
             self.training.apply(undo)
+            self.generation.apply(undo)
             self.watch.apply(undo)
             self.batches.apply(undo)
             self.after.apply(undo)

@@ -320,6 +320,7 @@ class _Seen:
             outside_bytes=process_overhead_bytes(
                 gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=1
             ),
+            fragments_bytes=self.run.generation.most_grown_bytes,
             allowed_bytes=self.cap_bytes,
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,
