@@ -343,6 +343,10 @@ NAMES_OF = {
     "liger_kernel.ops.rope": "_triton_rope",
     # The gated activation with GELU
     "liger_kernel.transformers.geglu": "LigerGELUMulFunction",
+    # _init_vllm: vLLM itself does not start
+    # _iter_named_params: what it would copy
+    # _llm_weights_sleeping: whether it would have to
+    "trl.generation.vllm_generation.VLLMGeneration": "_init_vllm _iter_named_params _llm_weights_sleeping",
     # Whether completions of a whole step are generated at once
     "trl.trainer.grpo_trainer.GRPOTrainer": "_buffered_inputs",
     # _use_triton: its way over Triton, without having it

@@ -30,6 +30,7 @@ from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.steps import Enough, StepWatch
 from lowmem_ft.planning.script_runs.temporary_files import FilesKeptAway
 from lowmem_ft.planning.script_runs.trainers import ShortTraining
+from lowmem_ft.planning.script_runs.vllm_share import VllmShare
 from lowmem_ft.planning.script_runs.weights import weights_from_configs
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.recording.limited_memory import LimitedMemory
@@ -123,6 +124,7 @@ class ScriptRun:
         self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
         self.generation = ShortGeneration(machine)
+        self.vllm = VllmShare(machine)
         self._files = files
         machine.keeps_files_away = True
         self.batches = BatchSearch()
@@ -152,6 +154,7 @@ class ScriptRun:
             self.cut.apply(undo)
             self.training.apply(undo)
             self.generation.apply(undo)
+            self.vllm.apply(undo)
             self.watch.apply(undo)
             self.batches.apply(undo)
             self.after.apply(undo)

@@ -34,6 +34,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
+    OTHERS,
     EstimateContext,
     allocator_config_of_environment,
     estimate_on_cpu,
@@ -315,6 +316,9 @@ class _Seen:
     def on(self, gpu: Gpu | None, reason: str) -> ScriptEstimate:
         """Return the estimate for one device."""
         steps, trace, seconds = self.run.watch.steps, self._trace, self.run.machine.trace_seconds
+        replays = None if gpu is None else self._replays_for(gpu)
+        left = gpu if gpu is None or replays is None else self.run.vllm.left_on(gpu, replays)
+        others = (OTHERS,) if left is not gpu and gpu is not None and gpu.held_by_others_bytes is None else ()
         tokens = self.run.training.tokens_of_step(steps[-1].tokens)
         context = EstimateContext(
             outside_bytes=process_overhead_bytes(
@@ -325,20 +329,20 @@ class _Seen:
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,
             micro_batches_per_step=self.run.training.micro_batches,
-            not_modelled=NOT_MODELLED,
+            not_modelled=(*others, *NOT_MODELLED),
         )
-        allowed = limits(gpu, Budget())
-        if gpu is None:
+        allowed = limits(left, Budget())
+        if left is None or replays is None:
             estimate = estimate_on_cpu(trace, processor_name(), allowed, context, seconds)
         else:
-            replays = self._replays_for(gpu)
-            estimate = estimate_on_gpu(replays.trace, gpu, allowed, context, seconds, replays)
+            estimate = estimate_on_gpu(replays.trace, left, allowed, context, seconds, replays)
         choices = (
             reason,
             *estimate.choices,
             self._steps_in_words(),
             self._data_in_words(),
             self._loop_in_words(),
+            self.run.vllm.in_words(gpu),
             self.run.after.in_words(),
             str(self.run.batches),
         )

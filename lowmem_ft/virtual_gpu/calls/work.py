@@ -75,6 +75,8 @@ POSTPONED = "postponed"
 BETWEEN_STEPS = "between steps"
 """A moment when nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
+FOREIGN_BEGIN, FOREIGN_END = "foreign begin", "foreign end"
+"""Begin and end of a stretch in which another program in the process holds memory of the device."""
 ROUND_BEGIN, ROUND_END = "round begin", "round end"
 """Begin and end of one round of a loop, which represents ``times`` of the begin; rounds may nest."""
 

@@ -66,6 +66,17 @@ def schedule(num_tokens: int) -> dict[int, int]:
     return {0: 1, 1: 1, **middles, last: 1}
 
 
+def plain_token(config: Any, generation_config: Any) -> int:
+    """Return a token that neither ends a sequence nor stands for a picture or sound."""
+    text = config.get_text_config(decoder=True)
+    special: set[Any] = set()
+    for owner in (config, text, generation_config):
+        for name, value in vars(owner).items():
+            if name.endswith(("token_id", "token_index")):
+                special.update(value if isinstance(value, (list, tuple)) else (value,))
+    return next(number for number in range(text.vocab_size // 2, text.vocab_size) if number not in special)
+
+
 class CoarseDecoding:
     """Decodes a few tokens of each ``generate`` that samples or takes the most probable token.
 
@@ -106,7 +117,7 @@ class CoarseDecoding:
             self._all_rounds,
             dict.fromkeys(range(num_tokens), 1) if obstacle else schedule(num_tokens),
             known_values(input_ids),
-            _plain_token(model.config, generation_config),
+            plain_token(model.config, generation_config),
         )
         with contextlib.ExitStack() as undo:
             undo.callback(loop.close)
@@ -239,14 +250,3 @@ def _take_up(layer: Any, num_tokens: int) -> int:
         setattr(layer, name, longer[..., first:, :] if first else longer)
         del longer  # the values' turn comes with the keys' old memory free
     return layer.keys.untyped_storage().nbytes() + layer.values.untyped_storage().nbytes()
-
-
-def _plain_token(config: Any, generation_config: Any) -> int:
-    """Return a token that neither ends a sequence nor stands for a picture or sound."""
-    text = config.get_text_config(decoder=True)
-    special: set[Any] = set()
-    for owner in (config, text, generation_config):
-        for name, value in vars(owner).items():
-            if name.endswith(("token_id", "token_index")):
-                special.update(value if isinstance(value, (list, tuple)) else (value,))
-    return next(number for number in range(text.vocab_size // 2, text.vocab_size) if number not in special)

@@ -247,3 +247,62 @@ def test_an_evaluation_generates(script, beams):
         assert found.estimate.by_phase[phase] == pytest.approx(real.by_phase[phase], rel=SHARE)
     assert any("gets all 63 tokens" in words for words in words_of(found)) == (beams == "1")
     assert not any("gathers the logits" in choice for choice in found.estimate.choices)
+
+
+WITH_VLLM = """
+import sys
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+from trl import GRPOConfig, GRPOTrainer
+
+tokenizer = AutoTokenizer.from_pretrained("model")
+model = AutoModelForCausalLM.from_config(
+    LlamaConfig(vocab_size=512, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4)
+)
+arguments = GRPOConfig(
+    "out", max_completion_length=24, num_generations=2, per_device_train_batch_size=2, max_steps=2, use_vllm=True,
+    **eval(sys.argv[1]),
+)
+rows = Dataset.from_dict({"prompt": ["What?"] * 8})
+GRPOTrainer(
+    model, lambda completions, **kwargs: [1.0] * len(completions), arguments, rows, processing_class=tokenizer,
+    peft_config=LoraConfig(target_modules="all-linear") if sys.argv[2] == "lora" else None,
+).train()
+"""
+
+
+def with_vllm(script, options, adapter="none"):
+    return estimate_script(script(WITH_VLLM), [options, adapter], gpu="l4", steps=2)
+
+
+def test_vllm_takes_its_share_of_the_gpu(script):
+    found = with_vllm(script, "{'vllm_gpu_memory_utilization': 0.25}").estimate
+    assert found.gpu.held_by_others_bytes == int(0.25 * found.gpu.memory_bytes)
+    assert found.budget.device_bytes == found.gpu.memory_bytes - found.gpu.held_by_others_bytes
+    assert found.fits
+    assert any("generation: not run, as vLLM does it" in choice for choice in found.choices)
+    assert any("vllm_gpu_memory_utilization=0.25 says, all the time" in choice for choice in found.choices)
+    assert not with_vllm(script, "{'vllm_gpu_memory_utilization': 0.97}").estimate.fits
+
+
+def test_vllm_that_sleeps_counts_while_it_is_awake(script):
+    awake = with_vllm(script, "{'vllm_gpu_memory_utilization': 0.25}").estimate
+    sleeps = with_vllm(
+        script, "{'vllm_gpu_memory_utilization': 0.25, 'vllm_enable_sleep_mode': True}"
+    ).estimate
+    assert sleeps.allocated_peak_bytes == awake.allocated_peak_bytes
+    # The gradients and activations of training come while it sleeps.
+    assert 0 < sleeps.gpu.held_by_others_bytes < awake.gpu.held_by_others_bytes - 200 * 2**20
+    assert any("sleeps at level 2, which leaves nothing" in choice for choice in sleeps.choices)
+    most = "{'vllm_gpu_memory_utilization': 0.99, 'vllm_enable_sleep_mode': True}"
+    assert not with_vllm(script, most).estimate.fits
+
+
+def test_vllm_on_a_server_takes_nothing_here(script):
+    found = with_vllm(script, "{'vllm_mode': 'server'}", "lora").estimate
+    assert found.gpu.held_by_others_bytes == 0
+    assert any(
+        "on a server (vllm_mode=server), with nothing on this GPU" in choice for choice in found.choices
+    )
