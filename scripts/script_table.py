@@ -23,22 +23,26 @@ from user_scripts.rows import ROWS
 PAGE = Path(__file__).parents[1] / "docs" / "scripts_measured.md"
 _HEADS = ("trainer", "model", "trained", "MB, real", "MB, estimated", "off", "worst phase", "off there")
 
+_STAR = "\\*"
+
 
 def page_table(seen: Sequence[Measured]) -> str:
     """Return the page's table, and the notes of its rows below."""
-    rows = [_cells(one) for one in seen]
-    notes = {one.row.note: None for one in seen if one.row.note}
-    return table_of(_HEADS, rows, numbers=(3, 4, 5, 7)) + "\n" + "".join(f"\n{note}\n" for note in notes)
+    notes = [*dict.fromkeys(one.row.note for one in seen if one.row.note)]
+    rows = [_cells(one, notes) for one in seen]
+    explained = "".join(f"\n{_STAR * number} {note}\n" for number, note in enumerate(notes, 1))
+    return table_of(_HEADS, rows, numbers=(3, 4, 5, 7)) + "\n" + explained
 
 
-def _cells(seen: Measured) -> list[str]:
+def _cells(seen: Measured, notes: Sequence[str]) -> list[str]:
     row = seen.row
     names = [row.trainer, row.kind, row.adapter]
     if seen.problem:
         return [*names, "", "", "", seen.problem, ""]
     whole = seen.estimated_bytes / seen.real_bytes - 1
     megabytes = [f"{size / 1e6:.3f}" for size in (seen.real_bytes, seen.estimated_bytes)]
-    return [*names, *megabytes, f"{whole:+.3%}", seen.phase, f"{seen.off:+.3%}"]
+    stars = _STAR * (notes.index(row.note) + 1) if row.note else ""
+    return [*names, *megabytes, f"{whole:+.3%}", seen.phase.replace("_", " ") + stars, f"{seen.off:+.3%}"]
 
 
 def main() -> None:

@@ -10,6 +10,9 @@ from user_scripts.rows import Row
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.planning.script_runs import estimate_script
 
+PEAK = 0.001
+"""Most that a whole peak may be off by, relative."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
@@ -33,8 +36,10 @@ class Measured:
 
     @property
     def keeps_its_word(self) -> bool:
-        """True if every phase is as near as the row says."""
-        return not self.problem and abs(self.off) <= self.row.off
+        """True if the whole peak is within 0.1%, and every phase as near as the row says."""
+        if self.problem:
+            return False
+        return abs(self.estimated_bytes / self.real_bytes - 1) <= PEAK and abs(self.off) <= self.row.off
 
     def __str__(self) -> str:
         if self.problem:

@@ -63,6 +63,7 @@ aten = torch.ops.aten
 # Looked up once: each dot takes time, and a trace needs them with every operator.
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
+_LIFT = aten.lift_fresh.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _TOP_K = aten.topk.default
 _COPY, _TO_COPY = aten.copy_.default, aten._to_copy.default
@@ -217,7 +218,7 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, tensor: Tensor) -> None:
         """Count a tensor that torch has made past all operators."""
-        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module)
+        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module, is_array=False)
 
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor represents, and return the index by which ``timeline.free`` ends it."""
@@ -456,12 +457,22 @@ class Recorder(TorchDispatchMode):
         if not module and attribution.inherits_module:
             module = self._module_of_source(args, position)
         category = attribution.category_at_birth(func, args)
-        index = self._count(tensor, storage, category, module)
+        is_array = func is _LIFT and not args[0].untyped_storage().resizable()
+        index = self._count(tensor, storage, category, module, is_array=is_array)
         if category in ("temporary", "activation"):
             self._births[index] = attribution.moment
 
-    def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
-        place: Place = "device" if tensor.device.type == self.device_type else "host"
+    def _count(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        category: Category,
+        module: str,
+        *,
+        is_array: bool = False,
+    ) -> int:
+        """Count a new storage: memory of an array of NumPy's is on the host, and torch has not allocated it."""
+        place: Place = "device" if tensor.device.type == self.device_type and not is_array else "host"
         size = storage.nbytes()
         index = self._malloc(self._allocation(size, category, module, place))
         self._follow(storage, index)
