@@ -44,6 +44,7 @@ from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_te
 from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
 from lowmem_ft.virtual_gpu.upstream.host_python import host_python_counted
 from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
+from lowmem_ft.virtual_gpu.upstream.peft_adapters import pefts_adapters_without_values
 from lowmem_ft.virtual_gpu.upstream.weight_files import nothing_saved, shapes_of_checkpoints
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
@@ -143,6 +144,7 @@ class TracingMachine:
             nothing_saved(stack, self.say)
         experts_as_if_real(stack)
         beam_search_to_its_length(stack)
+        pefts_adapters_without_values(stack)
         bitsandbytes_on_virtual_gpu(stack)
         if self.device.type == "cpu" and self.peers.num_processes > 1:
             virtual_process_groups(stack, self.peers, self.mark, self.say)
