@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -104,7 +105,7 @@ def test_a_stream_is_read_by_one_worker_and_again_in_each_epoch(persistent_worke
 class _Padding(BaseImageProcessor):
     """Pads rows of pixels in a buffer of its own, as processors that use torch do."""
 
-    def preprocess(self, images, **kwargs):
+    def preprocess(self, images: Any, **kwargs: Any) -> Any:
         padded = torch.zeros(len(images), max(images))
         for at, width in enumerate(images):
             padded[at, :width] = torch.rand(width) + 1
@@ -113,5 +114,6 @@ class _Padding(BaseImageProcessor):
 
 def test_what_an_image_processor_returns_has_values_in_a_loop_of_the_programs_own():
     with VirtualGPU("t4"):
-        pixels = _Padding()([2, 4]).cuda()  # type: ignore[operator]
+        pixels: Any = _Padding()([2, 4])  # type: ignore[list-item]
+        pixels = pixels.cuda()
         assert (pixels == 0).sum(-1).tolist() == [2, 0]
