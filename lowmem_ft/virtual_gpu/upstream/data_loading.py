@@ -1,4 +1,4 @@
-"""Data loaders while tracing: what they fetch has values.
+"""Data loaders and image processors while tracing: what they return has values.
 
 A loader without workers is traced, with all values computed. The work of workers is done in this process, outside the
 trace.
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
+from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
 from lowmem_ft.virtual_gpu.values.constant_propagation import all_values
 
@@ -31,8 +32,10 @@ if TYPE_CHECKING:
 
 
 def workers_in_this_process(undo: contextlib.ExitStack) -> None:
-    """Let data loaders fetch their batches here, with values, until a stack is undone."""
+    """Let data loaders and image processors work here, with values, until a stack is undone."""
     wrap(undo, DataLoader, "_get_iterator", _iterator_here)
+    module = "transformers.image_processing_utils"
+    wrap_when_imported(undo, module, "BaseImageProcessor", "__call__", _with_values)
 
 
 def _iterator_here(make: Callable[[DataLoader[Any]], Any], loader: DataLoader[Any]) -> Any:
@@ -42,6 +45,11 @@ def _iterator_here(make: Callable[[DataLoader[Any]], Any], loader: DataLoader[An
     fetcher = existing(batches, "_dataset_fetcher")
     fetcher.fetch = all_values()(fetcher.fetch)
     return batches
+
+
+def _with_values(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with all_values():
+        return call(*args, **kwargs)
 
 
 class _OneWorker:

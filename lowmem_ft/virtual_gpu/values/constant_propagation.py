@@ -4,9 +4,9 @@ Programs look at their token ids, positions and masks, at the sizes of pictures 
 padded, where packed documents begin, which picture is one. Such values come from the host, so the trace computes them
 on the side, and also single numbers, such as an optimizer's step counter. An operator's result is known if all its
 tensors are: integers and booleans are from their making on, floating-point numbers where they follow from known
-tensors, and all that a data loader computes (:func:`all_values`). What weights or random numbers have touched is
-unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py`` answers programs that read it
-none the less.
+tensors, and all that a data loader or an image processor computes (:func:`all_values`). What weights or random numbers
+have touched is unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py`` answers programs
+that read it none the less.
 
 What a mixture's router picks is assumed (``routing.py``), and so what follows from it is known, however large.
 

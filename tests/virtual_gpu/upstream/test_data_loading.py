@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from transformers.image_processing_utils import BaseImageProcessor
 
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
@@ -98,3 +100,20 @@ def test_a_stream_is_read_by_one_worker_and_again_in_each_epoch(persistent_worke
         assert get_worker_info() is None
     assert epochs == [list(range(ROWS))] * 2
     assert begun == [(0, True)] * (1 if persistent_workers else 2)
+
+
+class _Padding(BaseImageProcessor):
+    """Pads rows of pixels in a buffer of its own, as processors that use torch do."""
+
+    def preprocess(self, images: Any, **kwargs: Any) -> Any:
+        padded = torch.zeros(len(images), max(images))
+        for at, width in enumerate(images):
+            padded[at, :width] = torch.rand(width) + 1
+        return padded
+
+
+def test_what_an_image_processor_returns_has_values_in_a_loop_of_the_programs_own():
+    with VirtualGPU("t4"):
+        pixels: Any = _Padding()([2, 4])  # type: ignore[list-item]
+        pixels = pixels.cuda()
+        assert (pixels == 0).sum(-1).tolist() == [2, 0]
