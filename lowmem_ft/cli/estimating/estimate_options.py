@@ -135,7 +135,9 @@ def _before_dashes(arguments: Sequence[str]) -> list[str]:
 
 def _problem_with_script(word: str) -> str:
     if word.partition("=")[0] in ("--gpus", "--num_processes", "--nproc_per_node"):
-        return f"--gpu names the GPUs of a script, one for each process, got {word}. Ask for --gpu 4xrtx-4090."
+        return (
+            f"--gpu names the GPUs of a script, one for each process, got {word}. Ask for --gpu 4xrtx-4090."
+        )
     if word.startswith(("recipe=", "model=")):
         return f"An estimate is of a recipe or a script, got --script and {word}. Leave one out."
     return f"--script takes the script's own arguments after `--`, got {word} before it. Write `-- {word}`."

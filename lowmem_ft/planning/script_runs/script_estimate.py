@@ -95,7 +95,9 @@ class ScriptEstimate:
                 "path": self.script,
                 "arguments": list(self.arguments),
                 "steps": self.steps,
-                "num_processes": 1 if self.estimate.processes is None else self.estimate.processes.num_processes,
+                "num_processes": 1
+                if self.estimate.processes is None
+                else self.estimate.processes.num_processes,
                 "tokens_per_step": self.tokens_per_step,
                 "kept_bytes": self.kept_bytes,
                 "peak_in_code": dataclasses.asdict(self.peak),
@@ -124,7 +126,7 @@ def estimate_script(
     Args:
         script: a Python file that trains with torch.
         arguments: what it finds in ``sys.argv`` after its own name.
-        gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), for which the script is
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), where the script is
             one of as many processes, or ``cpu``; None: this machine's GPU, else its processor.
         steps: optimizer steps to see.
         accelerate_config: a file of ``accelerate config``, to start it as ``accelerate launch`` would; None: as
@@ -276,9 +278,7 @@ class _Runs:
                 return _Seen(run)
         return None
 
-    def _run(
-        self, gpu: Gpu | None, launch: Launch, *, sent: Sequence[Any] = (), **more: Any
-    ) -> ScriptRun:
+    def _run(self, gpu: Gpu | None, launch: Launch, *, sent: Sequence[Any] = (), **more: Any) -> ScriptRun:
         machine = TracingMachine() if gpu is None else VirtualGPU(gpu)
         machine.peers = launch.peers(sent)
         run = ScriptRun(
@@ -383,7 +383,9 @@ class _Seen:
         )
         estimate = dataclasses.replace(estimate, choices=tuple(filter(None, choices)))
         return ScriptEstimate(
-            estimate=estimate if self._last is None else _with_last_rank(estimate, self._last.on(gpu, reason)),
+            estimate=estimate
+            if self._last is None
+            else _with_last_rank(estimate, self._last.on(gpu, reason)),
             script=str(self.run.path),
             arguments=tuple(self.run.arguments),
             steps=len(steps) if self.run.watch.num_backwards is None else 0,
