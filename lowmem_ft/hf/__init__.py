@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 from lowmem_ft.foundation.lazy_exports import lazy_exports
 
 if TYPE_CHECKING:
-    from lowmem_ft.hf.arguments import dpo_config, grpo_config, sft_config, training_arguments
+    from lowmem_ft.hf.arguments import (
+        distillation_config,
+        dpo_config,
+        grpo_config,
+        kto_config,
+        reward_config,
+        rloo_config,
+        sft_config,
+        training_arguments,
+    )
     from lowmem_ft.hf.memory_callback import MemoryCallback
     from lowmem_ft.hf.trainers.attaching import Attached, attach
     from lowmem_ft.hf.trainers.prepared_model import prepare_model
@@ -18,11 +27,15 @@ __all__ = [
     "Attached",
     "MemoryCallback",
     "attach",
+    "distillation_config",
     "dpo_config",
     "grpo_config",
+    "kto_config",
     "load_rows",
     "prepare_model",
     "recipe_from",
+    "reward_config",
+    "rloo_config",
     "sft_config",
     "training_arguments",
 ]

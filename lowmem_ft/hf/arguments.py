@@ -1,4 +1,4 @@
-"""A recipe as ``TrainingArguments``, ``SFTConfig``, ``DPOConfig`` or ``GRPOConfig``, with upstream's field names."""
+"""A recipe as ``TrainingArguments`` or as the config of one of TRL's trainers, with upstream's field names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from lowmem_ft.recipe.trainers.shared_settings import (
 
 if TYPE_CHECKING:
     from transformers import TrainingArguments
-    from trl import DPOConfig, GRPOConfig, SFTConfig
+    from trl import (
+        DistillationConfig,
+        DPOConfig,
+        GRPOConfig,
+        KTOConfig,
+        RewardConfig,
+        RLOOConfig,
+        SFTConfig,
+    )
 
 ALIASES = {"gradient_checkpointing": "activation_checkpointing"}
 """Deprecated names of fields, by version of transformers: only one of the two may be given."""
@@ -106,6 +114,74 @@ def grpo_config(recipe: RecipeLike, **overrides: Any) -> GRPOConfig:
         MissingPackageError: if TRL is not installed.
     """
     return _made(_of_trl("GRPOConfig"), recipe, overrides)
+
+
+def kto_config(recipe: RecipeLike, **overrides: Any) -> KTOConfig:
+    """Return the same as ``trl.KTOConfig``, with the recipe's length of rows.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("KTOConfig"), recipe, overrides)
+
+
+def reward_config(recipe: RecipeLike, **overrides: Any) -> RewardConfig:
+    """Return the same as ``trl.RewardConfig``, with the recipe's length of rows.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("RewardConfig"), recipe, overrides)
+
+
+def rloo_config(recipe: RecipeLike, **overrides: Any) -> RLOOConfig:
+    """Return the same as ``trl.RLOOConfig``; the overrides set the lengths of completions.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("RLOOConfig"), recipe, overrides)
+
+
+def distillation_config(recipe: RecipeLike, **overrides: Any) -> DistillationConfig:
+    """Return the same as ``trl.DistillationConfig``; the overrides set the lengths of completions.
+
+    Args:
+        recipe: as for :func:`training_arguments`.
+        **overrides: likewise.
+
+    Returns:
+        The config.
+
+    Raises:
+        UserError: as :func:`training_arguments`.
+        MissingPackageError: if TRL is not installed.
+    """
+    return _made(_of_trl("DistillationConfig"), recipe, overrides)
 
 
 def _of_trl(name: str) -> Any:

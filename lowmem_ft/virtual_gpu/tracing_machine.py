@@ -22,6 +22,7 @@ from lowmem_ft.foundation.system.interrupts import defer_signals
 from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.foundation.tensors.logical_size import num_parameters
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resizes_seen
+from lowmem_ft.foundation.upstream.patches import wrap
 from lowmem_ft.foundation.upstream.tested import warn_if_untested
 from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.calls.trace import Trace
@@ -155,6 +156,14 @@ class TracingMachine:
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(host_python_counted(self.recorder.python_runs))
         stack.enter_context(self.recorder)
+        if self.device.type == "cpu":  # on a GPU they are the host's, which has other things of 5 kB to count
+            wrap(stack, torch, "get_rng_state", self._count_state)
+
+    def _count_state(self, get_state: Callable[..., Tensor], *args: Any) -> Tensor:
+        """Count a random state, of which checkpointing keeps one for each layer."""
+        state = get_state(*args)
+        self.recorder.adopt(state)
+        return state
 
     def place(
         self,

@@ -6,7 +6,8 @@ prints one line for each phase: bytes of the real run, bytes of the estimate, an
 run is the script itself, in a process of its own. Its bytes are those that torch's allocator reports to the profiler,
 so no dispatch mode is on: under one, autograd sums the gradients of a tied weight in another way. The script must end
 after the steps that the estimate sees (``max_steps=3``), and weights have to be in files; these are copied once they
-are loaded, so ``load`` may hold a copy more than the estimate.
+are loaded, so ``load`` may hold a copy more than the estimate. What some kernels of this processor take and free within
+themselves is left out, such as weights of a convolution in another layout.
 """
 
 from __future__ import annotations
@@ -34,6 +35,13 @@ from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.foundation.upstream.patches import replace, wrap
 
 _MARK = "lowmem_ft phase "
+
+_KERNELS_WITH_SCRATCH = (
+    "aten::convolution",
+    "aten::convolution_backward",
+    "aten::native_layer_norm_backward",
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward",
+)
 
 REAL = {
     "HF_DEACTIVATE_ASYNC_LOAD": "1",  # the profiler sees one thread
@@ -98,6 +106,7 @@ class _Marks:
         self.steps = 0
         self._depth = 0
         self._fixed = 0
+        self._trains = False
 
     def says(self, phase: str) -> None:
         """Mark that a phase begins."""
@@ -117,6 +126,7 @@ class _Marks:
             ):
                 undo.callback(handle.remove)
             wrap(undo, torch.autograd, "backward", self._backward)
+            wrap_when_imported(undo, "transformers.trainer", "Trainer", "training_step", self._train)
             module = "transformers.generation.utils"
             wrap_when_imported(undo, module, "GenerationMixin", "generate", self._generate)
             wrap_when_imported(
@@ -126,8 +136,8 @@ class _Marks:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not self._depth and torch._C._current_autograd_node() is None:
-            evaluates = not module.training and not torch.is_grad_enabled()
-            self.says("evaluation" if evaluates else "forward")
+            without = "score" if self._trains else "forward" if module.training else "evaluation"
+            self.says("forward" if torch.is_grad_enabled() else without)
         self._depth += 1
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -146,6 +156,13 @@ class _Marks:
             return generate(*args, **kwargs)
         finally:
             self._fixed -= 1
+
+    def _train(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._trains = True
+        try:
+            return training_step(*args, **kwargs)
+        finally:
+            self._trains = False
 
     def _after_step(self, *args: Any) -> None:
         self.steps += 1
@@ -178,10 +195,12 @@ def measure(script: str, arguments: list[str]) -> RealScript:
 def _read(profiled: Any, steps: int) -> RealScript:
     events = list(_all_events(profiled.profiler.kineto_results.experimental_event_tree()))
     events.sort(key=lambda event: event.start_time_ns)
-    phase, now, kept, by_phase = "load", 0, 0, {"load": 0}
+    scratch = _scratch_of_kernels(events)
+    phase, now, kept, by_phase, taken = "load", 0, 0, {"load": 0}, 0
     for event in events:
         if event.tag == _EventType.Allocation:
-            now = event.extra_fields.total_allocated
+            taken += event.extra_fields.alloc_size if id(event) in scratch else 0
+            now = event.extra_fields.total_allocated - taken
             if event.extra_fields.alloc_size > 0:
                 by_phase[phase] = max(by_phase.get(phase, 0), now)
         elif event.name.startswith(_MARK):
@@ -191,6 +210,24 @@ def _read(profiled: Any, steps: int) -> RealScript:
             else:
                 phase = said
     return RealScript(by_phase=by_phase, kept_bytes=kept, steps=steps)
+
+
+def _scratch_of_kernels(events: Sequence[Any]) -> set[int]:
+    """Return the ids of the events by which kernels take and free memory within themselves."""
+    scratch: set[int] = set()
+    for event in events:
+        if event.name not in _KERNELS_WITH_SCRATCH:
+            continue
+        taken: dict[int, Any] = {}
+        for within in sorted(_all_events(event.children), key=lambda event: event.start_time_ns):
+            if within.tag != _EventType.Allocation:
+                continue
+            address = within.extra_fields.ptr
+            if within.extra_fields.alloc_size > 0:
+                taken[address] = within
+            elif address in taken:
+                scratch |= {id(taken.pop(address)), id(within)}
+    return scratch
 
 
 def _all_events(roots: Sequence[Any]) -> Iterator[Any]:

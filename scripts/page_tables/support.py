@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from marked_table import table_of
-from page_tables import several_gpus
+from page_tables import several_gpus, trainers
 
 from lowmem_ft.foundation.catalog.model_architectures import load_architectures
 from lowmem_ft.foundation.knob import ENGINES
-from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Refused, Verdict
+from lowmem_ft.recipe.trainers.trainer_kinds import ROWS, Refused, Verdict
 
 TRIES = Path(__file__).parents[2] / "tests" / "data" / "families.json"
 TECHNIQUES = ("plain", "lowest rung", "LoRA", "QLoRA", "packing", "FSDP2", "estimate")
@@ -23,7 +23,7 @@ def table() -> str:
         "## Models of the catalogue\n",
         table_of(("model", "parameters", "type", *TECHNIQUES), _models()),
         "\n## Techniques in trainers\n",
-        table_of(("recipe key", "own loop", *KINDS), _trainers()),
+        table_of(("recipe key", "own loop", *trainers.alike()), _trainers()),
         "\n## Techniques on several GPUs\n",
         table_of(("technique", *ENGINES), _engines()),
     ]
@@ -51,7 +51,7 @@ def _verdict(found: str | None) -> str:
 
 def _trainers() -> Iterator[Sequence[str]]:
     for row in ROWS:
-        yield f"`{row.key}`", "yes", *(_in_trainer(row.verdict(kind)) for kind in KINDS)
+        yield f"`{row.key}`", "yes", *(_in_trainer(row.verdict(kind)) for kind in trainers.alike().values())
 
 
 def _in_trainer(verdict: Verdict) -> str:

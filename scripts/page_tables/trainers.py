@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Refused, Row, Verdict
+from lowmem_ft.recipe.trainers.trainer_kinds import KINDS, ROWS, Kind, Refused, Row, Verdict
 
 
 def table() -> str:
     """Return the table."""
-    header = f"| recipe key | {' | '.join(KINDS)} |\n|{'---|' * (len(KINDS) + 1)}\n"
-    return header + "".join(map(_row, ROWS))
+    kinds = alike()
+    header = f"| recipe key | {' | '.join(kinds)} |\n|{'---|' * (len(kinds) + 1)}\n"
+    return header + "".join(_row(row, kinds.values()) for row in ROWS)
 
 
-def _row(row: Row) -> str:
-    cells = (_cell(row.verdict(kind)) for kind in KINDS)
+def alike() -> dict[str, Kind]:
+    """Return one of each set of trainers that allow the same, by the names of all in the set."""
+    sets: dict[tuple[Verdict, ...], list[Kind]] = {}
+    for kind in KINDS:
+        sets.setdefault(tuple(row.verdict(kind) for row in ROWS), []).append(kind)
+    return {", ".join(kinds): kinds[0] for kinds in sets.values()}
+
+
+def _row(row: Row, kinds: Iterable[Kind]) -> str:
+    cells = (_cell(row.verdict(kind)) for kind in kinds)
     return f"| `{row.key}` | {' | '.join(cells)} |\n"
 
 

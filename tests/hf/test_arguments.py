@@ -95,8 +95,11 @@ def test_trls_configs_have_what_is_said_of_the_data(tiny):
         True,
         2,
     )
-    assert hf.dpo_config(tiny()).max_length == 128
-    assert hf.grpo_config(tiny("training.eval_steps=null"), num_generations=4).num_generations == 4
+    for make in (hf.dpo_config, hf.kto_config, hf.reward_config):
+        assert make(tiny()).max_length == 128
+    for make in (hf.grpo_config, hf.rloo_config):
+        assert make(tiny("training.eval_steps=null"), num_generations=4).num_generations == 4
+    assert hf.distillation_config(tiny(), max_completion_length=9).max_completion_length == 9
 
 
 def test_an_override_wins_where_a_trainer_reads_it(tiny):

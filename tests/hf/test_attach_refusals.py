@@ -171,6 +171,6 @@ def test_streamed_weights_that_the_trainer_has_moved(tmp_path):
 
 def test_only_trainers_that_are_known():
     with pytest.raises(
-        UserError, match="takes Trainer, SFTTrainer, DPOTrainer or GRPOTrainer, got SimpleNamespace"
+        UserError, match=r"takes Trainer, SFTTrainer, .* or RewardTrainer, got SimpleNamespace"
     ):
         hf.attach(types.SimpleNamespace(), recipe_of())

@@ -12,7 +12,13 @@ from attached_trainers import TINY, attached_trainer, recipe_of, trainer_of
 from packed_checkpoints import packed_checkpoint
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_llama
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3MoeConfig,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig
 
 from lowmem_ft import hf, load_recipe
@@ -100,6 +106,14 @@ def test_what_it_cannot_prepare_is_named_all_at_once():
     quantised, twice = caught.value.problems
     assert "Pass its name to hf.prepare_model()" in quantised
     assert "got a PEFT model" in twice
+
+
+def test_adapters_beside_a_head_of_ones_own_are_the_trainers():
+    model = AutoModelForSequenceClassification.from_config(tiny_llama().config)
+    with pytest.raises(
+        UserError, match=r"got LlamaForSequenceClassification, .* Pass peft_config=peft.LoraConfig"
+    ):
+        hf.prepare_model(model, recipe_of("adapter.name=lora"))
 
 
 def test_an_adapter_of_another_rank_than_the_recipes(tmp_path):

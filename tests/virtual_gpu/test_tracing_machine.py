@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -178,3 +179,16 @@ def test_another_thread_may_compute_with_tensors_of_its_own():
         thread.start()
         thread.join()
     assert found == [3.0]
+
+
+def test_memory_of_an_array_is_not_what_torch_has_allocated():
+    array = np.ones(2**20, dtype=np.float32)
+    with TracingMachine() as machine:
+        shared = torch.from_numpy(array)
+        assert (shared.numpy() == array).all()
+        held = machine.recorder.live_bytes
+        copied = shared.clone()
+        assert (held, machine.recorder.live_bytes) == (0, copied.nbytes)
+    with VirtualGPU("t4") as gpu:
+        shared = torch.from_numpy(array)
+        assert gpu.recorder.place_of(torch.from_numpy(array).view(-1)) == "host"

@@ -123,6 +123,8 @@ def _on_one(
         problems = (_OTHER_BATCHES,)
     elif found.estimate.processes is not None:
         problems = (_SEVERAL_PROCESSES,) if seen.is_there else problems
+    elif found.estimate.fits:
+        problems = ()  # techniques would free memory that is not lacking, and cost seconds
     elif settings := seen.settings:
         doing = f"{path.name}: once more, with hf.attach"
         say(doing)

@@ -1,7 +1,8 @@
-"""Sums of gradients as autograd's engine makes them: in place into the first of two, if nothing else holds it.
+"""Gradients as autograd's engine writes them: in place, into the first of two or into zeros, if nothing else holds it.
 
-Under a dispatch mode the engine does not dare to write in place and takes a new buffer for each sum. A tracker counts
-that buffer as the first one's memory, and leaves the sum itself as the engine made it.
+Under a dispatch mode the engine does not dare to write in place and takes a new buffer for each sum, and for each
+gradient of ``gather``, indexing, ``max`` or ``sort``, which is written into zeros. A tracker counts that buffer as the
+first one's memory, and leaves the operator itself as the engine called it.
 
 The number of references that only the engine holds, and the absence of Python frames between it and the mode, come from
 undocumented parts of torch. They decide only what is counted: if they are wrong, a count of bytes is off by one
@@ -29,19 +30,34 @@ _WRAPPERS = ("_compile.py", "eval_frame.py")
 _USES_OF_TENSOR, _USES_OF_STORAGE = 4, 2
 """References in C++ to a tensor that only the engine holds, seen from within a dispatch mode."""
 
+_IN_PLACE: dict[Any, tuple[Any, int]] = {
+    aten.add.Tensor: (aten.add_.Tensor, _USES_OF_TENSOR),
+    aten.scatter_add.default: (aten.scatter_add_.default, _USES_OF_TENSOR),
+    aten.scatter.src: (aten.scatter_.src, _USES_OF_TENSOR),
+    aten.index_add.default: (aten.index_add_.default, _USES_OF_TENSOR),
+    aten.index_put.default: (aten.index_put_.default, _USES_OF_TENSOR + 1),
+    aten.masked_scatter.default: (aten.masked_scatter_.default, _USES_OF_TENSOR),
+}
+"""Operators that the engine calls under a mode: what it calls otherwise, and the references to the first operand."""
 
-def is_in_place_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the engine, unwatched, would have summed into ``args[0]``. Call within ``__torch_dispatch__``.
 
-    Source: pytorch, torch/csrc/autograd/input_buffer.cpp, accumulate.
+def called_unwatched(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what the engine would call unwatched: the operator that writes into ``args[0]``, or the same.
+
+    Call it within ``__torch_dispatch__``.
+
+    Source: pytorch, torch/csrc/autograd/input_buffer.cpp, accumulate; FunctionsManual.cpp, areAnyTensorSubclassLike.
 
     Args:
         func: the operator that it calls.
         args: its arguments.
         kwargs: its keyword arguments.
     """
-    is_sum = func is aten.add.Tensor and len(args) == 2 and not kwargs
-    return is_sum and not torch.is_grad_enabled() and _is_held_once(args[0]) and _engine_calls()
+    if func not in _IN_PLACE or kwargs or (func is aten.add.Tensor and len(args) != 2):
+        return func
+    in_place, uses = _IN_PLACE[func]
+    is_own = not torch.is_grad_enabled() and _is_held_once(args[0], uses) and _engine_calls()
+    return in_place if is_own else func
 
 
 def take_as_much(total: Tensor, first: Tensor) -> None:
@@ -51,10 +67,10 @@ def take_as_much(total: Tensor, first: Tensor) -> None:
         total.untyped_storage().resize_(size_bytes)
 
 
-def _is_held_once(tensor: Any) -> bool:
+def _is_held_once(tensor: Any, uses: int) -> bool:
     return (
         isinstance(tensor, Tensor)
-        and tensor._use_count() == _USES_OF_TENSOR  # type: ignore[attr-defined]
+        and tensor._use_count() == uses  # type: ignore[attr-defined]
         and torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == _USES_OF_STORAGE  # type: ignore[attr-defined]
         and _is_dense(tensor)
     )

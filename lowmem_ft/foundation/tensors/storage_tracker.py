@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.foundation.tensors.gradient_sums import called_unwatched, take_as_much
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by, storage_resizes_seen
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        is_in_place = is_in_place_unwatched(func, args, kwargs)
+        is_in_place = called_unwatched(func, args, kwargs) is not func
         result = func(*args, **kwargs)
         if is_in_place:
             self._count_as(args[0], result)

@@ -22,7 +22,7 @@ from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.space.remediations import Remediation, remediations_for
 from lowmem_ft.recipe.space.search_space import with_settings
 from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, Kind, kind_of, refused_defaults
-from lowmem_ft.techniques.modules.model_parts import decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 
 _CHUNKS = "loss.chunk_tokens"
 
@@ -188,7 +188,7 @@ def _is_possible(trainer: Any, settings: dict[str, Any], kind: Kind) -> bool:
     try:
         recipe = settled_with(trainer, with_settings(Recipe(), settings), kind).recipe
         if recipe.checkpointing.mode != "none":
-            decoder_layers(trainer.model)
+            ModelParts(trainer.model).text_layers()
     except UserError:
         return False
     return True

@@ -127,6 +127,12 @@ def _refuse(model: Any, recipe: Recipe) -> None:
             "prepare_model() "
             "out."
         )
+    elif recipe.adapter.name == "lora" and model.get_output_embeddings() is None:
+        problems.append(
+            f"adapter.name=lora adds adapters to a language model, got {type(model).__name__}, which has "
+            "another head than lm_head, to be trained with them. Pass peft_config=peft.LoraConfig(...) to the trainer, "
+            "and leave adapter.* out of the recipe."
+        )
     if problems:
         raise UserError(*problems)
 

@@ -20,6 +20,7 @@ from lowmem_ft.recipe.reading.keys import key_with
 from lowmem_ft.recipe.rules.engine_rules import problems_with_processes
 from lowmem_ft.recipe.trainers.shared_settings import BY_HF_NAME, names_optimizer, optim_args
 from lowmem_ft.recipe.trainers.trainer_kinds import Kind
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 
 
 def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
@@ -36,11 +37,13 @@ def problems_with_trainer(trainer: Any, recipe: Recipe, kind: Kind) -> Iterator[
     yield from _optimizer(trainer, recipe)
     yield from _changed_model(trainer.args, recipe)
     yield from _batches(trainer, recipe)
+    yield from _towers(trainer.model, recipe)
     yield from problems_with_overrides(trainer, recipe, kind)
     if recipe.loss.chunk_tokens is not None:
         yield from _loss(trainer, recipe)
     if kind == "SFTTrainer":
         yield from _sft(trainer, recipe)
+    yield from _offloading(trainer.args, recipe, kind)
 
 
 def _launch(trainer: Any, recipe: Recipe) -> Iterator[str]:
@@ -216,6 +219,20 @@ def _batches(trainer: Any, recipe: Recipe) -> Iterator[str]:
         )
 
 
+def _towers(model: Any, recipe: Recipe) -> Iterator[str]:
+    stacks, name = ModelParts(model).stacks, type(base_model(model)).__name__
+    if len(stacks) > 1 and (whole := key_with(recipe, "whole window at once")):
+        yield (
+            f"{whole.setting_in(recipe)} processes a batch a few rows at a time, but the pictures or sound of all rows "
+            f"are one tensor to {name}. Set {whole.setting(whole.default)}."
+        )
+    if len(stacks) > 1 and (on_host := key_with(recipe, "weights on host")):
+        yield (
+            f"{on_host.setting_in(recipe)} streams one stack of layers, and {name} has {len(stacks)}: "
+            f"{', '.join(stacks)}. Set {on_host.setting(on_host.default)}."
+        )
+
+
 def _loss(trainer: Any, recipe: Recipe) -> Iterator[str]:
     chunks = f"loss.chunk_tokens={recipe.loss.chunk_tokens}"
     if trainer.label_smoother is not None:
@@ -250,10 +267,19 @@ def _sft(trainer: Any, recipe: Recipe) -> Iterator[str]:
             f"{on_host.setting_in(recipe)} under SFTTrainer needs loss.chunk_tokens, got null: TRL's own head reads "
             "the weights of lm_head itself, but they are on the host. Set loss.chunk_tokens=1024."
         )
-    if args.activation_offloading and (offloading := key_with(recipe, "activations on host")):
+
+
+def _offloading(args: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
+    offloading = key_with(recipe, "activations on host")
+    if offloading and getattr(args, "activation_offloading", False):
         yield (
-            f"{offloading.setting_in(recipe)} and SFTConfig.activation_offloading both copy what "
+            f"{offloading.setting_in(recipe)} and {type(args).__name__}.activation_offloading both copy what "
             "backward needs to the host. Set activation_offloading=False."
+        )
+    if recipe.offload.activations == "all" and kind == "DistillationTrainer":
+        yield (
+            "offload.activations=all copies what the model's forward saves, and DistillationTrainer calls the layers "
+            "past that forward. Set offload.activations=inputs."
         )
 
 

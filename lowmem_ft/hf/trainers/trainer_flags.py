@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.foundation.handle import Handle
 from lowmem_ft.recipe.trainers.trainer_kinds import Kind
 from lowmem_ft.techniques.kernels.liger_patches import ARGUMENTS
-from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 from lowmem_ft.techniques.modules.patching import set_attribute
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def flags_off(args: Any) -> Iterator[Callable[[], object]]:
 
 
 def _switch(causal_lm: Any) -> Iterator[Callable[[], object]]:
-    layers: list[Any] = list(decoder_layers(causal_lm))
+    layers: list[Any] = [layer for stack in ModelParts(causal_lm).stacks.values() for layer in stack]
     chosen = [getattr(layer, "gradient_checkpointing", False) for layer in layers]
 
     def enable(*_: Any, **__: Any) -> None:

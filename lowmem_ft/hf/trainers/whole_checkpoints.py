@@ -7,6 +7,7 @@ process was killed in a save, that folder is incomplete.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import logging
 import os
@@ -16,6 +17,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
 from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
@@ -37,7 +41,8 @@ def save_whole(trainer: Any) -> Iterator[Callable[[], object]]:
         trainer: a trainer of any kind; with several processes, call it in each.
     """
     yield call_around(trainer, "_save_checkpoint", functools.partial(_save_whole, trainer))
-    yield call_around(trainer, "_load_from_checkpoint", _load_whole)
+    yield call_around(trainer, "_load_from_checkpoint", functools.partial(_load_whole, trainer))
+    yield call_around(trainer, "_load_best_model", functools.partial(_load_best, trainer))
 
 
 def _save_whole(trainer: Any, save: Callable[..., None], model: Any, trial: Any) -> None:
@@ -87,7 +92,7 @@ def _delete_cut_short(run_dir: Path) -> None:
             shutil.rmtree(path)
 
 
-def _load_whole(load: Callable[..., None], checkpoint: str, *args: Any, **kwargs: Any) -> None:
+def _load_whole(trainer: Any, load: Callable[..., None], checkpoint: str, *args: Any, **kwargs: Any) -> None:
     folder = Path(checkpoint)
     if folder.is_dir() and not (folder / TRAINER_STATE_NAME).is_file():
         whole = [path for path in folder.parent.iterdir() if _is_whole(path) and path != folder]
@@ -102,7 +107,39 @@ def _load_whole(load: Callable[..., None], checkpoint: str, *args: Any, **kwargs
             "%s has weights but no optimizer state, as with save_only_model: the optimizer starts from scratch.",
             folder,
         )
-    load(checkpoint, *args, **kwargs)
+    if not _load_renamed(trainer.model, folder):
+        load(checkpoint, *args, **kwargs)
+
+
+def _load_best(trainer: Any, load: Callable[..., None]) -> None:
+    best = trainer.state.best_model_checkpoint
+    if best is None or not _load_renamed(trainer.model, Path(best)):
+        load()
+
+
+def _load_renamed(model: Any, folder: Path) -> bool:
+    """Load weights whose files have the names of the hub, where the model's own are others; False: they are the same.
+
+    transformers saves experts one by one and language models next to towers by their former names. Its trainer reads
+    such files as if they had the model's names, and leaves the weights as they were, with a warning (5.23).
+    """
+    names = _names_in(folder)
+    if not isinstance(model, PreTrainedModel) or names <= model.state_dict().keys():
+        return False
+    types = {parameter.dtype for parameter in model.parameters()}
+    (dtype,) = types if len(types) == 1 else (torch.float32,)
+    config = copy.deepcopy(model.config)
+    model.load_state_dict(type(model).from_pretrained(folder, config=config, dtype=dtype).state_dict())
+    return True
+
+
+def _names_in(folder: Path) -> set[str]:
+    """Return the names of a folder's weights; empty if it has none of a whole model in safetensors."""
+    names: set[str] = set()
+    for path in folder.glob("model*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            names.update(file.keys())
+    return names
 
 
 def _is_whole(path: Path) -> bool:

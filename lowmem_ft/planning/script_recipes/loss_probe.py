@@ -14,7 +14,7 @@ import torch
 
 from lowmem_ft.techniques.loss.chunked_loss import enable_chunked_loss
 from lowmem_ft.techniques.loss.config import LossConfig
-from lowmem_ft.techniques.modules.model_parts import base_model, decoder_layers
+from lowmem_ft.techniques.modules.model_parts import ModelParts, base_model
 
 logger = logging.getLogger(__name__)
 
@@ -59,10 +59,12 @@ def _around_the_layers(model_class: Any, config: Any) -> Any:
     """Return a model with real values in all modules except its layers."""
     with torch.device("meta"):
         model = model_class(config)
-    stack = decoder_layers(model)
-    layers = list(stack)
-    del stack[:]
+    parts = ModelParts(model)
+    text = parts.text_layers()
+    layers = list(text)
+    for stack in parts.stacks.values():  # text alone passes by towers
+        del stack[:]
     model.to_empty(device="cpu")
     model.init_weights()
-    stack.extend(layers)
+    text.extend(layers)
     return model

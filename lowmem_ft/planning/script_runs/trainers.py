@@ -7,10 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
+from accelerate.utils.operations import recursively_apply
+from torch import Tensor
 from torch.utils.data import Subset
 
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
+from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
+from lowmem_ft.planning.script_runs.longest_batch import LongestBatchSearch
 from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.temporary_files import FilesKeptAway
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
@@ -52,6 +57,8 @@ class ShortTraining:
         self._after = after
         self.micro_batches: int | None = None
         """Micro-batches per step, where only some of them are traced."""
+        self._others: list[Any] = []
+        self.longest = LongestBatchSearch()
         self.has_trainer = False
         """True once a trainer of transformers or TRL has trained."""
 
@@ -64,10 +71,10 @@ class ShortTraining:
         for module, owner, name, around in (
             ("transformers.training_args", "TrainingArguments", "__post_init__", self._check_quietly),
             ("transformers.trainer", "Trainer", "train", self._train_shortly),
-            ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
+            ("transformers.trainer", "Trainer", "get_batch_samples", self._hold_others),
+            ("transformers.trainer", "Trainer", "get_train_dataloader", self._with_longest_batch),
             ("transformers.trainer", "Trainer", "evaluate", partial(self._measure_shortly, "eval_dataset")),
             ("transformers.trainer", "Trainer", "predict", partial(self._measure_shortly, "test_dataset")),
-            ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
         ):
             wrap_when_imported(undo, module, owner, name, around)
 
@@ -99,19 +106,47 @@ class ShortTraining:
                 "preprocess_logits_for_metrics would keep them small"
             )
         trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
-        result = train(trainer, None, *args, **kwargs)
+        with contextlib.ExitStack() as undo:
+            # Of this trainer, as its class may generate around the step of its base.
+            replace(undo, trainer, "training_step", partial(self._train_micro_batch, trainer.training_step))
+            result = train(trainer, None, *args, **kwargs)
         if trainer.state.global_step >= self._num_steps:
             self._after.begin()
         return result
 
     def _leave_out_micro_batches(self, trainer: Any) -> None:
-        """Trace few micro-batches per step, except where completions for a whole step are generated before it."""
+        """Trace few micro-batches per step, except where completions for all of them are generated at once."""
         in_a_step = trainer.args.gradient_accumulation_steps
-        if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "num_generations"):
+        if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "_buffered_inputs"):
             return
         trainer.args.gradient_accumulation_steps = NUM_MICRO_BATCHES
         self.micro_batches = in_a_step
         self._machine.say(f"micro-batches: {NUM_MICRO_BATCHES} of the {in_a_step} of a step are traced")
+
+    def _with_longest_batch(self, load: Callable[..., Any], trainer: Any) -> Any:
+        """Let the longest batch be the last of the second step: the optimizer's state is there, and gradients are."""
+        loader, in_a_step = load(trainer), trainer.args.gradient_accumulation_steps
+        if self.has_trainer:
+            steps = trainer.args.max_steps
+            taken = steps * (self.micro_batches or in_a_step) if steps > 0 else None
+            traced, last_of_second = self._num_steps * in_a_step, min(2, self._num_steps) * in_a_step - 1
+            self.longest.bring_forward(loader, last_of_second, traced, taken)
+        return loader
+
+    def _hold_others(self, fetch: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Hold as much memory as the batches of the micro-batches that are left out: a step fetches all before it."""
+        batches, num_items = fetch(*args, **kwargs)
+        missing = (self.micro_batches or 0) - len(batches)
+        self._others = [
+            recursively_apply(self._input_like, batches[number % len(batches)])
+            for number in range(missing if batches else 0)
+        ]
+        return batches, num_items
+
+    def _input_like(self, tensor: Tensor) -> Tensor:
+        other = torch.empty_like(tensor)
+        self._machine.mark(other, "input")
+        return other
 
     def _few_rows(self, rows: Any, batch_size: int) -> Any:
         if isinstance(rows, dict):
@@ -134,20 +169,8 @@ class ShortTraining:
         return measure(trainer, few(given.pop(name, None)), **given)
 
     def _train_micro_batch(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._machine.micro_batch():
+        with self._machine.micro_batch(), self._machine.attribution.scoring():
             return training_step(*args, **kwargs)
-
-    def _complete(
-        self, generate: object, trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], None]:
-        length = trainer.max_completion_length
-        self._machine.say(
-            f"generation: not run; each completion is assumed to have {length} tokens (max_completion_length), "
-            "and the estimate contains neither the time nor the keys and values of generating"
-        )
-        ends = trainer.eos_token_ids
-        token = next(number for number in range(len(ends) + 1) if number not in ends)
-        return [[token] * length for _ in prompt_ids], None
 
 
 def gathers_logits(trainer: Any) -> bool:
@@ -156,6 +179,7 @@ def gathers_logits(trainer: Any) -> bool:
         trainer.compute_metrics is not None
         and trainer.preprocess_logits_for_metrics is None
         and not trainer.args.prediction_loss_only
+        and not getattr(trainer.args, "predict_with_generate", False)  # it gathers tokens
         and trainer.args.eval_accumulation_steps is None
     )
 

@@ -10,19 +10,26 @@ import contextlib
 import dataclasses
 import functools
 import os
+import sys
 from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.planning.script_runs.saved_shapes import is_saved_here
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
 
 _QUANTISES_ANYTHING = "bitsandbytes"
 """Prefix of the quantisation methods that can quantise any model; other methods quantise once, with data, and models
 are published so.
 """
+
+_HALF = ("bfloat16", "float16")
+_DTYPE_KEYS = ("dtype", "torch_dtype")
+_LOADERS = ("lowmem_ft", "transformers", "peft", "contextlib", "functools")
 
 
 def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
@@ -82,7 +89,37 @@ def _dtype_without_files(
     if dtype == "auto" and checkpoint_files is None and getattr(config, "dtype", None) is None:
         say("weights: float32, because the model's config names no type and its weights are not read")
         dtype = torch.float32
-    return choose(dtype, checkpoint_files, config, *args, **kwargs)
+    published = _published_dtype(config)
+    chosen = choose(dtype, checkpoint_files, config, *args, **kwargs)
+    if chosen[1] == torch.float32 and published in _HALF:
+        say(
+            f"weights: float32, as {_who_loads()} asks for; the model is published in {published}, in which they take "
+            'half (`dtype="auto"`, for TRL in model_init_kwargs)'
+        )
+    return chosen
+
+
+def _published_dtype(config: Any) -> str | None:
+    """Return the type that a model's own config names; None: it names none, or is not here."""
+    from transformers import PreTrainedConfig
+
+    values = config.to_dict()
+    if config.name_or_path:  # an auto class has made this config, with the type that it was asked for
+        with contextlib.suppress(OSError):
+            values, _ = PreTrainedConfig.get_config_dict(config.name_or_path, local_files_only=True)
+    of_text = values.get("text_config") or {}
+    return next((part[key] for part in (values, of_text) for key in _DTYPE_KEYS if part.get(key)), None)
+
+
+def _who_loads() -> str:
+    """Return the place that calls ``from_pretrained``: a line of the script, or the library that does it for it."""
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LOADERS:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    if is_of_library(file):
+        return frame.f_globals["__name__"].partition(".")[0]
+    return f"{shown_file(file)}:{frame.f_lineno}"
 
 
 def _load_shapes(
@@ -98,7 +135,7 @@ def _load_shapes(
         _quantise_as_loaded(load_config.hf_quantizer, say)
         _put_on_one_device(load_config.device_map, say)
         load_config = dataclasses.replace(load_config, weight_mapping=None)  # the names are the model's own
-        state_dict, checkpoint_files = _shapes_of(model, load_config), None
+        state_dict, checkpoint_files = _shapes_of(model, load_config, say), None
         if expected_keys is not None:  # an adapter's, in a model that is there
             state_dict = {name: shape for name, shape in state_dict.items() if name in expected_keys}
     return load(model, state_dict, checkpoint_files, load_config, expected_keys)
@@ -150,15 +187,22 @@ class _Shape:
         return self._dtype_name
 
 
-def _shapes_of(model: Any, load_config: Any) -> dict[str, _Shape]:
+def _shapes_of(model: Any, load_config: Any, say: Callable[[str], None]) -> dict[str, _Shape]:
     """Return what a checkpoint of the model would hold, in the type it is loaded in; a tied weight is in it once."""
     from transformers.modeling_utils import str_to_torch_dtype
 
     quantizer = load_config.hf_quantizer
     names = {dtype: name for name, dtype in str_to_torch_dtype.items()}
-    shapes = {}
+    shapes, experts_bytes = {}, 0
     for name, tensor in model.state_dict().items():
         if name not in model.all_tied_weights_keys:
             becomes_small = quantizer is not None and quantizer.param_needs_quantization(model, name)
             shapes[name] = _Shape(tensor.shape, names[load_config.dtype if becomes_small else tensor.dtype])
+            if quantizer is not None and not becomes_small and "experts" in name and tensor.dim() == 3:
+                experts_bytes += tensor.nbytes
+    if experts_bytes:
+        say(
+            f"weights: the experts' {format_bytes(experts_bytes)} stay as they are, since bitsandbytes quantises "
+            "linear layers and transformers keeps all experts of a layer in one tensor"
+        )
     return shapes

@@ -5,16 +5,35 @@ The errors of :func:`lowmem_ft.hf.attach` and ``docs/trainers.md`` read it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.recipe import Recipe
 from lowmem_ft.recipe.reading.keys import recipe_keys
 
-Kind = Literal["Trainer", "SFTTrainer", "DPOTrainer", "GRPOTrainer"]
+Kind = Literal[
+    "Trainer",
+    "SFTTrainer",
+    "DPOTrainer",
+    "KTOTrainer",
+    "GRPOTrainer",
+    "RLOOTrainer",
+    "DistillationTrainer",
+    "RewardTrainer",
+]
 KINDS: tuple[Kind, ...] = get_args(Kind)
+
+COMPUTES_ITS_LOSS: Mapping[Kind, str] = {
+    **dict.fromkeys(
+        ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer"),
+        "it computes log-probabilities by TRL's own head, which never has all logits at once either",
+    ),
+    "DistillationTrainer": "it compares two models' logits by TRL's own head, which never has all of them at once",
+    "RewardTrainer": "it compares the scores of two answers, and its model has no logits of tokens",
+}
+"""The trainers whose loss is not that of the model's labels, and what it is: a chunked loss cannot take its place."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +69,8 @@ class Row:
 
     Args:
         key: its dotted path.
-        under: the verdicts, in the order of :data:`KINDS`.
+        note: what it requires under every trainer that is not in ``under``; empty: nothing.
+        under: the verdicts of trainers that differ.
         by_default: whether the key's default switches it on. A trainer that refuses it then trains without it, unless
             the recipe sets another value.
         details: keys that say more about it.
@@ -58,14 +78,15 @@ class Row:
     """
 
     key: str
-    under: Sequence[Verdict]
+    note: str = ""
+    under: Mapping[Kind, Verdict] = field(default_factory=dict)
     by_default: bool = False
     details: tuple[str, ...] = ()
     in_place: bool = True
 
     def verdict(self, kind: Kind) -> Verdict:
         """Return the verdict under a trainer."""
-        return dict(zip(KINDS, self.under, strict=True))[kind]
+        return self.under.get(kind, Works(self.note))
 
     def problem(self, recipe: Recipe, kind: Kind) -> str | None:
         """Return why this recipe cannot be attached to a trainer; None if this key is not the reason."""
@@ -81,60 +102,64 @@ class Row:
         return None if self.by_default else recipe_keys()[self.key].default
 
 
-_OWN_LOSS = "it computes log-probabilities by TRL's own head, which never has all logits at once either"
-_READS_HEAD = "TRL's head reads the weights of lm_head itself, but they would be on the host"
-_OWN_BATCHES = "its loss is over the rows of each micro-batch as the trainer made it"
-_EVERYWHERE = (Works(),) * 4
-_NOT_WITHOUT_LOGITS = (Refused(_OWN_LOSS),) * 2
-_UNSCALED = "a trainer may scale the loss before backward, and the head's gradient is summed before that"
+_NO_LABELS: Mapping[Kind, Verdict] = {kind: Refused(why) for kind, why in COMPUTES_ITS_LOSS.items()}
+_OWN_BATCHES = Refused("its loss is over the rows of each micro-batch as the trainer made it")
+_READS_HEAD = Refused("TRL's head reads the weights of lm_head itself, but they would be on the host")
+_UNSCALED = Refused(
+    "a trainer may scale the loss before backward, and the head's gradient is summed before that"
+)
 _IN_TURN = "one batch of all rows, `gradient_accumulation_steps=1`"
 _PREPARED = "`hf.prepare_model` before the constructor"
 
 ROWS: tuple[Row, ...] = (
     Row(
         key="loss.chunk_tokens",
-        under=(
-            Works("an evaluation that wants logits gets them from the model's own forward"),
-            Works("in place of TRL's head", costs="`entropy` and `mean_token_accuracy` are not logged"),
-            *_NOT_WITHOUT_LOGITS,
-        ),
+        under={
+            "Trainer": Works("an evaluation that wants logits gets them from the model's own forward"),
+            "SFTTrainer": Works(
+                "in place of TRL's head", costs="`entropy` and `mean_token_accuracy` are not logged"
+            ),
+            **_NO_LABELS,
+        },
         by_default=True,
     ),
-    Row(key="tiling.head", under=(*(Works("with `loss.chunk_tokens`"),) * 2, *_NOT_WITHOUT_LOGITS)),
-    Row(key="model.kernels", under=_EVERYWHERE),
-    Row(key="checkpointing.mode", under=_EVERYWHERE),
-    Row(key="checkpointing.mlp_activation", under=_EVERYWHERE),
-    Row(key="tiling.mlp", under=_EVERYWHERE),
-    Row(key="offload.activations", under=_EVERYWHERE),
+    Row(key="tiling.head", note="with `loss.chunk_tokens`", under=_NO_LABELS),
+    Row(key="model.kernels"),
+    Row(key="checkpointing.mode"),
+    Row(key="checkpointing.mlp_activation"),
+    Row(key="tiling.mlp"),
+    Row(key="offload.activations"),
     Row(
         key="accumulation.order",
-        under=(
-            Works(_IN_TURN),
-            Works(f"{_IN_TURN}; no padding-free rows"),
-            *(Refused(_OWN_BATCHES),) * 2,
-        ),
+        note=_IN_TURN,
+        under={
+            "SFTTrainer": Works(f"{_IN_TURN}; no padding-free rows"),
+            **dict.fromkeys(COMPUTES_ITS_LOSS, _OWN_BATCHES),
+        },
         in_place=False,
     ),
-    Row(key="accumulation.dtype", under=_EVERYWHERE),
-    Row(key="accumulation.fusion", under=(Refused(_UNSCALED),) * 4, in_place=False),
-    Row(key="optimizer.name", under=_EVERYWHERE),
-    Row(key="optimizer.state", under=_EVERYWHERE),
-    Row(key="optimizer.master", under=_EVERYWHERE),
-    Row(key="optimizer.in_backward", under=(Works("`gradient_accumulation_steps=1`"),) * 4),
-    Row(key="offload.optimizer", under=_EVERYWHERE),
+    Row(key="accumulation.dtype"),
+    Row(key="accumulation.fusion", under=dict.fromkeys(KINDS, _UNSCALED), in_place=False),
+    Row(key="optimizer.name"),
+    Row(key="optimizer.state"),
+    Row(key="optimizer.master"),
+    Row(key="optimizer.in_backward", note="`gradient_accumulation_steps=1`"),
+    Row(key="offload.optimizer"),
     Row(
         key="offload.parameters",
-        under=(
-            Works(_PREPARED),
-            Works(f"{_PREPARED}, with `loss.chunk_tokens`"),
-            *(Refused(_READS_HEAD),) * 2,
-        ),
+        note=_PREPARED,
+        under={
+            "SFTTrainer": Works(f"{_PREPARED}, with `loss.chunk_tokens`"),
+            **{
+                kind: _READS_HEAD for kind in COMPUTES_ITS_LOSS if kind != "RewardTrainer"
+            },  # whose model has none
+        },
         details=("offload.resident_layers",),
         in_place=False,
     ),
-    Row(key="adapter.name", under=(Works("a PEFT model"),) * 4),
-    Row(key="adapter.kernel", under=_EVERYWHERE, by_default=True),
-    Row(key="model.quantization", under=(Works("`hf.prepare_model`"),) * 4),
+    Row(key="adapter.name", note="a PEFT model"),
+    Row(key="adapter.kernel", by_default=True),
+    Row(key="model.quantization", note="`hf.prepare_model`"),
 )
 
 DECIDED_BY_A_TRAINER = (

@@ -21,6 +21,7 @@ from lowmem_ft.techniques.adapters.modules_to_save import is_tied, modules_to_sa
 from lowmem_ft.techniques.adapters.peft_layers import adapted_layers, add_layers
 from lowmem_ft.techniques.adapters.target_modules import (
     ALL_LINEAR,
+    outside_text,
     short_name,
     target_modules,
     with_another_forward,
@@ -73,16 +74,16 @@ def enable_lora(
     Costs: other mathematics (each matrix moves by a matrix of rank r); two more small products per layer.
     Equals: PEFT's LoRA, product by product; the model's own outputs until the first step, as one of the two matrices is
     zero (DoRA's up to the rounding of a length).
-    Limits: a subclass of a linear layer with a forward of its own is frozen: routers, grouped projections; layers whose
-    weight alone a fused kernel reads (``out_proj`` of Mamba) are left out. Experts that are one tensor get adapters
-    where ``adapter.target_parameters`` names them, or by ``all-linear`` if PEFT knows the family and they are not
-    packed; routers are frozen unless they are named. Modules of ``adapter.modules_to_save`` are trained in place, in
-    their own type, where PEFT trains a copy of each: their gradients and state are those of full fine-tuning. With
-    ``adapter.train_new_tokens`` the rows of new tokens are trained in place, without PEFT's copy of the table. PEFT's
-    own forward computes the whole sum of a layer's experts and adapter, and none of packed ones:
-    :func:`enable_fused_adapters` does both. The adapters are float32, the frozen weights keep their type, norms and
-    embeddings too. PEFT copies a layer's input to float32 for its adapter; under autocast that copy is left out, since
-    autocast would take it back.
+    Limits: towers for images and sound, and what joins them to the text, are frozen, and so is a subclass of a linear
+    layer with a forward of its own: routers, grouped projections; layers whose weight alone a fused kernel reads
+    (``out_proj`` of Mamba) are left out. Experts that are one tensor get adapters where ``adapter.target_parameters``
+    names them, or by ``all-linear`` if PEFT knows the family and they are not packed; routers are frozen unless they
+    are named. Modules of ``adapter.modules_to_save`` are trained in place, in their own type, where PEFT trains a copy
+    of each: their gradients and state are those of full fine-tuning. With ``adapter.train_new_tokens`` the rows of new
+    tokens are trained in place, without PEFT's copy of the table. PEFT's own forward computes the whole sum of a
+    layer's experts and adapter, and none of packed ones: :func:`enable_fused_adapters` does both. The adapters are
+    float32, the frozen weights keep their type, norms and embeddings too. PEFT copies a layer's input to float32 for
+    its adapter; under autocast that copy is left out, since autocast would take it back.
     Source: LoRA, 2021 (arXiv:2106.09685); QLoRA, 2023 (arXiv:2305.14314); rsLoRA, 2023 (arXiv:2312.03732); DoRA, 2024
     (arXiv:2402.09353).
 
@@ -149,7 +150,7 @@ def _pefts_config(
         lora_dropout=config.lora_dropout,
         target_modules=targets,
         target_parameters=parameters or None,
-        exclude_modules=with_another_forward(model) or None,
+        exclude_modules=[*with_another_forward(model), *outside_text(model)] or None,
         use_dora=config.use_dora,
         use_rslora=config.use_rslora,
         task_type="CAUSAL_LM",

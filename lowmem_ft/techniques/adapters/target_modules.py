@@ -19,6 +19,7 @@ from lowmem_ft.foundation.tensors.logical_size import has_packed_experts
 from lowmem_ft.foundation.upstream.patches import existing
 from lowmem_ft.techniques.adapters.config import AdapterConfig
 from lowmem_ft.techniques.adapters.whole_model import WholeModel
+from lowmem_ft.techniques.modules.model_parts import ModelParts
 
 logger = logging.getLogger(__name__)
 
@@ -165,6 +166,15 @@ def with_another_forward(model: nn.Module) -> list[str]:
         and not hasattr(module, "unpacked_weight")  # in fewer bits
         and not _returns_a_product(module)
     ]
+
+
+def outside_text(model: nn.Module) -> list[str]:
+    """Return the names of linear layers that are not in the stack of text, of a model that has towers, too."""
+    stacks = ModelParts(model).stacks
+    if len(stacks) < 2 or (text := ModelParts(model).stacks_by_kind.get("language")) is None:
+        return []
+    (inside,) = (f"{name}." for name, stack in stacks.items() if stack is text)
+    return [name for name in _linear_layers(model) if not name.startswith(inside)]
 
 
 @torch.no_grad()

@@ -32,9 +32,10 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
     Equals: the same losses and gradients bit for bit, dropout included (the RNG state is restored where it may matter).
     Limits: selective needs fused attention; where it draws dropout, it is recomputed after all, with a warning. Only in
     train mode; a model without one stack of decoder layers raises a ModelError, a number out of range or
-    ``mode="auto"`` a UserError. Call the model with ``use_cache=False`` (Trainer and our step do): a recomputation
-    would fill a key-value cache a second time, so transformers drops it from these layers, with a warning. The config's
-    own ``use_cache`` is left alone, because checkpoints saved meanwhile contain it.
+    ``mode="auto"`` a UserError. Layers of towers for images and sound recompute all, as by transformers' own
+    switch; a frozen one keeps nothing anyway. Call the model with ``use_cache=False`` (Trainer and our step do): a
+    recomputation would fill a key-value cache a second time, so transformers drops it from these layers, with a
+    warning. The config's own ``use_cache`` is left alone, because checkpoints saved meanwhile contain it.
     Source: Training Deep Nets with Sublinear Memory Cost, 2016 (arXiv:1604.06174); Reducing Activation Recomputation
     in Large Transformer Models, 2022 (arXiv:2205.05198), for what to keep.
 
@@ -49,7 +50,7 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
         return Technique()
     config.refuse_unchosen()
     parts = ModelParts.of(model)
-    layers = parts.layers()
+    layers = parts.text_layers()
     chosen = _chosen_layers(config, len(layers))
     keep_outputs = None
     if config.mode == "selective":
@@ -61,6 +62,9 @@ def enable_checkpointing(model: nn.Module | ModelParts, config: CheckpointingCon
         undo.append(
             set_attribute(layer, "_gradient_checkpointing_func", keep_outputs or RecomputedLayer(layer))
         )
+    for layer in (layer for tower in parts.towers for layer in tower):
+        undo.append(set_attribute(layer, "gradient_checkpointing", True))
+        undo.append(set_attribute(layer, "_gradient_checkpointing_func", RecomputedLayer(layer)))
     log.info("Checkpointing: %s.", _describe(config, chosen, len(layers)))
     return Technique(*undo)
 

@@ -65,7 +65,7 @@ def enable_recomputed_activations(
         return Technique()
     config.refuse_unchosen()
     parts = ModelParts.of(model)
-    layers = parts.layers(way_out=f"{_KEY}=keep")
+    layers = parts.text_layers(way_out=f"{_KEY}=keep")
     checkpointed = config.layers_of(len(layers))
     found = [_recomputable(layer) for layer in layers]
     if not any(found):

@@ -27,7 +27,7 @@ from lowmem_ft.techniques.loss.head_tiles import HeadTiles
 from lowmem_ft.techniques.loss.linear_cross_entropy import linear_cross_entropy_sum
 from lowmem_ft.techniques.loss.router_loss import has_router_loss, weighted_router_loss
 from lowmem_ft.techniques.modules.model_parts import ModelParts
-from lowmem_ft.techniques.modules.patching import set_attribute, wrap_method
+from lowmem_ft.techniques.modules.patching import evaluating, set_attribute, wrap_method
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.config import TilingConfig
 
@@ -324,7 +324,7 @@ def _check_equals_stock(causal_lm: Any, head: _Head, stock_forward: Callable[...
     flash = "flash" in (causal_lm.config._attn_implementation or "") and weight.dtype == torch.float32
     dtype = torch.bfloat16 if flash else weight.dtype
     logits: list[Tensor] = []
-    with _evaluating(causal_lm), torch.no_grad(), torch.autocast(weight.device.type, dtype, enabled=flash):
+    with evaluating(causal_lm), torch.no_grad(), torch.autocast(weight.device.type, dtype, enabled=flash):
         with (
             Handle(set_attribute(causal_lm, "forward", stock_forward)),
             head.linear.register_forward_pre_hook(lambda module, args: logits.append(head.logits(args[0]))),
@@ -393,17 +393,3 @@ def _without_layers(parts: ModelParts) -> Iterator[None]:
         del layers[:]
         layers.extend(stack)
         config._attn_implementation = attention
-
-
-@contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = [(module, module.training) for module in model.modules()]
-    for module, _ in modes:
-        # bitsandbytes repacks a 4-bit weight on a CPU in its first evaluation, for a kernel without a derivative:
-        # training would continue with wrong gradients (0.50.2, Linear4bit.forward).
-        module.training = hasattr(module, "support_avx512bf16_for_cpu")
-    try:
-        yield
-    finally:
-        for module, training in modes:
-            module.training = training

@@ -64,6 +64,27 @@ class ModelParts:
             by_kind[next(kinds, "language")].append(stack)
         return {kind: found[0] for kind, found in by_kind.items() if len(found) == 1}
 
+    def text_layers(self, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:
+        """Return the decoder layers of text: the only list, or the only one next to towers for images and sound.
+
+        Args:
+            way_out: the setting that does not need them, for the error message.
+
+        Returns:
+            The model's own ``nn.ModuleList``, as :meth:`layers` returns it.
+
+        Raises:
+            ModelError: if the model has no such list, or several.
+        """
+        found = self.stacks_by_kind.get("language")
+        return self.layers(way_out) if found is None else found
+
+    @property
+    def towers(self) -> list[nn.ModuleList]:
+        """The stacks other than that of :meth:`text_layers`."""
+        text = self.text_layers()
+        return [stack for stack in self.stacks.values() if stack is not text]
+
     def layers(self, way_out: str = "checkpointing.mode=none") -> nn.ModuleList:
         """Return the model's only list of decoder layers, first layer first.
 

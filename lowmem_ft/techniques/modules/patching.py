@@ -6,10 +6,13 @@ forward of a layer's own class alone.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+
+from torch import nn
 
 _ABSENT = object()
 _HISTORY = "_lowmem_ft_overrides"
@@ -82,6 +85,21 @@ def call_around(target: Any, name: str, around: Callable[..., Any]) -> Callable[
         return call
 
     return wrap_method(target, name, wrap)
+
+
+@contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode in a ``with`` block, for a few tokens of its own forward."""
+    modes = [(module, module.training) for module in model.modules()]
+    for module, _ in modes:
+        # bitsandbytes repacks a 4-bit weight on a CPU in its first evaluation, for a kernel without a derivative:
+        # training would continue with wrong gradients (0.50.2, Linear4bit.forward).
+        module.training = hasattr(module, "support_avx512bf16_for_cpu")
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
 
 
 def _put_on(target: Any, name: str, override: _Override) -> Callable[[], None]:

@@ -78,7 +78,7 @@ class _ActivationOffload(Technique):
 
 
 def _offload_inputs(parts: ModelParts, waiting_room: OffloadPool) -> Iterator[Callable[[], object]]:
-    layers = [layer for layer in parts.layers() if layer.gradient_checkpointing]
+    layers = [layer for layer in parts.text_layers() if layer.gradient_checkpointing]
     if not layers:
         raise ModelError(
             "offload.activations=inputs needs checkpointed layers, whose inputs it offloads, but no layer is "

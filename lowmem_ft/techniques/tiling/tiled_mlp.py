@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lowmem_ft.foundation.devices import has_values
 from lowmem_ft.foundation.errors import ModelError, raise_problems
 from lowmem_ft.techniques.modules.model_parts import MLP_NAMES, ModelParts, mlps_of
-from lowmem_ft.techniques.modules.patching import set_attribute
+from lowmem_ft.techniques.modules.patching import evaluating, set_attribute
 from lowmem_ft.techniques.technique import Technique
 from lowmem_ft.techniques.tiling.config import TilingConfig
 from lowmem_ft.techniques.tiling.token_tiles import ForwardInTiles
@@ -63,7 +63,7 @@ def enable_tiled_mlp(model: nn.Module | ModelParts, config: TilingConfig) -> Tec
     if config.mlp == 1:
         return Technique()
     parts = ModelParts.of(model)
-    mlps = [mlp for layer in parts.layers() for mlp in _mlps_of_layer(layer)]
+    mlps = [mlp for layer in parts.text_layers() for mlp in _mlps_of_layer(layer)]
     _refuse_routers_whose_logits_are_collected(parts.model)
     for mlp in {type(mlp): mlp for mlp in mlps}.values():
         _check_token_wise(mlp, _random_hidden(parts.model, mlp))
@@ -117,18 +117,12 @@ def _check_token_wise(mlp: nn.Module, hidden_BTH: Tensor) -> None:
 
 
 def _equals_in_tiles(mlp: nn.Module, hidden_BTH: Tensor) -> bool:
-    modes = [(module, module.training) for module in mlp.modules()]
-    mlp.eval()
-    try:
-        with torch.no_grad():
-            stock: Any = mlp(hidden_BTH)
-            if not isinstance(stock, Tensor) or stock.shape != hidden_BTH.shape:
-                return False
-            ours = ForwardInTiles(mlp, _CHECKED_TILES).in_tiles(hidden_BTH)
-            return _close(ours.view_as(stock), stock)
-    finally:
-        for module, training in modes:
-            module.training = training
+    with evaluating(mlp), torch.no_grad():
+        stock: Any = mlp(hidden_BTH)
+        if not isinstance(stock, Tensor) or stock.shape != hidden_BTH.shape:
+            return False
+        ours = ForwardInTiles(mlp, _CHECKED_TILES).in_tiles(hidden_BTH)
+        return _close(ours.view_as(stock), stock)
 
 
 def _close(ours: Tensor, stock: Tensor) -> bool:

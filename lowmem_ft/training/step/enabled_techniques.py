@@ -78,6 +78,7 @@ class Build:
         rows_per_micro_batch: in vertical order, the rows that pass through a layer together.
         sums: whether a step sums several gradients.
         full_precision_weights: reads the checkpoint's weights in full if the model's bfloat16 weights have lost bits.
+        computes_loss: whether the loop computes the loss itself, in place of the model.
         shard: shards the model's parameters over several processes, if they share them.
         reads_weights_flushed: whether the loop calls ``techniques.flush()`` before anyone reads weights between two
             steps, so that updates of weights on the device may also be deferred to the next forward. In other loops,
@@ -94,6 +95,7 @@ class Build:
     rows_per_micro_batch: int = 1
     sums: bool = False
     full_precision_weights: Callable[[], MasterWeights | None] = lambda: None
+    computes_loss: bool = False
     shard: Callable[[ModelParts], FullySharded | None] = lambda parts: None
     reads_weights_flushed: bool = False
     optimizer: Any = None
@@ -341,7 +343,7 @@ FORWARD = (
     ),
     Spec(lambda build: build.recipe.accumulation.order == "vertical", _vertical_accumulation),
     Spec(
-        lambda build: build.recipe.loss.chunk_tokens is None,
+        lambda build: build.recipe.loss.chunk_tokens is None and not build.computes_loss,
         lambda build: _refuse_mean_of_means(build.model),
     ),
     Spec(lambda build: build.recipe.loss.chunk_tokens is not None, _chunked_loss),

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowmem_ft.foundation.memory.category import Category, Place
 from lowmem_ft.foundation.memory.timeline import Allocation, Timeline
-from lowmem_ft.foundation.tensors.gradient_sums import is_in_place_unwatched, take_as_much
+from lowmem_ft.foundation.tensors.gradient_sums import called_unwatched, take_as_much
 from lowmem_ft.foundation.tensors.operator_costs import registered_cost
 from lowmem_ft.foundation.tensors.storage_resizing import storage_resized_by
 from lowmem_ft.virtual_gpu.calls.fake_results import FakeResults, SeenCall, tensors_in, without_pinning
@@ -63,9 +63,10 @@ aten = torch.ops.aten
 # Looked up once: each dot takes time, and a trace needs them with every operator.
 _DEVICE = torch.ops.prim.device.default
 _READ_NUMBER, _RECORD_STREAM = aten._local_scalar_dense.default, aten.record_stream.default
+_LIFT = aten.lift_fresh.default
 _IS_PINNED, _COPY_EACH = aten.is_pinned.default, aten._foreach_copy_.default
 _TOP_K = aten.topk.default
-_SUM, _COPY, _TO_COPY = aten.add.Tensor, aten.copy_.default, aten._to_copy.default
+_COPY, _TO_COPY = aten.copy_.default, aten._to_copy.default
 
 _TWO_DEVICES = re.compile(r"found (?:at least two|two different) devices,? (?P<devices>.*)")
 """Sentence of fake tensors, by the version of torch, about operands on two devices."""
@@ -215,6 +216,10 @@ class Recorder(TorchDispatchMode):
             return None
         return self._tenants.of(index) or self.timeline.allocations[index].module
 
+    def adopt(self, tensor: Tensor) -> None:
+        """Count a tensor that torch has made past all operators."""
+        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module, is_array=False)
+
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor represents, and return the index by which ``timeline.free`` ends it."""
         module = self.attribution.module if category == "temporary" else ""
@@ -292,11 +297,9 @@ class Recorder(TorchDispatchMode):
             for pair in zip(*args[:2], strict=True):
                 self.__torch_dispatch__(_COPY, types, (*pair, *args[2:]), kwargs)
             return None
-        # A sum into a gradient is in place in a run, where autograd is watched by no dispatch mode. ``called`` is what
-        # autograd asks for here; everything that is recorded is of ``func``.
-        called = func
-        if func is _SUM and is_in_place_unwatched(func, args, kwargs):
-            func = aten.add_.Tensor
+        # Autograd writes gradients in place in a run, where no dispatch mode watches it. ``called`` is what it asks for
+        # here; everything that is recorded is of ``func``.
+        called, func = func, called_unwatched(func, args, kwargs)
         self.attribution.operator_begins(func, args)
         self.alike.operator_begins()
         result, seen = self._run(called, args, kwargs)
@@ -454,12 +457,22 @@ class Recorder(TorchDispatchMode):
         if not module and attribution.inherits_module:
             module = self._module_of_source(args, position)
         category = attribution.category_at_birth(func, args)
-        index = self._count(tensor, storage, category, module)
+        is_array = func is _LIFT and not args[0].untyped_storage().resizable()
+        index = self._count(tensor, storage, category, module, is_array=is_array)
         if category in ("temporary", "activation"):
             self._births[index] = attribution.moment
 
-    def _count(self, tensor: Tensor, storage: torch.UntypedStorage, category: Category, module: str) -> int:
-        place: Place = "device" if tensor.device.type == self.device_type else "host"
+    def _count(
+        self,
+        tensor: Tensor,
+        storage: torch.UntypedStorage,
+        category: Category,
+        module: str,
+        *,
+        is_array: bool = False,
+    ) -> int:
+        """Count a new storage: memory of an array of NumPy's is on the host, and torch has not allocated it."""
+        place: Place = "device" if tensor.device.type == self.device_type and not is_array else "host"
         size = storage.nbytes()
         index = self._malloc(self._allocation(size, category, module, place))
         self._follow(storage, index)

@@ -24,7 +24,7 @@ from lowmem_ft.foundation.memory.memory_estimate import (
     StepTime,
 )
 from lowmem_ft.foundation.memory.playback import Playback, StepClock
-from lowmem_ft.foundation.memory.timeline import Timeline
+from lowmem_ft.foundation.memory.timeline import Allocation
 from lowmem_ft.foundation.memory.uncertainty import (
     HEAP_SHARE,
     LARGEST_IN_HEAP_BYTES,
@@ -61,6 +61,7 @@ class EstimateContext:
         largest_in_heap_bytes: largest block in the heap without a GPU; the C library requests larger ones from the
             system one by one.
         heap_share: bytes of freed tensors that the heap keeps, as a share of those of live tensors in it.
+        fragments_bytes: the most that the caching allocator may hold in addition, in gaps that a trace does not make.
         allowed_bytes: the most that the caching allocator lets itself hold, as
             ``torch.cuda.set_per_process_memory_fraction`` sets it; None: the whole memory.
         processes: the ranks, of which the trace is the first; None: there is one process.
@@ -75,6 +76,7 @@ class EstimateContext:
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
     largest_in_heap_bytes: int = LARGEST_IN_HEAP_BYTES
     heap_share: float = HEAP_SHARE
+    fragments_bytes: int = 0
     allowed_bytes: int | None = None
     processes: Processes | None = None
     sends_at_the_end: bool = False
@@ -146,7 +148,7 @@ def estimate_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
     highest = room.end_of_range(uncertainty, upper=True)
-    process_range = room.process_range(reserved_peak, highest, uncertainty)
+    process_range = room.process_range(reserved_peak, highest, uncertainty, context.fragments_bytes)
     fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
     lowest = None if fits else room.end_of_range(uncertainty, upper=False)
     fits_at_low_end = fits or (lowest is not None and room.process_peak(lowest) <= room.limit_bytes)
@@ -213,8 +215,14 @@ def estimate_on_cpu(
     peak_at = max(range(len(allocated)), key=allocated.__getitem__, default=None)
     tensors = TensorPeaks.of(trace.timeline, allocated, sizes, peak_at)
     peak = tensors.allocated_peak_bytes
-    base = context.host.process_bytes
-    heap = _kept_by_heap(trace.timeline, peak_at, context)
+    alive = (
+        [] if peak_at is None else [trace.timeline.allocations[at] for at in trace.timeline.alive_at(peak_at)]
+    )
+    arrays = sum(
+        one.size_bytes for one in alive if one.place == "host"
+    )  # of NumPy's, not of torch's allocator
+    base = context.host.process_bytes + arrays
+    heap = _kept_by_heap(alive, context)
     process, uncertainty = peak + heap + base, uncertainty_on_cpu()
     margin = uncertainty.bytes_of(heap, base)
     limits = [limit for limit in (budget.device_bytes, budget.host_bytes) if limit is not None]
@@ -243,11 +251,9 @@ def estimate_on_cpu(
     )
 
 
-def _kept_by_heap(timeline: Timeline, position: int | None, context: EstimateContext) -> int:
+def _kept_by_heap(alive: list[Allocation], context: EstimateContext) -> int:
     """Return the bytes that a process without a GPU holds in gaps between the heap's tensors at their peak."""
-    alive = [] if position is None else timeline.alive_at(position)
-    tensors = (timeline.allocations[index] for index in alive)
-    sizes = (tensor.size_bytes for tensor in tensors if tensor.place == "device")
+    sizes = (tensor.size_bytes for tensor in alive if tensor.place == "device")
     in_heap = sum(size for size in sizes if size < context.largest_in_heap_bytes)
     return round(context.heap_share * in_heap)
 

@@ -1,4 +1,7 @@
-"""Workers of a ``DataLoader`` while tracing: their work is done in this process, outside the trace.
+"""Data loaders while tracing: what they fetch has values.
+
+A loader without workers is traced, with all values computed. The work of workers is done in this process, outside the
+trace.
 
 Worker processes would inherit the trace, and could not send tensors without values. What they do on the host takes
 neither the device's memory nor the time of the thread that launches kernels, so nothing of it is recorded, and data is
@@ -21,18 +24,24 @@ from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker
 
 from lowmem_ft.foundation.upstream.patches import existing, replace, wrap
+from lowmem_ft.virtual_gpu.values.constant_propagation import all_values
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
 def workers_in_this_process(undo: contextlib.ExitStack) -> None:
-    """Let data loaders with workers fetch their batches here until a stack is undone."""
+    """Let data loaders fetch their batches here, with values, until a stack is undone."""
     wrap(undo, DataLoader, "_get_iterator", _iterator_here)
 
 
 def _iterator_here(make: Callable[[DataLoader[Any]], Any], loader: DataLoader[Any]) -> Any:
-    return _OneWorker(make, loader) if loader.num_workers else make(loader)
+    if loader.num_workers:
+        return _OneWorker(make, loader)
+    batches = make(loader)
+    fetcher = existing(batches, "_dataset_fetcher")
+    fetcher.fetch = all_values()(fetcher.fetch)
+    return batches
 
 
 class _OneWorker:
@@ -75,13 +84,13 @@ class _OneWorker:
 
     @contextlib.contextmanager
     def _at_work(self) -> Iterator[None]:
-        with _computed_for_real(), contextlib.ExitStack() as undo:
+        with computed_for_real(), contextlib.ExitStack() as undo:
             replace(undo, worker, "_worker_info", self._info)
             yield
 
 
 @contextlib.contextmanager
-def _computed_for_real() -> Iterator[None]:
+def computed_for_real() -> Iterator[None]:
     """Compute in a block as without a trace, except with tensors that have no values: those are traced as ever."""
     with contextlib.ExitStack() as undo:
         modes: Any = undo.enter_context(_disable_current_modes())

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.upstream.patches import existing, loaded_module, replace, wrap
+from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
 from lowmem_ft.virtual_gpu.calls.type_names import device_of
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
@@ -119,6 +121,9 @@ def fake_tensors_in_disguise(
     replace(undo, FakeTensor, "share_memory_", _itself)
     replace(undo, FakeTensor, "__deepcopy__", _deepcopy)
     wrap(undo, Tensor, "__format__", _format)
+    _device_constructors()  # else torch would cache the block's functions for `with torch.device(...)`
+    for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor")):
+        wrap(undo, owner, name, _made)
     wrap(undo, Tensor, "pin_memory", _pin_memory)
     wrap(undo, torch, "ctc_loss", _ctc_loss)
     replace(undo, torch._VF, "_pad_packed_sequence", _pad_packed_sequence)
@@ -246,7 +251,7 @@ def _numpy(
             "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
         )
     values = read_values(tensor) if isinstance(tensor, FakeTensor) else tensor
-    with unset_fake_temporarily():
+    with _disable_current_modes():
         return numpy(values, force=force)
 
 
@@ -271,6 +276,30 @@ def _pin_memory(pin_memory: Callable[..., Tensor], tensor: Tensor, *args: Any) -
         return pin_memory(tensor, *args)
     vars(tensor)[_PINNED] = True
     return tensor
+
+
+def _made(make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    """Make a tensor of others' numbers, which torch's C++ would read without asking a dispatch mode."""
+    at = next((at for at, value in enumerate(args) if isinstance(value, (list, tuple))), None)
+    if at is None or not any(isinstance(item, FakeTensor) for item in tensors_in(args[at])):
+        return make(*args, **kwargs)
+    types: list[torch.dtype] = []
+    numbers = _read(args[at], types)
+    if kwargs.get("dtype") is None:
+        kwargs["dtype"] = functools.reduce(torch.promote_types, types)
+    return make(*args[:at], numbers, *args[at + 1 :], **kwargs)
+
+
+def _read(value: Any, types: list[torch.dtype]) -> Any:
+    """Return what nested lists of tensors hold, and add the types of it all."""
+    if isinstance(value, (list, tuple)):
+        return [_read(item, types) for item in value]
+    if isinstance(value, Tensor):
+        types.append(value.dtype)
+        return value.tolist()
+    kind = torch.int64 if type(value) is int else torch.bool
+    types.append(torch.get_default_dtype() if isinstance(value, float) else kind)
+    return value
 
 
 def _pad_packed_sequence(

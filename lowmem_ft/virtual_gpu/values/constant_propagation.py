@@ -1,10 +1,12 @@
-"""Integers, booleans and single numbers that a trace really computes, in addition to its fake tensors.
+"""Values that a trace really computes, in addition to its fake tensors: those that follow from data alone.
 
-Programs look at their token ids, positions and masks: whether a batch is padded, where packed documents begin, how many
-labels there are. Such tensors are small and come from the host, so the trace computes their values on the side, and
-also single floating-point numbers, such as an optimizer's step counter. An operator's result is known if all its
-tensors are. Everything else is unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py``
-answers programs that read it none the less.
+Programs look at their token ids, positions and masks, at the sizes of pictures and at their pixels: whether a batch is
+padded, where packed documents begin, which picture is one. Such values come from the host, so the trace computes them
+on the side, and also single numbers, such as an optimizer's step counter. An operator's result is known if all its
+tensors are: integers and booleans are from their making on, floating-point numbers where they follow from known
+tensors, and all that a data loader computes (:func:`all_values`). What weights or random numbers have touched is
+unknown, except for what ``finite_values.py`` derives for all numbers; ``questions.py`` answers programs that read it
+none the less.
 
 What a mixture's router picks is assumed (``routing.py``), and so what follows from it is known, however large.
 
@@ -13,6 +15,8 @@ A result whose *size* depends on unknown values has the largest size it could ha
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 from torch.utils._pytree import tree_map
 
 from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.virtual_gpu.calls.fake_results import tensors_in
 from lowmem_ft.virtual_gpu.values.finite_values import uniform_value
 from lowmem_ft.virtual_gpu.values.questions import asking_line
 from lowmem_ft.virtual_gpu.values.routing import (
@@ -34,17 +39,41 @@ from lowmem_ft.virtual_gpu.values.routing import (
 aten = torch.ops.aten
 
 MOST_ELEMENTS = 2**21
-"""Elements above which values are not computed: masks of tokens x tokens would cost more than the rest of the trace."""
+"""Elements above which values are not computed, unless they are no more than the data that they follow from: masks of
+tokens x tokens would cost more than the rest of the trace."""
 
 _YES_OR_NO = (aten.equal.default, aten.allclose.default, aten.is_nonzero.default)
+_BUFFERS = frozenset(
+    {
+        *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
+        *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
+        aten.new_empty_strided.default,
+    }
+)
+"""Operators whose floating-point results are made to be written to, piece by piece, by numbers that are unknown."""
+
 _TO_ONE = (aten.scatter.value, aten.scatter_.value)
 _NAME = "_known_values"
 _MASKS = (torch.bool, torch.uint8)
 _NOT_COPIED = ("device", "pin_memory", "layout")
 
 
+_loading = False
+
+
 class _UnknownError(Exception):
     """The values of a tensor are not known."""
+
+
+@contextlib.contextmanager
+def all_values() -> Iterator[None]:
+    """Compute all values in a block, as a run does on the host: it loads and prepares data."""
+    global _loading
+    before, _loading = _loading, True
+    try:
+        yield
+    finally:
+        _loading = before
 
 
 def known_values(tensor: Tensor) -> Tensor | None:
@@ -60,16 +89,22 @@ def set_values(tensor: Tensor, values: Tensor | None) -> None:
 
 
 def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-    """Give an operator's integer result its values, if those of all its tensors are known.
+    """Give an operator's result its values, if those of all its tensors are known.
 
     Args:
         func: the operator; it has run on the fake tensors already.
         args: its arguments.
         kwargs: its keyword arguments.
-        result: what it returned; each integer or boolean tensor in it gets its values.
+        result: what it returned; each tensor in it gets its values.
     """
-    if type(result) is FakeTensor and result.is_floating_point() and result.dim():
-        if func in _TO_ONE or getattr(result, _NAME, None) is not None:
+    is_ones = func in _TO_ONE
+    if (
+        type(result) is FakeTensor
+        and result.is_floating_point()
+        and result.dim()
+        and (is_ones or not _may_be_known(func, args))
+    ):
+        if is_ones or getattr(result, _NAME, None) is not None:
             set_values(result, _ones_at_picked(func, args, result))
         return  # as most results are
     is_routed = are_routed(args)
@@ -77,8 +112,8 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
     results = [item for item in made if isinstance(item, FakeTensor)]
     if not results:
         return
-    if not all(_is_kept(result, is_routed) for result in results):
-        if results[0].dtype == torch.bool:
+    if not all(_is_kept(result, func, args, is_routed) for result in results):
+        if results[0].dtype == torch.bool or results[0].is_floating_point():
             _set_if_uniform(func, args, results)
         return
     if any(isinstance(value, torch.UntypedStorage) for value in args):
@@ -95,8 +130,21 @@ def compute_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], res
         return
     if result is None:
         return  # it has written to the values themselves
-    for tensor, value in zip(results, _flat(values), strict=True):
+    computed = [value for value in _flat(values) if isinstance(value, Tensor)]
+    for tensor, value in zip(results, computed, strict=True):
         set_values(tensor, marked(value) if is_routed else value)
+
+
+def _may_be_known(func: Any, args: tuple[Any, ...]) -> bool:
+    """Return whether floating-point numbers may follow from data alone, judging by an operator's first tensor."""
+    if _loading:
+        return True
+    first = args[0] if args else None
+    if not isinstance(first, Tensor):
+        first = next(tensors_in(args), None)
+    if first is None or known_values(first) is None:
+        return False
+    return func not in _BUFFERS and torch.Tag.nondeterministic_seeded not in func.tags
 
 
 def route(scores: Tensor, result: Any, num_picked: int, dim: int, routing: Routing) -> None:
@@ -111,7 +159,8 @@ def route(scores: Tensor, result: Any, num_picked: int, dim: int, routing: Routi
     """
     values, indices = result
     set_values(values, None)
-    set_values(indices, picked(scores, num_picked, dim, routing) if _is_kept(indices, False) else None)
+    is_small = indices.numel() <= MOST_ELEMENTS
+    set_values(indices, picked(scores, num_picked, dim, routing) if is_small else None)
 
 
 def are_routed(args: Any) -> bool:
@@ -156,10 +205,16 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-def _is_kept(tensor: Tensor, is_routed: bool) -> bool:
-    if tensor.is_floating_point() or tensor.is_complex():
+def _is_kept(tensor: Tensor, func: Any, args: tuple[Any, ...], is_routed: bool) -> bool:
+    if tensor.is_complex():
         return tensor.dim() == 0
-    return tensor.numel() <= (MOST_ROUTED_ELEMENTS if is_routed else MOST_ELEMENTS)
+    if tensor.is_floating_point() and tensor.dim() and (is_routed or not _may_be_known(func, args)):
+        return False
+    if _loading or tensor.numel() <= (MOST_ROUTED_ELEMENTS if is_routed else MOST_ELEMENTS):
+        return True
+    return any(
+        tensor.numel() <= known.numel() for known in map(known_values, tensors_in(args)) if known is not None
+    )
 
 
 def _run_on_values(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -241,8 +296,9 @@ def _known_or_raise(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     known = known_values(value)
-    most = MOST_ROUTED_ELEMENTS if follows_from_routing(known) else MOST_ELEMENTS
-    if known is None or (known.numel() > most and isinstance(value, FakeTensor)):
+    if known is None or (
+        known.numel() > MOST_ELEMENTS and not any(known.stride())
+    ):  # one value for all elements
         raise _UnknownError
     return known
 

@@ -80,17 +80,18 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Trainer, TrainingArg
 
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, vocab_size=4096))
-rows = [{"input_ids": [1] * 512, "labels": [1] * 512}] * 16
+rows = [{"input_ids": [1] * 512, "labels": [1] * 512}] * ROWS
 Trainer(
-    model, TrainingArguments("out", per_device_train_batch_size=8, max_steps=5), train_dataset=rows,
+    model, TrainingArguments("out", per_device_train_batch_size=ROWS, max_steps=5), train_dataset=rows,
     data_collator=default_data_collator,
 ).train()
 """
+TOO_MUCH = TRAINER.replace("ROWS", "2048")
 
 
 def test_what_attaching_would_save_is_seen_in_a_second_run_of_a_trainers_script(loop, capsys, tmp_path):
-    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
-    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--json", "j.json"]) == 0
+    (tmp_path / "train.py").write_text(TOO_MUCH, encoding="utf-8")
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--json", "j.json"]) == 3
     said = capsys.readouterr().out
     assert "hf.attach     " in said
     assert "by running this script again with them" in " ".join(said.split())
@@ -101,6 +102,13 @@ def test_what_attaching_would_save_is_seen_in_a_second_run_of_a_trainers_script(
     assert "loss.chunk_tokens=1024" in values["attach"]["settings"]
 
 
+def test_what_fits_is_run_once(loop, capsys, tmp_path):
+    (tmp_path / "train.py").write_text(TRAINER.replace("ROWS", "8"), encoding="utf-8")
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--json", "j.json"]) == 0
+    assert "hf.attach" not in capsys.readouterr().out
+    assert json.loads((tmp_path / "j.json").read_text())["attach"] is None
+
+
 OF_ONES_OWN = """
 import torch
 from torch import nn
@@ -109,7 +117,7 @@ from transformers import Trainer, TrainingArguments
 class Net(nn.Module):
     def __init__(self):
         super().__init__()
-        self.layer = nn.Linear(64, 8)
+        self.layer = nn.Linear(64, WIDE)
 
     def forward(self, x, labels=None):
         return {"loss": nn.functional.cross_entropy(self.layer(x), labels)}
@@ -120,16 +128,16 @@ Trainer(Net(), TrainingArguments("out"), train_dataset=rows).train()
 
 
 def test_a_trainer_around_a_model_of_ones_own_is_estimated_and_told_what_attach_takes(loop, capsys, tmp_path):
-    (tmp_path / "train.py").write_text(OF_ONES_OWN, encoding="utf-8")
-    assert main(["estimate", "--script", "train.py", "--gpu", "l4"]) == 0
+    (tmp_path / "train.py").write_text(OF_ONES_OWN.replace("WIDE", "80_000_000"), encoding="utf-8")
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4"]) == 3
     said = " ".join(capsys.readouterr().out.split())
-    assert "Net fits on l4" in said
+    assert "Net does not fit on l4" in said
     assert "hf.attach not estimated: hf.attach() takes models of transformers" in said
 
 
 @pytest.mark.parametrize("becomes", ["larger", "an error"])
 def test_no_line_promises_what_is_worse_or_fails(becomes, loop, capsys, tmp_path, monkeypatch):
-    (tmp_path / "train.py").write_text(TRAINER, encoding="utf-8")
+    (tmp_path / "train.py").write_text(TOO_MUCH, encoding="utf-8")
     runs = []
 
     def estimate(*args, **kwargs):
@@ -144,7 +152,7 @@ def test_no_line_promises_what_is_worse_or_fails(becomes, loop, capsys, tmp_path
         )
 
     monkeypatch.setattr("lowmem_ft.cli.estimating.estimate_script.estimate_script", estimate)
-    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--steps", "2", "--json", "j.json"]) == 0
+    assert main(["estimate", "--script", "train.py", "--gpu", "l4", "--steps", "2", "--json", "j.json"]) == 3
     assert "hf.attach" not in capsys.readouterr().out
     assert json.loads((tmp_path / "j.json").read_text())["attach"] is None
 

@@ -65,7 +65,25 @@ def three_consumers(x: Tensor) -> Tensor:
     return (h * 2 + h * 3 + h * 4).square().sum()
 
 
+def gathered(x: Tensor) -> Tensor:
+    """Its gradient is scattered into zeros, which nothing else holds."""
+    return (x * 2).gather(1, torch.zeros(SIDE, 1, dtype=torch.int64)).sum()
+
+
+def largest(x: Tensor) -> Tensor:
+    return (x * 2).max(1).values.sum()
+
+
+def rows(x: Tensor) -> Tensor:
+    return (x * 2)[torch.tensor([0, 1, 5])].sum()
+
+
+def chosen(x: Tensor) -> Tensor:
+    return (x * 2).index_select(0, torch.tensor([0, 1, 5])).sum()
+
+
 PROGRAMS = [
+    *(gathered, largest, rows, chosen),
     two_branches,
     residual_stream,
     expanded_first,
@@ -126,7 +144,7 @@ def test_gradients_that_are_differentiated_again_are_not_written_to():
 
 def guess(monkeypatch, answer: bool) -> None:
     """What torch does not document is as if it had changed: each sum without gradients seems the engine's, or none."""
-    monkeypatch.setattr(gradient_sums, "_is_held_once", lambda tensor: answer)
+    monkeypatch.setattr(gradient_sums, "_is_held_once", lambda *held: answer)
     monkeypatch.setattr(gradient_sums, "_engine_calls", lambda: answer)
 
 

@@ -17,7 +17,7 @@ from lowmem_ft import hf, load_recipe
 from lowmem_ft.hf.trainers.agreement import agree
 from lowmem_ft.recipe.reading.keys import recipe_keys
 from lowmem_ft.recipe.reading.recipe_files import shipped_recipes
-from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, ROWS, Refused
+from lowmem_ft.recipe.trainers.trainer_kinds import DECIDED_BY_A_TRAINER, KINDS, ROWS, Refused
 
 CPU = ("training.use_cpu=true", "training.report_to=[]")
 
@@ -140,7 +140,7 @@ def test_null_leaves_a_setting_to_the_trainer(tmp_path):
 
 
 def test_a_plan_for_a_trainer_tries_nothing_that_every_trainer_refuses():
-    refused = {row.key for row in ROWS if all(isinstance(verdict, Refused) for verdict in row.under)}
+    refused = {row.key for row in ROWS if all(isinstance(row.verdict(kind), Refused) for kind in KINDS)}
     tried = {key.path for key in recipe_keys().values() if key.search_values}
     assert "accumulation.fusion" in refused & tried <= set(DECIDED_BY_A_TRAINER)
 

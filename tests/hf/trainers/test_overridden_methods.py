@@ -43,8 +43,9 @@ FOLLOWED = _names(
     "is_local_process_zero is_world_process_zero log log_metrics metrics_format pop_callback push_to_hub",
     "remove_callback save_metrics",
     # TRL's: rewards, log-probabilities and completions, with gradients or without.
-    "_calculate_rewards _compute_loss _generate _generate_and_score_completions _generate_single_turn",
-    "_get_per_token_logps_and_entropies _get_tool_suffix_ids _log_completion_extra _log_metric _precompute_ref_logps",
+    "_calculate_rewards _compute_kl_logps _compute_loss _generate _generate_and_score_completions",
+    "_generate_single_turn _get_last_hidden_state _get_per_token_logps_and_entropies _get_tool_suffix_ids",
+    "_log_completion_extra _log_metric _precompute_ref_logps",
     "_tokenize_prompts _tool_call_loop compute_ref_log_probs get_gamma_weights get_high_entropy_mask",
     "get_off_policy_mask",
 )

@@ -6,9 +6,12 @@ import logging
 import shutil
 
 import pytest
-from attached_trainers import attached_trainer, trainer_of
+from attached_trainers import attached_trainer, recipe_of, trainer_of
+from tiny_models import SIZES, model_of
+from transformers import MixtralConfig, MixtralForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
+from lowmem_ft import hf
 from lowmem_ft.foundation.errors import UserError
 
 EVERY_STEP = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3}
@@ -84,6 +87,33 @@ def test_a_checkpoint_that_was_cut_short_without_us_is_named_with_the_one_before
     trainer, _, _ = attached_trainer(tmp_path, fields=EVERY_STEP)
     with pytest.raises(UserError, match=r"writes trainer_state.json last .* resume from .*checkpoint-2\."):
         trainer.train(resume_from_checkpoint=True)
+
+
+def test_experts_that_are_saved_one_by_one_are_gone_on_from_and_are_the_best_models(tmp_path):
+    """transformers leaves them as they are, with a warning (5.23): their files have other names than the model."""
+    fields = {
+        **EVERY_STEP,
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "load_best_model_at_end": True,
+        "metric_for_best_model": "eval_loss",
+        "greater_is_better": True,
+    }
+
+    def trained(**resumed):
+        model = model_of(MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4))
+        trainer, meter = trainer_of(tmp_path, model=model, fields=fields)
+        hf.attach(trainer, recipe_of())
+        trainer.train(**resumed)
+        best = MixtralForCausalLM.from_pretrained(trainer.state.best_model_checkpoint).state_dict()
+        assert all(value.equal(best[name]) for name, value in model.state_dict().items())
+        last = MixtralForCausalLM.from_pretrained(tmp_path / "checkpoint-3").state_dict()
+        return meter.losses, last
+
+    losses, weights = trained()
+    rest, again = trained(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))
+    assert rest == losses[1:]
+    assert all(weights[name].equal(again[name]) for name in weights)
 
 
 def test_weights_without_the_optimizers_state_are_gone_on_from_with_a_warning(tmp_path, caplog):

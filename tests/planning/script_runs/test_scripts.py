@@ -473,6 +473,33 @@ def test_weights_are_of_the_type_and_the_kind_that_a_real_load_gives(script):
     assert found.estimate.model.parameters == 41120
 
 
+@pytest.mark.parametrize("asks", ["the script", "trl"])
+def test_weights_in_float32_are_said_with_who_asks_for_them(script, asks):
+    text = """
+        import torch
+        from transformers import AutoConfig, AutoModelForCausalLM
+        from trl.trainer.utils import create_model_from_path
+
+        config = AutoConfig.from_pretrained("model")
+        config.dtype = torch.bfloat16
+        config.save_pretrained("published")
+        LOAD
+        optimizer = torch.optim.SGD(model.parameters())
+        for step in range(3):
+            model(torch.ones(1, 8, dtype=torch.long)).logits.sum().backward()
+            optimizer.step()
+        """
+    line = 'model = create_model_from_path("published", device_map=None)'
+    if asks == "the script":
+        line = 'model = AutoModelForCausalLM.from_pretrained("published", dtype=torch.float32)'
+    found = estimate_script(script(text.replace("LOAD", line)), gpu="cpu")
+    who = "train.py:9" if asks == "the script" else "trl"
+    assert any(
+        f"weights: float32, as {who} asks for; the model is published in bfloat16" in choice
+        for choice in found.estimate.choices
+    ), found.estimate.choices
+
+
 def test_mixtures_are_packed_as_stock_transformers_packs_them(script, tmp_path):
     """Experts stay in 16 bits under bitsandbytes, and MXFP4 is unpacked where the package ``kernels`` is missing."""
     packed_checkpoint("gpt_oss", tmp_path / "mxfp4")
@@ -501,6 +528,7 @@ def test_mixtures_are_packed_as_stock_transformers_packs_them(script, tmp_path):
         """
     found = estimate_script(script(text.replace("FP8", "False")), gpu="rtx-4090")
     assert any("weights: unpacked from mxfp4" in choice for choice in found.estimate.choices)
+    assert any("weights: the experts' " in choice for choice in found.estimate.choices)
     with pytest.raises(
         UserError, match=r"multiply fp8 by kernels of its own\. Estimate the script with the model"
     ):
@@ -528,27 +556,6 @@ def test_a_model_that_a_device_map_would_leave_in_part_on_the_host_is_placed_who
     assert found.estimate.by_category_at_peak["parameter"] > 16 * 2**30
     assert any(
         choice.startswith("device_map: the whole model on the GPU") for choice in found.estimate.choices
-    )
-
-
-def test_completions_of_grpo_are_taken_at_their_longest(script, tmp_path):
-    name = script(
-        """
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
-
-        arguments = GRPOConfig(
-            "out", max_completion_length=24, num_generations=2, per_device_train_batch_size=2, max_steps=2
-        )
-        rows = Dataset.from_dict({"prompt": ["What?"] * 8})
-        GRPOTrainer("model", lambda completions, **kwargs: [1.0] * len(completions), arguments, rows).train()
-        """
-    )
-    found = estimate_script(name, gpu="l4", steps=2)
-    assert found.tokens_per_step >= 2 * 24
-    assert any(
-        "generation: not run; each completion is assumed to have 24" in word
-        for word in found.estimate.choices
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from measuring.real_script import run_for_real
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.planning.script_runs import estimate_script
 
@@ -38,10 +37,10 @@ TRAINER = """
 
     tokenizer = AutoTokenizer.from_pretrained("model")
     tokenizer.pad_token = tokenizer.eos_token
-    rows = Dataset.from_dict({"text": ["This is a text to learn from. " * 5] * 40})
+    rows = Dataset.from_dict({"text": ["This is a text to learn from. " * 5] * 64})
     rows = rows.map(lambda row: tokenizer(row["text"]), batched=True, remove_columns=["text"])
     arguments = TrainingArguments(
-        "out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=3, logging_steps=1,
+        "out", per_device_train_batch_size=4, gradient_accumulation_steps=4, max_steps=3, logging_steps=1,
         use_cpu=True, report_to="none", save_strategy="no", eval_strategy="steps", eval_steps=3, disable_tqdm=True,
     )
     Trainer(
@@ -68,17 +67,6 @@ SFT = """
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
     ).train()
 """
-
-
-@pytest.fixture
-def with_weights(script, tmp_path):
-    """The same folder, its model one that can be loaded for real."""
-    (tmp_path / "model").rename(tmp_path / "without")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("without"))
-    model.save_pretrained("model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).write_bytes((tmp_path / "without" / name).read_bytes())
-    return script
 
 
 @pytest.mark.parametrize("text", [LOOP, TRAINER, SFT], ids=["loop", "Trainer", "SFT with LoRA"])

@@ -64,7 +64,7 @@ def test_no_stack_is_refused():
         decoder_layers(nn.Linear(2, 2))
 
 
-def test_stacks_of_a_model_that_reads_images_are_named_and_refused():
+def test_stacks_of_a_model_that_reads_images_are_named_and_where_one_is_needed_refused():
     text = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "head_dim": 8}
     text |= {"num_hidden_layers": 3, "num_attention_heads": 2, "num_key_value_heads": 1}
     images = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -74,6 +74,8 @@ def test_stacks_of_a_model_that_reads_images_are_named_and_refused():
     parts = ModelParts(model)
     assert parts.stacks_by_kind["language"] is model.model.language_model.layers
     assert parts.stacks_by_kind["vision"] is model.model.vision_tower.encoder.layers
+    assert parts.text_layers() is parts.stacks_by_kind["language"]
+    assert parts.towers == [parts.stacks_by_kind["vision"]]
     with pytest.raises(ModelError, match=r"Gemma3ForConditionalGeneration has 2: model.vision_tower"):
         parts.layers()
 
@@ -85,11 +87,14 @@ def test_of_two_stacks_of_text_neither_is_the_language_models():
         )
     assert list(ModelParts(model).stacks) == ["encoder.block", "decoder.block"]
     assert ModelParts(model).stacks_by_kind == {}
+    with pytest.raises(ModelError, match=r"T5ForConditionalGeneration has 2"):
+        ModelParts(model).text_layers()
 
 
 def test_parts_of_parts_are_the_same():
     parts = ModelParts.of(llama())
     assert ModelParts.of(parts) is parts
-    assert parts.layers() is parts.model.model.layers
+    assert parts.layers() is parts.text_layers() is parts.model.model.layers
+    assert parts.towers == []
     assert parts.head is parts.model.lm_head
     assert parts.embedding is parts.model.model.embed_tokens

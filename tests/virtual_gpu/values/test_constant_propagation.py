@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
@@ -86,3 +90,48 @@ def test_numbers_that_something_unknown_is_added_to_are_unknown():
     steps = [torch.tensor(5.0)]
     torch._foreach_add_(steps, [torch.rand(8).sum()])
     assert known_values(steps[0]) is None
+
+
+def test_numbers_of_data_are_known_up_to_the_first_weight():
+    pixels_BP = torch.from_numpy(np.array([[0.0, 0.0], [0.5, 0.0]], dtype=np.float32)).cuda()
+    is_padding_B = (pixels_BP.bfloat16() == 0).all(-1)
+    assert pixels_BP[~is_padding_B].shape == (1, 2)
+    assert known_values(pixels_BP @ torch.randn(2, 2, device="cuda")) is None
+    assert known_values(torch.randn_like(pixels_BP)) is None
+
+
+def test_numbers_that_follow_from_integers_are_known_and_buffers_for_others_are_not():
+    places_T = torch.tensor([0, 1, 1]).cuda()
+    weights_TN = torch.nn.functional.one_hot(places_T, 4).float() / 2
+    assert (weights_TN == 0).all(0).tolist() == [False, False, True, True]
+    assert known_values(torch.zeros_like(weights_TN)) is None
+
+
+def test_values_of_large_data_are_computed_as_long_as_they_are_no_more():
+    pixels = torch.from_numpy(np.zeros((2, MOST_ELEMENTS), dtype=np.float32)).cuda()
+    assert (pixels == 0).sum().item() == 2 * MOST_ELEMENTS
+    assert known_values(torch.cat([pixels, pixels])) is None
+
+
+def test_a_tensor_of_numbers_on_the_device_has_their_values_and_type():
+    length = torch.tensor([4, 2]).cuda().max()
+    lengths = torch.tensor([length, 3], device="cuda")
+    assert (lengths.tolist(), lengths.dtype, lengths.device) == ([4, 3], torch.int64, length.device)
+    assert torch.tensor([length.half(), length]).dtype == torch.float16
+    assert torch.as_tensor([length, 0.5]).tolist() == [4.0, 0.5]
+    assert length.new_tensor([[length], [length + 1]]).tolist() == [[4], [5]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_whatever_a_data_loader_computes_is_known(num_workers):
+    def padded(rows):
+        pixels = torch.zeros(len(rows), 3, 8)
+        for at, row in enumerate(rows):
+            pixels[at, :row] = 1 + torch.rand(row, 8)
+        return pixels
+
+    lengths: Any = [1, 3, 2]
+    loader = DataLoader(lengths, 3, collate_fn=padded, num_workers=num_workers)
+    pixels = next(iter(loader)).cuda()
+    assert (pixels == 0).all(-1).sum(-1).tolist() == [2, 0, 1]
+    assert known_values(torch.zeros(2)) is None
