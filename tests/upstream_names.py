@@ -132,6 +132,12 @@ NAMES_OF = {
     # _compute_bucket_assignment_by_size: DDP's buckets in a trace, as they are from the second step on
     # _DEFAULT_FIRST_BUCKET_BYTES: of those buckets, the first
     "torch.distributed": "_compute_bucket_assignment_by_size _DEFAULT_FIRST_BUCKET_BYTES",
+    # Ranks compare their weights' shapes by values
+    "torch.nn.parallel.distributed": "_verify_param_shape_across_processes",
+    # Runs what is queued as the end of a backward pass
+    "torch.autograd.Variable": "_execution_engine",
+    # What a config file sets for a launch
+    "accelerate.commands.launch": "_validate_launch_command",
     # Their order, which ranks agree on by values
     "torch.distributed.Reducer": "_rebuild_buckets",
     # The package of the row below

@@ -77,12 +77,6 @@ def _problems(config: Mapping[str, Any], typed: str, num_gpus: int | None) -> It
         yield f"num_processes is a number of GPUs, got {number} in {typed}. Correct it."
     elif num_gpus not in (None, number):
         yield (
-            f"There is one process for each GPU, got {num_gpus} GPUs and num_processes: {number} in {typed}. Correct one "
-            "of the two."
-        )
-    fsdp = config.get("fsdp_config") or {}
-    if kind == "FSDP" and f"{fsdp.get('fsdp_version', 1)}" != "2":
-        yield (
-            f"FSDP is estimated in its second version (fully_shard), got fsdp_version "
-            f"{fsdp.get('fsdp_version', 1)} in {typed}. Write fsdp_version: 2; `accelerate to-fsdp2` rewrites the file."
+            f"There is one process for each GPU, got {num_gpus} GPUs and num_processes: {number} in {typed}. Correct "
+            "one of the two."
         )

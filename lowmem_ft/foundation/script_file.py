@@ -76,10 +76,15 @@ def _missing_packages(tree: ast.Module, path: Path) -> list[str]:
             lines.setdefault(name.partition(".")[0], statement.lineno)
     missing = {name: line for name, line in lines.items() if not _is_there(name, path.parent)}
     return [
-        f"{path.name} needs the package {name} (line {line}), which is not installed here. Install it in the "
-        "environment of lowmem_ft."
+        f"{path.name} needs the package {name} (line {line}), which {_not_here(name)}"
         for name, line in missing.items()
     ]
+
+
+def _not_here(name: str) -> str:
+    if name == "deepspeed":
+        return "cannot be traced. Estimate the script with FSDP2, which shards what ZeRO-3 shards."
+    return "is not installed here. Install it in the environment of lowmem_ft."
 
 
 def _imported(statement: ast.stmt) -> Sequence[str]:

@@ -28,7 +28,11 @@ from lowmem_ft.virtual_gpu.calls.fake_results import Check, FakeResults
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, MICRO_BATCH_END, STEP_END
 from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
-from lowmem_ft.virtual_gpu.cuda.cuda_names import on_virtual_device, without_index
+from lowmem_ft.virtual_gpu.cuda.cuda_names import (
+    another_process_to_accelerate,
+    on_virtual_device,
+    without_index,
+)
 from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
@@ -148,6 +152,7 @@ class TracingMachine:
         bitsandbytes_on_virtual_gpu(stack)
         if self.device.type == "cpu" and self.peers.num_processes > 1:
             virtual_process_groups(stack, self.peers, self.mark, self.say)
+            stack.enter_context(another_process_to_accelerate())
         stack.enter_context(self.attribution)
         stack.enter_context(abridged_for(self.recorder.alike))
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))

@@ -179,7 +179,8 @@ def _copied_from_files(load: Callable[..., Any], *args: Any, **kwargs: Any) -> A
     return loaded
 
 
-def _measure(script: str, arguments: list[str]) -> RealScript:
+def measure(script: str, arguments: list[str]) -> RealScript:
+    """Run a script in this process, which the profiler then watches."""
     marks = _Marks()
     with contextlib.ExitStack() as undo:
         replace(undo, sys, "argv", [script, *arguments])
@@ -237,10 +238,8 @@ def _all_events(roots: Sequence[Any]) -> Iterator[Any]:
         stack.extend(event.children)
 
 
-def _compare(script: str, arguments: list[str]) -> None:
-    from lowmem_ft.planning.script_runs import estimate_script
-
-    real, found = run_for_real(script, arguments), estimate_script(script, arguments, gpu="cpu")
+def compare(real: RealScript, found: Any) -> None:
+    """Print a run next to its ``ScriptEstimate``."""
     estimated = dict(found.estimate.by_phase)
     print(f"{'phase':<16}{'real':>15}{'estimate':>15}{'off':>10}")
     phases = [*estimated, *(phase for phase in real.by_phase if phase not in estimated)]
@@ -256,11 +255,14 @@ def _compare(script: str, arguments: list[str]) -> None:
 def main() -> None:
     """Measure one script, or compare it."""
     if sys.argv[1:2] == ["--real"]:
-        print(json.dumps(vars(_measure(sys.argv[2], sys.argv[3:]))))
+        print(json.dumps(vars(measure(sys.argv[2], sys.argv[3:]))))
     elif len(sys.argv) < 2 or sys.argv[1] in ("-h", "--help"):
         print(__doc__)
     else:
-        _compare(sys.argv[1], sys.argv[2:])
+        from lowmem_ft.planning.script_runs import estimate_script
+
+        script, arguments = sys.argv[1], sys.argv[2:]
+        compare(run_for_real(script, arguments), estimate_script(script, arguments, gpu="cpu"))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What ``accelerate launch --config_file FILE`` would set for a script, by Accelerate's own functions."""
+"""The variables that ``accelerate launch --config_file FILE`` sets for a script, by Accelerate's own functions."""
 
 from __future__ import annotations
 

@@ -22,19 +22,21 @@ from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.planning.script_runs.steps import Enough
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
 
 MOST_FORWARDS = 16
 """The most calls of a model: answers of hundreds of tokens, one a call, would take longer than the training."""
 
 _HUB = "huggingface_hub"
+_STARTS = "starts another process"
 _ENDS = (
-    ("subprocess", "Popen", "__init__", "starts another process"),
-    ("multiprocessing.process", "BaseProcess", "start", "starts another process"),
+    ("subprocess", "Popen", "__init__", _STARTS),
+    ("multiprocessing.process", "BaseProcess", "start", _STARTS),
     (
         "os",
         "",
         "system execv execve fork" if hasattr(os, "fork") else "system execv execve",
-        "starts another process",
+        _STARTS,
     ),
     ("os", "", "_exit abort kill", "ends its process"),
     ("socket", "socket", "connect connect_ex", "opens a connection"),
@@ -64,6 +66,7 @@ class AfterTraining:
         self._peak = peak
         self._most_bytes_before = 0
         self.has_begun = False
+        self._started_at = ""
         self._other_threads: set[threading.Thread] = set()
         self._depth = 0
         self._num_forwards = 0
@@ -93,6 +96,11 @@ class AfterTraining:
         before = format_bytes(self._most_bytes_before)
         return f"after training: the script needs more than while it trains, which takes {before}, allocated"
 
+    def other_processes(self) -> str:
+        """Return a note on steps in other processes, with the line that started one."""
+        started = f", and it starts one at {self._started_at}" if self._started_at else ""
+        return f"steps in other processes are not seen{started}"
+
     def end_before_it(self, does: str) -> None:
         """End the script if its training is over.
 
@@ -108,6 +116,8 @@ class AfterTraining:
 
     def _call(self, does: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         is_of_script = self.has_begun and threading.current_thread() not in self._other_threads
+        if does == _STARTS and not self.has_begun:
+            self._started_at = self._started_at or _own_line()
         if is_of_script and not _is_called_by(_HUB):  # which reads: what would write there does nothing
             self.end_before_it(does)
         return function(*args, **kwargs)
@@ -120,6 +130,14 @@ class AfterTraining:
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._depth -= 1
+
+
+def _own_line() -> str:
+    """Return the line of the script that is running, innermost."""
+    frame = sys._getframe()
+    while frame is not None and is_of_library(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
 
 
 def _is_called_by(library: str) -> bool:

@@ -1,10 +1,11 @@
-"""How a script is started: alone, or as one of several processes with the variables that a launcher sets."""
+"""The start of a script: alone, or as one of several processes with the variables that a launcher sets."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from lowmem_ft.virtual_gpu.costs.one_process import Peers
 
@@ -17,7 +18,7 @@ class Launch:
         num_processes: processes, one for each GPU.
         process_index: the rank of this one.
         launcher: the command that starts them; empty: Python alone, which sets no variables.
-        further: variables that the launcher sets besides torchrun's.
+        further: variables that the launcher sets in addition to torchrun's.
         sets_ranks: whether it sets torchrun's.
     """
 
@@ -55,13 +56,13 @@ class Launch:
         """Return the last process of the same launch."""
         return dataclasses.replace(self, process_index=self.num_processes - 1)
 
-    def peers(self, sent: list[object] | None = None) -> Peers:
+    def peers(self, sent: Sequence[Any] = ()) -> Peers:
         """Return its ranks.
 
         Args:
             sent: objects that the first rank has sent, for another.
         """
-        return Peers(self.num_processes, self.process_index, sent or ())
+        return Peers(self.num_processes, self.process_index, sent)
 
 
 ALONE = Launch()

@@ -1,14 +1,15 @@
-"""What the ranks of a script share: the strategy, and whether the last rank has less than the first."""
+"""The ranks of a script: by which strategy they share its model, and whether the last one has less than the first."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,13 +22,18 @@ LOADED_BY_FIRST = "FSDP_CPU_RAM_EFFICIENT_LOADING"
 class RankWatch:
     """Sees how a script shares its model among ranks.
 
+    Args:
+        launch: how the script is started.
+        say: called with a note for users.
+
     Attributes:
-        strategy: ``fsdp2``, ``ddp``, or ``none`` where each rank has a model of its own.
+        strategy: ``fsdp2``, ``fsdp`` (its first version), ``ddp``, or ``none`` where each rank has a model of its own.
         is_uneven: whether the last rank has fewer rows of some weight than the first, or less on its host.
     """
 
-    def __init__(self, launch: Launch) -> None:
+    def __init__(self, launch: Launch, say: Callable[[str], None]) -> None:
         self._launch = launch
+        self._say = say
         self.strategy = "none"
         self.is_uneven = False
 
@@ -37,11 +43,14 @@ class RankWatch:
             undo.callback(register_module_forward_pre_hook(self._before_forward).remove)
 
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self.strategy == "fsdp2":
+        if self.strategy in ("fsdp2", "fsdp"):
             return
         if isinstance(module, FSDPModule):
             self.strategy = "fsdp2"
             self.is_uneven = _is_cut_unevenly(module) or os.environ.get(LOADED_BY_FIRST) == "true"
+        elif isinstance(module, FullyShardedDataParallel):
+            self.strategy = "fsdp"
+            self._say("FSDP: its first version is traced, which no real run has been compared with yet")
         elif isinstance(module, DistributedDataParallel):
             self.strategy = "ddp"
 
@@ -53,5 +62,5 @@ def _is_cut_unevenly(model: nn.Module) -> bool:
         for weight in model.parameters()
         if isinstance(weight, DTensor)
         for axis, placement in enumerate(weight.placements)
-        if placement.is_shard()
+        if isinstance(placement, Shard)
     )

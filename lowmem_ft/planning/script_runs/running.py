@@ -8,6 +8,7 @@ import io
 import logging
 import os
 import runpy
+import socket
 import sys
 import traceback
 import warnings
@@ -51,6 +52,10 @@ ENVIRONMENT = {
 """Settings that turn trackers off, whatever the script asks for, and make libraries quiet."""
 
 _MOST_FRAMES = 5
+
+_WITHOUT_NETWORK = (socket.gaierror, ConnectionError)
+_WITHOUT_NETWORK_TOO = ("ConnectError", "ConnectTimeout", "LocalEntryNotFoundError", "OfflineModeIsEnabled")
+"""Errors of requests to others: Python's own, and the names of those of httpx and the hub."""
 
 _PACKAGE = own_folder("lowmem_ft")
 _STANDS_FOR_OTHERS = tuple(
@@ -111,7 +116,7 @@ class ScriptRun:
         self.machine = machine
         self.watch = StepWatch(machine, num_steps, on_step)
         self.peak = PeakPlace(machine.recorder, str(path))
-        self.ranks = RankWatch(launch)
+        self.ranks = RankWatch(launch, machine.say)
         self.cut = DataCut(num_steps * launch.num_processes, on_reading)
         files = FilesKeptAway()
         self.after = AfterTraining(machine, self.peak)
@@ -150,7 +155,7 @@ class ScriptRun:
             self.ranks.apply(undo)
             self.batches.apply(undo)
             self.after.apply(undo)
-            refuse_what_cannot_be(undo)
+            refuse_what_cannot_be(undo, self.launch)
             self._run()
             files = (str(self.path), *_modules_of(self.path.parent, set()).values())
             with self._files.as_ever():  # a script may have deleted its own modules
@@ -158,7 +163,7 @@ class ScriptRun:
         if not self.watch.steps:
             raise UserError(
                 f"{self.path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
-                "Pass it, after `--`, the arguments with which it trains; steps in other processes are not seen."
+                f"Pass it, after `--`, the arguments with which it trains; {self.after.other_processes()}."
             )
 
     def _runs_out(self) -> None:
@@ -216,8 +221,8 @@ class ScriptRun:
         step = len(self.watch.steps)
         when = f"in step {step + 1}" if step else "before the end of its first step"
         first_line = _first_line(error)
-        if isinstance(error, ModuleNotFoundError) and error.name:
-            first_line = f"it needs the package {error.name}, which is not installed here"
+        if reason := _lacks(error):
+            return ScriptError(f"{self.path} ended in an error {when}: {reason}{self._where(error)}", "")
         where = ", in code of lowmem_ft" if is_ours else ""
         return ScriptError(
             f"{self.path} ended in an error {when}{where}: {first_line}",
@@ -237,12 +242,28 @@ def _own_frames(
     return [
         frame
         for frame in frames
-        if frame.filename == script or not is_of_library(frame.filename) or frame in last
+        if frame.filename == script or not _is_of_library(frame.filename) or frame in last
     ]
+
+
+def _lacks(error: BaseException) -> str:
+    """Return what this machine lacks where a script ends because of that; else nothing."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"it needs the package {error.name}, which is not installed here"
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, _WITHOUT_NETWORK) or type(cause).__name__ in _WITHOUT_NETWORK_TOO:
+            return f"it needs a network, and reaches none here: {_first_line(error)}"
+        cause = cause.__cause__ or cause.__context__
+    return ""
 
 
 def _first_line(error: BaseException) -> str:
     return traceback.format_exception_only(type(error), error)[-1].strip().splitlines()[0]
+
+
+def _is_of_library(file: str) -> bool:
+    return is_of_library(file) or file == "<string>"  # code that dataclasses write
 
 
 def _is_called_by_scripts(file: str) -> bool:

@@ -125,7 +125,7 @@ def estimate_script(
     Args:
         script: a Python file that trains with torch.
         arguments: what it finds in ``sys.argv`` after its own name.
-        gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), for which the script is
+        gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), where the script is
             one of as many processes, or ``cpu``; None: this machine's GPU, else its processor.
         steps: optimizer steps to see.
         accelerate_config: a file of ``accelerate config``, to start it as ``accelerate launch`` would; None: as

@@ -1,9 +1,13 @@
-"""Refusal of what an estimate of a script cannot follow: questions to a keyboard, and other processes that train."""
+"""Refusal of what an estimate of a script cannot follow: questions to a keyboard, other processes, DeepSpeed.
+
+Where a script itself starts as many processes as there are GPUs, its function is called as one of them calls it.
+"""
 
 from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import io
 import sys
 from collections.abc import Callable
@@ -14,21 +18,36 @@ import torch.multiprocessing
 from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.foundation.upstream.patches import replace
+from lowmem_ft.planning.script_runs.launch import Launch
 
 
 class _ScriptRefusal(UserError):
     """The script does what an estimate cannot follow."""
 
 
-def refuse_what_cannot_be(undo: contextlib.ExitStack) -> None:
-    """Refuse both until a stack is undone."""
+def refuse_what_cannot_be(undo: contextlib.ExitStack, launch: Launch) -> None:
+    """Refuse all of it until a stack is undone.
+
+    Args:
+        undo: undoes it.
+        launch: which of how many processes the script runs in.
+    """
     replace(undo, builtins, "input", _refuse_to_ask)
     replace(undo, sys, "stdin", _NoKeyboard())
     for module in (torch.multiprocessing, sys.modules["torch.multiprocessing.spawn"]):
-        replace(undo, module, "start_processes", _refuse_processes)
-        replace(undo, module, "spawn", _refuse_processes)
+        for name in ("start_processes", "spawn"):
+            replace(undo, module, name, functools.partial(_spawn_here, launch))
     for owner in ("launchers", ""):
-        wrap_when_imported(undo, "accelerate", owner, "notebook_launcher", _launch_here)
+        launched = functools.partial(_launch_here, launch)
+        wrap_when_imported(undo, "accelerate", owner, "notebook_launcher", launched)
+    for module, owner, name in (
+        ("deepspeed", "", "initialize"),
+        ("accelerate.utils.dataclasses", "DeepSpeedPlugin", "__post_init__"),
+    ):
+        wrap_when_imported(undo, module, owner, name, _refuse_deepspeed)
+    wrap_when_imported(
+        undo, "transformers.training_args", "TrainingArguments", "__post_init__", _without_deepspeed
+    )
 
 
 def _refuse_to_ask(*args: Any) -> NoReturn:
@@ -51,16 +70,48 @@ class _NoKeyboard(io.TextIOBase):
     readline = read  # type: ignore[assignment]
 
 
-def _launch_here(
-    launch: object, function: Callable[..., Any], args: Any = (), num_processes: Any = None, **kwargs: Any
+def _spawn_here(
+    launch: Launch, function: Callable[..., Any], args: Any = (), nprocs: int = 1, *others: Any, **kwargs: Any
 ) -> None:
-    if num_processes not in (None, 0, 1):
-        _refuse_processes()
+    """Call what each process of ``torch.multiprocessing.spawn`` would call, as the one that is estimated."""
+    _check_number(nprocs, launch)
+    function(launch.process_index, *args)
+
+
+def _launch_here(
+    launch: Launch,
+    start: object,
+    function: Callable[..., Any],
+    args: Any = (),
+    num_processes: Any = None,
+    **kwargs: Any,
+) -> None:
+    _check_number(num_processes or launch.num_processes, launch)
     function(*args)
 
 
-def _refuse_processes(*args: Any, **kwargs: Any) -> NoReturn:
+def _check_number(number: int, launch: Launch) -> None:
+    if number == launch.num_processes:
+        return
+    if launch.num_processes > 1:
+        raise _ScriptRefusal(
+            f"There are {launch.num_processes} GPUs with one process each, but the script starts {number} processes. "
+            "Let it start as many as torch.cuda.device_count()."
+        )
     raise _ScriptRefusal(
         "A script is estimated in one process, on one GPU, but it starts other processes to train in. Call their "
-        "function from a separate script, in one process."
+        "function from a separate script, in one process; or name as many GPUs, such as --gpu 2xrtx-4090."
+    )
+
+
+def _without_deepspeed(check: Callable[[Any], None], arguments: Any) -> None:
+    if arguments.deepspeed:
+        _refuse_deepspeed()
+    check(arguments)
+
+
+def _refuse_deepspeed(*args: Any, **kwargs: Any) -> NoReturn:
+    raise _ScriptRefusal(
+        "DeepSpeed's engine cannot be traced, which the script asks for. Estimate it with FSDP2 (fsdp_config, or "
+        "--accelerate-config FILE), which shards what ZeRO-3 shards."
     )

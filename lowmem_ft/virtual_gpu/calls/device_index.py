@@ -34,8 +34,8 @@ def device_index(device: Any, *, optional: bool = True) -> int:
         return 0
     if index and gpu is not None and gpu.peers.num_processes > 1:
         raise UserError(
-            f"Each rank has its own GPU, but rank {gpu.peers.process_index} asks for cuda:{index}. Let the program take "
-            "that of LOCAL_RANK."
+            f"Each rank has its own GPU, but rank {gpu.peers.process_index} asks for cuda:{index}. Let the program "
+            "take that of LOCAL_RANK."
         )
     if index:
         raise UserError(

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DistributedDataParallel, distributed
 
 from lowmem_ft.foundation.memory.category import Category
-from lowmem_ft.foundation.upstream.patches import wrap
+from lowmem_ft.foundation.upstream.patches import replace, wrap
 
 BUCKET_BYTES = 25 * 2**20
 """Bytes of gradients that are sent together: ``bucket_cap_mb`` of torch's ``DistributedDataParallel``."""
@@ -30,11 +30,13 @@ class _With:
         return getattr(self._inner, name)
 
 
-def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: Any) -> None:
+def _wrap_for_trace(
+    init: Callable[..., None], ddp: Any, *args: Any, sends_weights: bool = False, **kwargs: Any
+) -> None:
     """Initialise a ``DistributedDataParallel`` so that it works without values.
 
-    It leaves out the initial broadcast of the first rank's weights, and the first backward's single bucket: buckets are
-    those of every later backward.
+    It leaves out the first backward's single bucket, as buckets are those of every later backward; and, unless it
+    ``sends_weights``, the initial broadcast of the first rank's weights, which frees its memory again.
     """
     cap_mb = kwargs.get("bucket_cap_mb")
     cap_bytes = BUCKET_BYTES if cap_mb is None else int(cap_mb * 2**20)
@@ -45,10 +47,12 @@ def _wrap_for_trace(init: Callable[..., None], ddp: Any, *args: Any, **kwargs: A
         )
         return assign(tensors, limits, expect_sparse)
 
-    kwargs["init_sync"] = False
+    kwargs["init_sync"] = sends_weights and kwargs.get("init_sync", True)
     finds_unused, is_static = kwargs.pop("find_unused_parameters", False), kwargs.pop("static_graph", False)
     with contextlib.ExitStack() as undo:
         wrap(undo, torch.distributed, "_compute_bucket_assignment_by_size", assign)
+        # Ranks compare shapes by values; here all have the same.
+        replace(undo, distributed, "_verify_param_shape_across_processes", lambda group, parameters: None)
         init(ddp, *args, **kwargs)
     # The buckets stay in the order of the parameters: to agree on another, ranks exchange values.
     ddp.reducer = _With(ddp.reducer, "_rebuild_buckets", lambda: False)
@@ -89,9 +93,10 @@ def virtual_data_parallel(
         if not torch.distributed.is_initialized() or isinstance(ddp, TracedDataParallel):
             init(ddp, *args, **kwargs)
             return
-        _wrap_for_trace(init, ddp, *args, **kwargs)
+        num_ranks = torch.distributed.get_world_size(kwargs.get("process_group"))
+        _wrap_for_trace(init, ddp, *args, sends_weights=num_ranks > 1, **kwargs)
         sum_up = sum_of_one
-        if torch.distributed.get_world_size(ddp.process_group) > 1:
+        if num_ranks > 1:
             sums = _Sums(next(ddp.parameters()).device, mark, ddp.process_group)
             sum_up = sums.of_bucket_in_backward
         DistributedDataParallel.register_comm_hook(ddp, None, sum_up)

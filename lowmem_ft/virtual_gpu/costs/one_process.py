@@ -151,7 +151,7 @@ def _check_size(size: int, peers: Peers) -> None:
     if peers.num_processes == 1:
         raise UserError(
             f"A virtual GPU is one GPU of one process, got a process group of {size}. Let the program join a group of "
-            "one (WORLD_SIZE=1), or estimate a recipe with --num-processes."
+            f"one (WORLD_SIZE=1), or estimate it on as many: lowmem-ft estimate --script FILE --gpu {size}xNAME."
         )
     raise UserError(
         f"There are {peers.num_processes} GPUs with one process each, got a process group of {size}. Let the program "

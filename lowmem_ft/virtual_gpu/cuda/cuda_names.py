@@ -17,6 +17,7 @@ import torch
 import torch.cuda.nccl
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import _init_utils
 from torch.distributed.tensor import _random as dtensor_random
 from torch.nn.attention import flex_attention
 from torch.utils._device import _device_constructors
@@ -86,11 +87,12 @@ def cuda_is_virtual(undo: contextlib.ExitStack, backend: VirtualBackend) -> None
     for owner, name in _MAKE_OF_VALUES:
         wrap(undo, owner, name, _made)
     wrap(undo, DeviceMesh, "__init__", _of_devices)
+    wrap(undo, _init_utils, "_get_device_from_device_id", lambda find, *args: on_virtual_device(find(*args)))
     # DTensor makes its RNG tracker for one device, and keeps it for good.
     replace(undo, dtensor_random, "_rng_tracker", None)
     replace(undo, Tensor, "record_stream", _record_stream)
     replace(undo, torch.cuda, "_sleep", _sleep)
-    undo.enter_context(_another_process_to_accelerate())
+    undo.enter_context(another_process_to_accelerate())
     _forget_answers()
 
 
@@ -184,7 +186,7 @@ def _sleep(cycles: int) -> None:
 
 
 @contextlib.contextmanager
-def _another_process_to_accelerate() -> Iterator[None]:
+def another_process_to_accelerate() -> Iterator[None]:
     """Let accelerate choose its device again in a block: it does so once in a process, and keeps it."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # registers torch.ops._c10d_functional
+import torch.distributed._functional_collectives  # noqa: F401 - registers torch.ops._c10d_functional
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
