@@ -353,8 +353,9 @@ NAMES_OF = {
     # _iter_named_params: what it would copy
     # _llm_weights_sleeping: whether it would have to
     "trl.generation.vllm_generation.VLLMGeneration": "_init_vllm _iter_named_params _llm_weights_sleeping",
-    # Whether completions of a whole step are generated at once
-    "trl.trainer.grpo_trainer.GRPOTrainer": "_buffered_inputs",
+    # _buffered_inputs: whether completions of a whole step are generated at once
+    # _step: generates in a step of ours
+    "trl.trainer.grpo_trainer.GRPOTrainer": "_buffered_inputs _step",
     # _use_triton: its way over Triton, without having it
     # _addmm_fp32: products that CUDA sums in float32
     # _MM_OUT_DTYPE: whether it knows those products

@@ -360,6 +360,7 @@ class _Seen:
             outside_bytes=process_overhead_bytes(
                 gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=launch.num_processes
             ),
+            share_like_last=self.run.training.share_generating,
             fragments_bytes=self.run.generation.most_grown_bytes,
             allowed_bytes=self.cap_bytes,
             host=_host_outside(trace, on_gpu=gpu is not None),

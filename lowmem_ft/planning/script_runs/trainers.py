@@ -15,6 +15,7 @@ from torch.utils.data import Subset
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
+from lowmem_ft.planning.script_runs.generation import generate_in_step
 from lowmem_ft.planning.script_runs.longest_batch import LongestBatchSearch
 from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.temporary_files import FilesKeptAway
@@ -59,6 +60,8 @@ class ShortTraining:
         """Micro-batches per step, where only some of them are traced."""
         self._others: list[Any] = []
         self.longest = LongestBatchSearch()
+        self.share_generating = 1.0
+        """The share of steps that generate as the last one seen does; the others are as the one before it."""
         self.has_trainer = False
         """True once a trainer of transformers or TRL has trained."""
 
@@ -109,6 +112,7 @@ class ShortTraining:
         with contextlib.ExitStack() as undo:
             # Of this trainer, as its class may generate around the step of its base.
             replace(undo, trainer, "training_step", partial(self._train_micro_batch, trainer.training_step))
+            self.share_generating = generate_in_step(trainer, self._num_steps, undo, self._machine.say)
             result = train(trainer, None, *args, **kwargs)
         if trainer.state.global_step >= self._num_steps:
             self._after.begin()

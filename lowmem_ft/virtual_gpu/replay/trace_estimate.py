@@ -57,6 +57,7 @@ class EstimateContext:
         host: host memory of the process in addition to what the trace shows.
         tokens_per_step: tokens of one optimizer step, without padding; 0 if unknown.
         micro_batches_per_step: number in the run; None: as traced.
+        share_like_last: share of the run's steps that are like the last one traced; the others are like the one before.
         allocator: settings of the caching allocator.
         largest_in_heap_bytes: largest block in the heap without a GPU; the C library requests larger ones from the
             system one by one.
@@ -73,6 +74,7 @@ class EstimateContext:
     host: HostOutside = field(default_factory=HostOutside)
     tokens_per_step: int = 0
     micro_batches_per_step: int | None = None
+    share_like_last: float = 1.0
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
     largest_in_heap_bytes: int = LARGEST_IN_HEAP_BYTES
     heap_share: float = HEAP_SHARE
@@ -289,6 +291,11 @@ def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[S
         sent += others * replays.clock.sent_bytes(*repeated)
         stretches.append((others, *repeated))
     clock = step_clock(trace, times, (first, last), untraced=max(0, others), untraced_seconds=each_seconds)
+    if context.share_like_last < 1:
+        before = [0, *step_ends][-3:-1]
+        parts = (context.share_like_last, 1 - context.share_like_last)
+        spans = [(parts[0], Span.of_parts(spans)), (parts[1], times.between(*before))]
+        stretches = [*((parts[0] * number, *bounds) for number, *bounds in stretches), (parts[1], *before)]
     whole = Span.of_parts(spans)
     by_operator, of_kernels = (
         _sum_of((times_run, seconds(times, *bounds)) for times_run, *bounds in stretches)

@@ -190,6 +190,30 @@ else:
 trainer.train()
 """
 
+RARELY = """
+from datasets import Dataset
+from trl import GRPOConfig, GRPOTrainer
+
+arguments = GRPOConfig(
+    "out", max_completion_length=12, num_generations=2, per_device_train_batch_size=2, steps_per_generation=4,
+    gradient_accumulation_steps=1, bf16=False,
+)
+rows = Dataset.from_dict({"prompt": ["What?"] * 32})
+GRPOTrainer("model", lambda completions, **kwargs: [1.0] * len(completions), arguments, rows).train()
+"""
+
+
+def test_generation_for_several_steps_meets_a_full_optimizer_and_is_shared_among_them(script):
+    name = script(RARELY)
+    found, without = (estimate_script(name, gpu="l4", steps=steps) for steps in (3, 2))
+    assert found.estimate.by_phase["generate"] > found.kept_bytes > without.estimate.by_phase["generate"]
+    assert any("every 4 steps" in words for words in words_of(found))
+    generating = found.estimate.playback.step.step_seconds
+    assert generating > 3 * without.estimate.step.seconds
+    average = 0.25 * generating + 0.75 * without.estimate.step.seconds
+    assert found.estimate.step.seconds == pytest.approx(average, rel=0.05)
+
+
 KINDS = ["GRPO", "RLOO", "Distillation", "GKD", "online DPO"]
 
 
