@@ -267,8 +267,12 @@ NAMES_OF = {
     ),
     # _beam_search_has_unfinished_sequences: beam search to its length
     # _update_finished_beams: how long the result of a beam search is
+    # _sample: decodes a few tokens
+    # _has_unfinished_sequences: where its next token begins
+    # _update_model_kwargs_for_generation: takes up those left out
     "transformers.generation.utils.GenerationMixin": (
-        "_beam_search_has_unfinished_sequences _update_finished_beams"
+        "_beam_search_has_unfinished_sequences _update_finished_beams _sample _has_unfinished_sequences "
+        "_update_model_kwargs_for_generation"
     ),
     # _save_checkpoint: weights and state are at rest meanwhile
     # _load_from_checkpoint, _load_best_model, _load_optimizer_and_scheduler: the same
@@ -339,8 +343,12 @@ NAMES_OF = {
     "liger_kernel.ops.rope": "_triton_rope",
     # The gated activation with GELU
     "liger_kernel.transformers.geglu": "LigerGELUMulFunction",
-    # Completions without generating them
-    "trl.trainer.grpo_trainer.GRPOTrainer": "_generate_single_turn",
+    # _init_vllm: vLLM itself does not start
+    # _iter_named_params: what it would copy
+    # _llm_weights_sleeping: whether it would have to
+    "trl.generation.vllm_generation.VLLMGeneration": "_init_vllm _iter_named_params _llm_weights_sleeping",
+    # Whether completions of a whole step are generated at once
+    "trl.trainer.grpo_trainer.GRPOTrainer": "_buffered_inputs",
     # _use_triton: its way over Triton, without having it
     # _addmm_fp32: products that CUDA sums in float32
     # _MM_OUT_DTYPE: whether it knows those products

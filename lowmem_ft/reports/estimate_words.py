@@ -26,6 +26,8 @@ CATEGORY_WORDS: dict[Category, str] = {
 
 PHASE_WORDS: dict[Phase, str] = {
     "load": "load",
+    "generate": "generation",
+    "score": "scoring",
     "forward": "forward",
     "backward": "backward",
     "optimizer_step": "optimizer step",

@@ -106,6 +106,7 @@ class _Marks:
         self.steps = 0
         self._depth = 0
         self._fixed = 0
+        self._trains = False
 
     def says(self, phase: str) -> None:
         """Mark that a phase begins."""
@@ -125,6 +126,7 @@ class _Marks:
             ):
                 undo.callback(handle.remove)
             wrap(undo, torch.autograd, "backward", self._backward)
+            wrap_when_imported(undo, "transformers.trainer", "Trainer", "training_step", self._train)
             module = "transformers.generation.utils"
             wrap_when_imported(undo, module, "GenerationMixin", "generate", self._generate)
             wrap_when_imported(
@@ -134,8 +136,8 @@ class _Marks:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if not self._depth and torch._C._current_autograd_node() is None:
-            evaluates = not module.training and not torch.is_grad_enabled()
-            self.says("evaluation" if evaluates else "forward")
+            without = "score" if self._trains else "forward" if module.training else "evaluation"
+            self.says("forward" if torch.is_grad_enabled() else without)
         self._depth += 1
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -154,6 +156,13 @@ class _Marks:
             return generate(*args, **kwargs)
         finally:
             self._fixed -= 1
+
+    def _train(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._trains = True
+        try:
+            return training_step(*args, **kwargs)
+        finally:
+            self._trains = False
 
     def _after_step(self, *args: Any) -> None:
         self.steps += 1

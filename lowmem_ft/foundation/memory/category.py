@@ -18,7 +18,16 @@ Category = Literal[
 
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
-Phase = Literal["load", "forward", "backward", "optimizer_step", "evaluation", "save"]
+Phase = Literal[
+    "load",
+    "generate",  # prefill and decoding of new tokens
+    "score",  # a training step's other forwards without gradients
+    "forward",
+    "backward",
+    "optimizer_step",
+    "evaluation",
+    "save",
+]
 
 PHASES: tuple[Phase, ...] = get_args(Phase)
 

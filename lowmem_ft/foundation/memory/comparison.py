@@ -10,7 +10,7 @@ from typing import Any
 from lowmem_ft.foundation.memory.memory_estimate import MemoryEstimate
 from lowmem_ft.foundation.units import format_bytes
 
-STEP_PHASES = ("forward", "backward", "optimizer_step")
+STEP_PHASES = ("generate", "score", "forward", "backward", "optimizer_step")
 """Phases that a run measures as one: it does not reset its counters inside a step."""
 
 COMPARED_CATEGORIES = ("parameter", "optimizer_state")

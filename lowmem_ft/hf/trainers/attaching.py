@@ -192,7 +192,7 @@ def _attach(trainer: Any, agreement: Agreement, kind: Kind, flags: Handle) -> At
     )
     machine.loss_scale = LossScale(accelerator.scaler)  # autocast is left to the accelerator
     ranks = AccelerateRanks(accelerator, machine.device)
-    attached = Attached(recipe, tuple(_applied(recipe, kind)), tuple(agreement.differences))
+    attached = Attached(recipe, tuple(_applied(recipe, kind, model)), tuple(agreement.differences))
     attached.undo_first(flags.remove)  # undone last of all
     try:
         apply_budget(
@@ -377,7 +377,8 @@ def _log_with_metrics(
     return log(logs, *args, **kwargs)
 
 
-def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:
+def _applied(recipe: Recipe, kind: Kind, model: Any) -> Iterator[str]:
+    adapters = {str(one.peft_type.value) for one in getattr(model, "peft_config", {}).values()}
     for row in ROWS:
         key, verdict = recipe_keys()[row.key], row.verdict(kind)
         value = key.value_in(recipe)
@@ -385,6 +386,9 @@ def _applied(recipe: Recipe, kind: Kind) -> Iterator[str]:
             yield f"{key.path} off ({verdict.because})"
             continue
         if value == row.off and row.key != "optimizer.name":
+            continue
+        if row.key == "adapter.name" and adapters and "LORA" not in adapters:
+            yield f"PEFT's {', '.join(sorted(adapters))}, as it is"
             continue
         costs = f" ({verdict.note}: {verdict.costs})" if isinstance(verdict, Works) and verdict.costs else ""
         yield key.setting(value) + costs

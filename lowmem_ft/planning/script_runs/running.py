@@ -24,6 +24,7 @@ from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
+from lowmem_ft.planning.script_runs.generation import ShortGeneration
 from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
 from lowmem_ft.planning.script_runs.ranks import RankWatch
 from lowmem_ft.planning.script_runs.script_refusals import refuse_what_cannot_be
@@ -31,6 +32,7 @@ from lowmem_ft.planning.script_runs.short_data import DataCut
 from lowmem_ft.planning.script_runs.steps import Enough, StepWatch
 from lowmem_ft.planning.script_runs.temporary_files import FilesKeptAway
 from lowmem_ft.planning.script_runs.trainers import ShortTraining
+from lowmem_ft.planning.script_runs.vllm_share import VllmShare
 from lowmem_ft.planning.script_runs.weights import weights_from_configs
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.recording.limited_memory import LimitedMemory
@@ -114,6 +116,8 @@ class ScriptRun:
         files = FilesKeptAway()
         self.after = AfterTraining(machine, self.peak)
         self.training = ShortTraining(machine, self.cut, files, num_steps, on_trainer, self.after)
+        self.generation = ShortGeneration(machine)
+        self.vllm = VllmShare(machine)
         self._files = files
         machine.keeps_files_away = True
         self.batches = BatchSearch()
@@ -140,6 +144,8 @@ class ScriptRun:
             weights_from_configs(undo, self.machine.say)
             self.cut.apply(undo)
             self.training.apply(undo)
+            self.generation.apply(undo)
+            self.vllm.apply(undo)
             self.watch.apply(undo)
             self.ranks.apply(undo)
             self.batches.apply(undo)

@@ -37,6 +37,7 @@ from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
 from lowmem_ft.virtual_gpu.replay.trace_estimate import (
+    OTHERS,
     EstimateContext,
     allocator_config_of_environment,
     estimate_on_cpu,
@@ -351,25 +352,28 @@ class _Seen:
         """Return the estimate for one device."""
         steps, trace, seconds = self.run.watch.steps, self._trace, self.run.machine.trace_seconds
         launch = self.run.launch
+        replays = None if gpu is None else self._replays_for(gpu)
+        left = gpu if gpu is None or replays is None else self.run.vllm.left_on(gpu, replays)
+        others = (OTHERS,) if left is not gpu and gpu is not None and gpu.held_by_others_bytes is None else ()
         tokens = self.run.training.tokens_of_step(steps[-1].tokens)
         context = EstimateContext(
             outside_bytes=process_overhead_bytes(
                 gpu, uses_bitsandbytes=_uses_bitsandbytes(trace), num_processes=launch.num_processes
             ),
+            fragments_bytes=self.run.generation.most_grown_bytes,
             allowed_bytes=self.cap_bytes,
             host=_host_outside(trace, on_gpu=gpu is not None),
             tokens_per_step=tokens,
             micro_batches_per_step=self.run.training.micro_batches,
             processes=self._processes(),
             sends_at_the_end=launch.num_processes > 1,
-            not_modelled=NOT_MODELLED if self._has_seen_all() else (*NOT_MODELLED, LONGER_ROWS),
+            not_modelled=(*others, *NOT_MODELLED, *(() if self._has_seen_all() else (LONGER_ROWS,))),
         )
-        allowed = limits(gpu, Budget(), launch.num_processes)
-        if gpu is None:
+        allowed = limits(left, Budget(), launch.num_processes)
+        if left is None or replays is None:
             estimate = estimate_on_cpu(trace, processor_name(), allowed, context, seconds)
         else:
-            replays = self._replays_for(gpu)
-            estimate = estimate_on_gpu(replays.trace, gpu, allowed, context, seconds, replays)
+            estimate = estimate_on_gpu(replays.trace, left, allowed, context, seconds, replays)
         choices = (
             reason,
             *estimate.choices,
@@ -377,6 +381,7 @@ class _Seen:
             self._data_in_words(),
             str(self.run.training.longest.found or ""),
             self._loop_in_words(),
+            self.run.vllm.in_words(gpu),
             self.run.after.in_words(),
             str(self.run.batches),
         )

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
+from lowmem_ft.foundation.upstream.patches import replace
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.longest_batch import LongestBatchSearch
 from lowmem_ft.planning.script_runs.short_data import DataCut
@@ -70,12 +71,10 @@ class ShortTraining:
         for module, owner, name, around in (
             ("transformers.training_args", "TrainingArguments", "__post_init__", self._check_quietly),
             ("transformers.trainer", "Trainer", "train", self._train_shortly),
-            ("transformers.trainer", "Trainer", "training_step", self._train_micro_batch),
             ("transformers.trainer", "Trainer", "get_batch_samples", self._hold_others),
             ("transformers.trainer", "Trainer", "get_train_dataloader", self._with_longest_batch),
             ("transformers.trainer", "Trainer", "evaluate", partial(self._measure_shortly, "eval_dataset")),
             ("transformers.trainer", "Trainer", "predict", partial(self._measure_shortly, "test_dataset")),
-            ("trl.trainer.grpo_trainer", "GRPOTrainer", "_generate_single_turn", self._complete),
         ):
             wrap_when_imported(undo, module, owner, name, around)
 
@@ -107,15 +106,18 @@ class ShortTraining:
                 "preprocess_logits_for_metrics would keep them small"
             )
         trainer.add_callback(_stop_after(self._num_steps, evaluates=trainer.eval_dataset is not None))
-        result = train(trainer, None, *args, **kwargs)
+        with contextlib.ExitStack() as undo:
+            # Of this trainer, as its class may generate around the step of its base.
+            replace(undo, trainer, "training_step", partial(self._train_micro_batch, trainer.training_step))
+            result = train(trainer, None, *args, **kwargs)
         if trainer.state.global_step >= self._num_steps:
             self._after.begin()
         return result
 
     def _leave_out_micro_batches(self, trainer: Any) -> None:
-        """Trace few micro-batches per step, except where completions for a whole step are generated before it."""
+        """Trace few micro-batches per step, except where completions for all of them are generated at once."""
         in_a_step = trainer.args.gradient_accumulation_steps
-        if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "num_generations"):
+        if in_a_step <= NUM_MICRO_BATCHES or hasattr(trainer, "_buffered_inputs"):
             return
         trainer.args.gradient_accumulation_steps = NUM_MICRO_BATCHES
         self.micro_batches = in_a_step
@@ -167,20 +169,8 @@ class ShortTraining:
         return measure(trainer, few(given.pop(name, None)), **given)
 
     def _train_micro_batch(self, training_step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        with self._machine.micro_batch():
+        with self._machine.micro_batch(), self._machine.attribution.scoring():
             return training_step(*args, **kwargs)
-
-    def _complete(
-        self, generate: object, trainer: Any, prompt_ids: Any, *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], None]:
-        length = trainer.max_completion_length
-        self._machine.say(
-            f"generation: not run; each completion is assumed to have {length} tokens (max_completion_length), "
-            "and the estimate contains neither the time nor the keys and values of generating"
-        )
-        ends = trainer.eos_token_ids
-        token = next(number for number in range(len(ends) + 1) if number not in ends)
-        return [[token] * length for _ in prompt_ids], None
 
 
 def gathers_logits(trainer: Any) -> bool:
@@ -189,6 +179,7 @@ def gathers_logits(trainer: Any) -> bool:
         trainer.compute_metrics is not None
         and trainer.preprocess_logits_for_metrics is None
         and not trainer.args.prediction_loss_only
+        and not getattr(trainer.args, "predict_with_generate", False)  # it gathers tokens
         and trainer.args.eval_accumulation_steps is None
     )
 

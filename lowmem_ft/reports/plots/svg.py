@@ -37,6 +37,8 @@ LINE_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"
 
 PHASE_SHADES: dict[Phase, float] = {
     "load": 0.3,
+    "generate": 0.42,
+    "score": 0.18,
     "forward": 0.1,
     "backward": 0.26,
     "optimizer_step": 0.55,

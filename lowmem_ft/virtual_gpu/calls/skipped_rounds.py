@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -89,6 +89,19 @@ class AlikeRounds:
             for item, its_round in chosen:
                 self._become(its_round)
                 yield item
+        finally:
+            self._become(around)
+            self._num_loops -= 1
+
+    def standing_for(self, numbers: Iterable[int]) -> Generator[int, None, None]:
+        """Yield each number of a sequence in a round of a loop that represents so many rounds; close it at the end."""
+        self.operator_begins()
+        around, loop = self._round, next(self._loops)
+        self._num_loops += 1
+        try:
+            for times in numbers:
+                self._become(around if times == 1 else Round(around.times * times, loop, around))
+                yield times
         finally:
             self._become(around)
             self._num_loops -= 1

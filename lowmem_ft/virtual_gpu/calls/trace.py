@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,6 +13,8 @@ from lowmem_ft.foundation.memory.memory_estimate import ModelSize
 from lowmem_ft.foundation.memory.timeline import Timeline
 from lowmem_ft.virtual_gpu.calls.work import (
     BETWEEN_STEPS,
+    FOREIGN_BEGIN,
+    FOREIGN_END,
     MICRO_BATCH_BEGIN,
     MICRO_BATCH_END,
     ROUND_BEGIN,
@@ -57,6 +60,15 @@ class Trace:
     def between_steps(self) -> list[int]:
         """For each point between two steps, the number of events that the timeline had by then."""
         return [self.work[index].position for index in self._moments(BETWEEN_STEPS)]
+
+    @cached_property
+    def foreign(self) -> list[tuple[int, int]]:
+        """For each stretch in which another program holds memory, the numbers of events at its begin and its end."""
+        begins, ends = (
+            [self.work[index].position for index in self._moments(name)]
+            for name in (FOREIGN_BEGIN, FOREIGN_END)
+        )
+        return list(zip_longest(begins, ends, fillvalue=len(self.timeline.events)))
 
     @cached_property
     def positions(self) -> NDArray[np.int64]:

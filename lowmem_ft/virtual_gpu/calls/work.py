@@ -75,6 +75,8 @@ POSTPONED = "postponed"
 BETWEEN_STEPS = "between steps"
 """A moment when nothing of the step before is left: no gradients, no batch."""
 MICRO_BATCH_BEGIN, MICRO_BATCH_END = "micro-batch begin", "micro-batch end"
+FOREIGN_BEGIN, FOREIGN_END = "foreign begin", "foreign end"
+"""Begin and end of a stretch in which another program in the process holds memory of the device."""
 ROUND_BEGIN, ROUND_END = "round begin", "round end"
 """Begin and end of one round of a loop, which represents ``times`` of the begin; rounds may nest."""
 
@@ -94,6 +96,7 @@ class WorkLog:
     entries: list[Work] = field(default_factory=list)
     num_host_waits: int = 0
     on_host_wait: Callable[[int], None] = lambda times: None
+    _times: list[int] = field(default_factory=lambda: [1])  # that the open rounds represent
 
     def add(self, work: Work) -> None:
         """Log a kernel, a copy or a collective."""
@@ -123,10 +126,12 @@ class WorkLog:
     def begin_round(self, loop: int, times: int) -> None:
         """Begin a round of a loop that represents this many rounds, those of enclosing loops included."""
         self.entries.append(Work("mark", self.position, name=ROUND_BEGIN, event=loop, times=times))
+        self._times.append(times)
 
     def end_round(self) -> None:
         """End the innermost round."""
         self.mark(ROUND_END)
+        self._times.pop()
 
     def record_event(self, event: int, stream: int) -> None:
         """Log an event after the stream's work so far."""
@@ -138,7 +143,7 @@ class WorkLog:
 
     def synchronize_event(self, event: int) -> None:
         """Let the host wait for the event."""
-        self._host_waits(1)
+        self._host_waits(self._times[-1])
         self.entries.append(Work("synchronize", self.position, event=event))
 
     def synchronize(self, *, waits: bool = True) -> None:
@@ -149,7 +154,7 @@ class WorkLog:
         """
         if not waits:
             return
-        self._host_waits(1)
+        self._host_waits(self._times[-1])
         self.entries.append(Work("synchronize", self.position))
 
     def _host_waits(self, times: int) -> None:

@@ -61,6 +61,7 @@ class Attribution:
         self._stack: list[str] = []
         self._fixed: Phase | None = None
         self._outside_backward: Phase = "load"
+        self._without_gradients: Phase | None = None
         self._num_steps_running = 0
         self._module_by_sequence: dict[int, str] = {}
         self._last_sequence = 0
@@ -95,6 +96,22 @@ class Attribution:
             yield
         finally:
             self._fixed = before
+
+    @contextlib.contextmanager
+    def generating(self) -> Iterator[None]:
+        """Attribute everything in a block to generation; what follows it is no part of an optimizer's step."""
+        self._outside_backward = "forward"
+        with self.during("generate"):
+            yield
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[None]:
+        """Attribute forwards without gradients in a block to scoring: a block that trains does them for its loss."""
+        before, self._without_gradients = self._without_gradients, "score"
+        try:
+            yield
+        finally:
+            self._without_gradients = before
 
     @contextlib.contextmanager
     def within(self, module: nn.Module) -> Iterator[None]:
@@ -211,9 +228,13 @@ class Attribution:
             if module not in self._names:
                 self.name_modules(module)
             if self._fixed is None:
-                evaluates = not module.training and not torch.is_grad_enabled()
-                self._outside_backward = "evaluation" if evaluates else "forward"
+                self._outside_backward = self._phase_of_forward(module)
         self._stack.append(self._names.get(module, self._stack[-1] if self._stack else ""))
+
+    def _phase_of_forward(self, module: nn.Module) -> Phase:
+        if torch.is_grad_enabled():
+            return "forward"
+        return self._without_gradients or ("forward" if module.training else "evaluation")
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         self._learn_sequence()

@@ -218,7 +218,7 @@ class Recorder(TorchDispatchMode):
 
     def adopt(self, tensor: Tensor) -> None:
         """Count a tensor that torch has made past all operators."""
-        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module)
+        self._count(tensor, tensor.untyped_storage(), "activation", self.attribution.module, is_array=False)
 
     def hold(self, size_bytes: int, category: Category, place: Place = "device") -> int:
         """Record memory that no tensor represents, and return the index by which ``timeline.free`` ends it."""

@@ -65,12 +65,23 @@ class ProcessRoom:
         managed = self.replays.peak_live_bytes("managed")
         return min(of_torch + managed, max(self.limit_bytes, of_torch))
 
-    def process_range(self, reserved: int, highest: int | None, uncertainty: Uncertainty) -> ProcessRange:
-        """Return the range of the process's bytes, by what the allocator reserves and by the range's upper end."""
+    def process_range(
+        self, reserved: int, highest: int | None, uncertainty: Uncertainty, fragments: int = 0
+    ) -> ProcessRange:
+        """Return the range of the process's bytes.
+
+        Args:
+            reserved: bytes that the allocator reserves.
+            highest: the process's bytes at the upper end; None: memory runs out there.
+            uncertainty: the distance to either end.
+            fragments: bytes that the allocator may hold in further gaps, as far as there is room: else it gives them
+                back.
+        """
         process, margin = reserved + self.outside_bytes, uncertainty.bytes_of(reserved, self.outside_bytes)
         peak = self.process_peak(process)
+        high = max(peak, self.process_peak(highest or process + margin))
         return ProcessRange(
             low_bytes=max(0, peak - margin),
-            high_bytes=max(peak, self.process_peak(highest or process + margin)),
+            high_bytes=max(high, min(high + fragments, self.limit_bytes)),
             uncertainty=uncertainty,
         )

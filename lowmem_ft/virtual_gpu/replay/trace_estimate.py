@@ -61,6 +61,7 @@ class EstimateContext:
         largest_in_heap_bytes: largest block in the heap without a GPU; the C library requests larger ones from the
             system one by one.
         heap_share: bytes of freed tensors that the heap keeps, as a share of those of live tensors in it.
+        fragments_bytes: the most that the caching allocator may hold in addition, in gaps that a trace does not make.
         allowed_bytes: the most that the caching allocator lets itself hold, as
             ``torch.cuda.set_per_process_memory_fraction`` sets it; None: the whole memory.
         processes: the ranks, of which the trace is the first; None: there is one process.
@@ -75,6 +76,7 @@ class EstimateContext:
     allocator: AllocatorConfig = field(default_factory=lambda: allocator_config_of_environment())
     largest_in_heap_bytes: int = LARGEST_IN_HEAP_BYTES
     heap_share: float = HEAP_SHARE
+    fragments_bytes: int = 0
     allowed_bytes: int | None = None
     processes: Processes | None = None
     sends_at_the_end: bool = False
@@ -146,7 +148,7 @@ def estimate_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
     highest = room.end_of_range(uncertainty, upper=True)
-    process_range = room.process_range(reserved_peak, highest, uncertainty)
+    process_range = room.process_range(reserved_peak, highest, uncertainty, context.fragments_bytes)
     fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
     lowest = None if fits else room.end_of_range(uncertainty, upper=False)
     fits_at_low_end = fits or (lowest is not None and room.process_peak(lowest) <= room.limit_bytes)

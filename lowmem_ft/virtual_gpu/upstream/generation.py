@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.utils._python_dispatch import _disable_current_modes
 
-from lowmem_ft.foundation.upstream.patches import existing, loaded_module, wrap
+from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.virtual_gpu.values.constant_propagation import known_values, set_values
 
 
 def beam_search_to_its_length(undo: contextlib.ExitStack) -> None:
     """Let ``generate(num_beams=...)`` take all of its steps until a stack is undone, as it does without beams."""
-    generation = loaded_module("transformers.generation.utils")
-    if generation is not None:
-        owner = existing(generation, "GenerationMixin")
-        wrap(undo, owner, "_beam_search_has_unfinished_sequences", _yes_if_unknown)
-        wrap(undo, owner, "_update_finished_beams", _with_lengths)
+    for name, around in (
+        ("_beam_search_has_unfinished_sequences", _yes_if_unknown),
+        ("_update_finished_beams", _with_lengths),
+    ):
+        wrap_when_imported(undo, "transformers.generation.utils", "GenerationMixin", name, around)
 
 
 def _yes_if_unknown(has_unfinished: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
@@ -46,7 +46,7 @@ def _with_lengths(
     results = update(*args, cur_len=cur_len, decoder_prompt_len=decoder_prompt_len, **kwargs)
     beam_indices = results[2]
     if known_values(beam_indices) is None:
-        with unset_fake_temporarily():
+        with _disable_current_modes():
             values = torch.full(beam_indices.shape, -1, dtype=beam_indices.dtype)
             values[..., : cur_len + 1 - decoder_prompt_len] = 0
         set_values(beam_indices, values)

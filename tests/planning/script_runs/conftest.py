@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from tiny_models import TINY
+from transformers import AutoConfig, AutoModelForCausalLM
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +30,14 @@ def script(tmp_path, monkeypatch, model_folder):
         return name
 
     return write
+
+
+@pytest.fixture
+def with_weights(script, tmp_path):
+    """The same folder, its model one that can be loaded for real."""
+    (tmp_path / "model").rename(tmp_path / "without")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("without"))
+    model.save_pretrained("model")
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (tmp_path / "model" / name).write_bytes((tmp_path / "without" / name).read_bytes())
+    return script

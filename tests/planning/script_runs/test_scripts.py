@@ -559,27 +559,6 @@ def test_a_model_that_a_device_map_would_leave_in_part_on_the_host_is_placed_who
     )
 
 
-def test_completions_of_grpo_are_taken_at_their_longest(script, tmp_path):
-    name = script(
-        """
-        from datasets import Dataset
-        from trl import GRPOConfig, GRPOTrainer
-
-        arguments = GRPOConfig(
-            "out", max_completion_length=24, num_generations=2, per_device_train_batch_size=2, max_steps=2
-        )
-        rows = Dataset.from_dict({"prompt": ["What?"] * 8})
-        GRPOTrainer("model", lambda completions, **kwargs: [1.0] * len(completions), arguments, rows).train()
-        """
-    )
-    found = estimate_script(name, gpu="l4", steps=2)
-    assert found.tokens_per_step >= 2 * 24
-    assert any(
-        "generation: not run; each completion is assumed to have 24" in word
-        for word in found.estimate.choices
-    )
-
-
 READS = """
 import torch
 from datasets import load_dataset

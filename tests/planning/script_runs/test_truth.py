@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from measuring.real_script import run_for_real
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from lowmem_ft.planning.script_runs import estimate_script
 
@@ -68,17 +67,6 @@ SFT = """
         peft_config=LoraConfig(r=4, target_modules="all-linear"),
     ).train()
 """
-
-
-@pytest.fixture
-def with_weights(script, tmp_path):
-    """The same folder, its model one that can be loaded for real."""
-    (tmp_path / "model").rename(tmp_path / "without")
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained("without"))
-    model.save_pretrained("model")
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
-        (tmp_path / "model" / name).write_bytes((tmp_path / "without" / name).read_bytes())
-    return script
 
 
 @pytest.mark.parametrize("text", [LOOP, TRAINER, SFT], ids=["loop", "Trainer", "SFT with LoRA"])
