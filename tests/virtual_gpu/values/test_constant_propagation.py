@@ -125,9 +125,9 @@ def test_a_tensor_of_numbers_on_the_device_has_their_values_and_type():
 @pytest.mark.parametrize("num_workers", [0, 1])
 def test_whatever_a_data_loader_computes_is_known(num_workers):
     def padded(rows):
-        pixels = torch.zeros(len(rows), 3, 8)
+        pixels = torch.zeros(len(rows), 3, 2**18)  # more than MOST_ELEMENTS
         for at, row in enumerate(rows):
-            pixels[at, :row] = 1 + torch.rand(row, 8)
+            pixels[at, :row] = 1 + torch.rand(row, 2**18)
         return pixels
 
     lengths: Any = [1, 3, 2]
