@@ -111,6 +111,16 @@ def _preferences(trainer: str, adapter: str) -> Row:
     )
 
 
+def _pictures(trainer: str, family: str, adapter: str = "full") -> Row:
+    return Row(
+        trainer=trainer,
+        kind=f"pictures, {family}",
+        adapter=adapter,
+        script=OWN / "pictures.py",
+        arguments=("--trainer", trainer, "--family", family, *(("--lora",) if adapter == "LoRA" else ())),
+    )
+
+
 def _on_policy(trainer: str, name: str, data: str, *more: str) -> Row:
     return Row(
         trainer=trainer,
@@ -161,6 +171,9 @@ ROWS = (
         )
         for adapter, more in (("full", ()), ("LoRA", ("--lora",)))
     ),
+    *(_pictures("Trainer", family) for family in ("qwen3_vl", "smolvlm", "internvl")),
+    *(_pictures("SFT", family) for family in ("qwen2_5_vl", "llava_onevision", "gemma4")),
+    *(_pictures("SFT", family, "LoRA") for family in ("qwen3_5", "gemma3", "idefics3")),
     _on_policy("GKD", "gkd", "chats", "--teacher", "models/tied"),
     _on_policy("Online DPO", "online_dpo", "prompts"),
     Row(

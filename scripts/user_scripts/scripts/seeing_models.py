@@ -1,4 +1,4 @@
-"""Tiny models that see or hear, with their processors and rows, for scripts that are run beside this file.
+"""Tiny models that see or hear, with their processors and rows, for the scripts next to this file.
 
 Nothing is downloaded. Processors are those of transformers, with image processors that need no torchvision; where one
 asks for a processor of videos, it gets none.
@@ -17,7 +17,7 @@ import transformers
 from PIL import Image
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-_DATA = json.loads((Path(__file__).parent / "data" / "seeing_models.json").read_text())
+_DATA = json.loads(Path(__file__).with_suffix(".json").read_text())
 
 CONFIGS: dict[str, dict[str, Any]] = _DATA["configs"]
 """The config of each family, by its name."""
