@@ -9,6 +9,7 @@ import pytest
 import torch
 from attached_trainers import SAME_LOSSES, SAME_NORMS, Meter, arguments, problems_of, recipe_of
 from peft import LoraConfig
+from sweeps import few_quick
 from tiny_pictures import FAMILIES, is_of_tower, picture_rows, seeing
 from transformers import AutoModelForImageTextToText, AutoProcessor, BitsAndBytesConfig, PrinterCallback
 from trl import SFTConfig, SFTTrainer
@@ -53,8 +54,10 @@ def losses_and_norms(folder, family, *settings, attached=True, frozen=True, **ho
 @pytest.mark.parametrize(
     "family, how",
     [
-        *((family, {}) for family in FAMILIES),
-        ("llava", {"adapters": True}),
+        *few_quick(
+            ((family, {}) for family in FAMILIES), (("gemma3", {}), ("qwen2_5_vl", {}), ("qwen3_5", {}))
+        ),
+        ("llava_onevision", {"adapters": True}),
         ("qwen2_5_vl", {"adapters": True}),
         ("gemma3", {"frozen": False}),
     ],
@@ -67,8 +70,10 @@ def test_a_model_that_reads_images_trains_as_trl_trains_it(family, how, tmp_path
 
 
 def test_trls_own_head_and_selective_checkpointing_go_too(tmp_path):
-    stock = losses_and_norms(tmp_path, "llava", attached=False)
-    meter = losses_and_norms(tmp_path, "llava", "loss.chunk_tokens=null", "checkpointing.mode=selective")
+    stock = losses_and_norms(tmp_path, "llava_onevision", attached=False)
+    meter = losses_and_norms(
+        tmp_path, "llava_onevision", "loss.chunk_tokens=null", "checkpointing.mode=selective"
+    )
     assert meter.losses == pytest.approx(stock.losses, abs=SAME_LOSSES)
 
 
@@ -87,7 +92,7 @@ def test_updates_in_backward_of_bfloat16_weights_leave_the_tower_as_it_is(tmp_pa
 
 def test_packed_in_four_bits_it_trains_adapters_as_trl_does(tmp_path):
     """Up to the rounding of bfloat16 gradients, of which TRL's norm keeps three digits."""
-    model, processor = seeing("llava", dtype=torch.bfloat16)
+    model, processor = seeing("llava_onevision", dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "model")
     packed = BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16
@@ -108,12 +113,12 @@ def test_packed_in_four_bits_it_trains_adapters_as_trl_does(tmp_path):
 
 def test_what_belongs_to_text_alone_is_refused_all_at_once(tmp_path):
     one = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
-    trainer, _ = sft(tmp_path, *seeing("llava"), **one)
+    trainer, _ = sft(tmp_path, *seeing("llava_onevision"), **one)
     streamed = ("offload.parameters=stream", "offload.optimizer=host", "optimizer.in_backward=true")
     vertical = ("accumulation.order=vertical", "checkpointing.mode=full")
     problems = problems_of(trainer, *streamed, *vertical)
     (rows,) = [one for one in problems if one.startswith("accumulation.order=vertical")]
-    assert "pictures or sound of all rows are one tensor to LlavaForConditionalGeneration" in rows
+    assert "pictures or sound of all rows are one tensor to LlavaOnevisionForConditionalGeneration" in rows
     assert rows.endswith("Set accumulation.order=horizontal.")
     (stacks,) = [one for one in problems if one.startswith("offload.parameters=stream")]
     assert "has 2: model.vision_tower.encoder.layers, model.language_model.layers" in stacks
@@ -122,7 +127,7 @@ def test_what_belongs_to_text_alone_is_refused_all_at_once(tmp_path):
 
 def test_prepared_adapters_are_beside_layers_of_text(tmp_path):
     recipe = recipe_of("adapter.name=lora", "adapter.r=4", "checkpointing.mode=full")
-    model, processor = seeing("llava", frozen=False)
+    model, processor = seeing("llava_onevision", frozen=False)
     prepared = hf.prepare_model(model, recipe)
     trained = {name for name, weight in prepared.named_parameters() if weight.requires_grad}
     assert trained
@@ -149,7 +154,7 @@ def test_trls_switch_turns_recomputation_of_the_tower_off_and_on_with_that_of_th
     assert recomputed() == [True, False, True, True]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", few_quick(FAMILIES, ("gemma4", "qwen3_vl")))
 def test_whether_its_loss_may_be_chunked_is_seen_without_its_weights(family):
     assert LossProbe(seeing(family)[0]).can_be_chunked()
 
@@ -171,13 +176,13 @@ def when_it_comes_back(layer, inputs, hidden):
     if hidden.requires_grad:
         hidden.register_hook(die)
 
-model, processor = seeing("gemma3")
+model, processor = seeing("idefics3")
 trainer, _ = sft(folder, model, processor, **EVERY_STEP)
 hf.attach(trainer, recipe_of(*TECHNIQUES))
 if moment == "a save":
     trainer._save_scaler = die
 else:
-    model.model.language_model.layers[0].register_forward_hook(when_it_comes_back)
+    model.model.text_model.layers[0].register_forward_hook(when_it_comes_back)
 trainer.train(resume_from_checkpoint=get_last_checkpoint(folder) is not None)
 """
 
@@ -190,7 +195,7 @@ def test_killed_in_backward_and_in_a_save_it_goes_on_bit_for_bit_and_is_saved_wh
         assert forks.run(PROGRAM, str(killed), moment).returncode == -signal.SIGKILL
     saved = []
     for folder in (killed, whole):
-        trainer, _ = sft(folder, *seeing("gemma3"), **EVERY_STEP)
+        trainer, _ = sft(folder, *seeing("idefics3"), **EVERY_STEP)
         hf.attach(trainer, recipe_of(*TECHNIQUES))
         trainer.train(resume_from_checkpoint=folder == killed)
         assert trainer.state.global_step == 3
