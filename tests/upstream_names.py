@@ -152,6 +152,10 @@ NAMES_OF = {
     ),
     # Pads packed rows without reading their memory
     "torch._VF": "_pad_packed_sequence",
+    # The module of the row below
+    "torch.distributed.fsdp": "_init_utils",
+    # FSDP1's device of a rank, which is the virtual one
+    "torch.distributed.fsdp._init_utils": "_get_device_from_device_id",
     # Where DTensor keeps the states of random numbers
     "torch.distributed.tensor": "_random",
     # What keeps them, for one device and for good: a virtual one's is not left behind

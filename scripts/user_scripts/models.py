@@ -46,7 +46,7 @@ def write_all(folder: Path) -> None:
         file.parent.mkdir(parents=True)
         file.write_text("".join(json.dumps(row(words)) + "\n" for _ in range(NUM_ROWS)), encoding="utf-8")
     _write_sounds(folder / "data" / "sounds", random.Random(1))
-    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")  # TRL's scripts look for it where they run
 
 
 _REWARD = """def length(completions, **columns):

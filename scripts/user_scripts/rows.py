@@ -52,8 +52,12 @@ _ADAPTERS = {"full": (), "LoRA": _LORA, "DoRA": (*_LORA, "--use_dora"), "QLoRA":
 
 
 _SCRATCH: dict[str, Any] = {
-    "off": 0.05,
-    "note": "forward: scratch within kernels of the CPU",
+    "off": 0.08,
+    "note": "this phase's peak is scratch that kernels of the processor take within themselves",
+}
+_LOG: dict[str, Any] = {
+    "off": 0.01,
+    "note": "a few hundred bytes of numbers that libraries keep for the log, where little else is held",
 }
 
 
@@ -88,12 +92,17 @@ _GROUPS = (*_GENERATES, "--num_generations", "4", "--reward_funcs", "rewards.len
 _TEACHER = ("--teacher_model_name_or_path", "models/tied")
 
 
-def _trainer(kind: str, adapter: str, data: str, *more: str, trainer: str = "Trainer") -> Row:
+def _trainer(kind: str, adapter: str, data: str, *more: str, trainer: str = "Trainer", **notes: Any) -> Row:
     model = kind.split(",")[0].replace(" ", "_").replace("-", "_")
     arguments = ("--model", f"models/{model}", "--data", f"data/{data}", *more)
     named = () if adapter == "full" else ("--adapter", adapter.lower())
     return Row(
-        trainer=trainer, kind=kind, adapter=adapter, script=OWN / "trainer.py", arguments=(*arguments, *named)
+        trainer=trainer,
+        kind=kind,
+        adapter=adapter,
+        script=OWN / "trainer.py",
+        arguments=(*arguments, *named),
+        **notes,
     )
 
 
@@ -128,8 +137,11 @@ def _on_policy(trainer: str, name: str, data: str, *more: str) -> Row:
         adapter="full",
         script=OWN / "on_policy.py",
         arguments=("--trainer", name, "--model", "models/dense", "--data", f"data/{data}", *more),
+        **_SCRATCH,
     )
 
+
+_SMALL = ("VeRA", "IA3", "LoHa", "LoKr")
 
 ROWS = (
     *(_trl("SFT", "sft", "chats", adapter) for adapter in _ADAPTERS),
@@ -148,8 +160,8 @@ ROWS = (
     ),
     *(_preferences(trainer, adapter) for trainer in ("ORPO", "CPO", "SimPO") for adapter in ("full", "LoRA")),
     *(
-        _trainer("dense", adapter, "text")
-        for adapter in ("full", "LoRA", "DoRA", "OFT", "VeRA", "IA3", "LoHa", "LoKr")
+        _trainer("dense", adapter, "text", **(_LOG if adapter in _SMALL else {}))
+        for adapter in ("full", "LoRA", "DoRA", "OFT", *_SMALL)
     ),
     _trainer("tied", "full", "text", "--accumulate", "4", "--checkpointing"),
     _trainer("mixture", "full", "text"),
@@ -168,6 +180,7 @@ ROWS = (
             adapter=adapter,
             script=OWN / "speech.py",
             arguments=("--model", "models/speech", "--data", "data/sounds", *more),
+            **_SCRATCH,
         )
         for adapter, more in (("full", ()), ("LoRA", ("--lora",)))
     ),

@@ -276,10 +276,10 @@ def _offloading(args: Any, recipe: Recipe, kind: Kind) -> Iterator[str]:
             f"{offloading.setting_in(recipe)} and {type(args).__name__}.activation_offloading both copy what "
             "backward needs to the host. Set activation_offloading=False."
         )
-    if recipe.offload.activations == "all" and kind == "DistillationTrainer":
+    if offloading and offloading.value_in(recipe) == "all" and kind == "DistillationTrainer":
         yield (
-            "offload.activations=all copies what the model's forward saves, and DistillationTrainer calls the layers "
-            "past that forward. Set offload.activations=inputs."
+            f"{offloading.setting_in(recipe)} copies what the model's forward saves, and DistillationTrainer calls the "
+            f"layers past that forward. Set {offloading.setting('inputs')}."
         )
 
 

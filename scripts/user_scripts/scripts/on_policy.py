@@ -3,7 +3,6 @@
 import argparse
 
 from datasets import load_dataset
-from rewards import length
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl.experimental.gkd import GKDConfig, GKDTrainer
 from trl.experimental.online_dpo import OnlineDPOConfig, OnlineDPOTrainer
@@ -15,11 +14,17 @@ parser.add_argument("--teacher")
 parser.add_argument("--data", required=True)
 options = parser.parse_args()
 
+
+def length(completions: list[str], **columns: object) -> list[float]:
+    """Reward long answers."""
+    return [float(len(completion)) for completion in completions]
+
+
 shared = {
     "output_dir": "out",
     "per_device_train_batch_size": 4,
     "max_steps": 3,
-    "max_length": 128,
+    "max_length": 512,
     "max_new_tokens": 32,
     "save_strategy": "no",
     "report_to": "none",
