@@ -10,19 +10,23 @@ from __future__ import annotations
 
 import os
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from command_line import parser_of
 from marked_table import put_table, table_of
-from user_scripts.measured import Measured, measure
+from measured_on import measured_on, version_of
+from user_scripts.measured import PEAK, Measured, measure
 from user_scripts.models import write_all
 from user_scripts.rows import ROWS
 
 PAGE = Path(__file__).parents[1] / "docs" / "scripts_measured.md"
 _HEADS = ("trainer", "model", "trained", "MB, real", "MB, estimated", "off", "worst phase", "off there")
 
+_PACKAGES = ("torch", "transformers", "trl", "peft", "accelerate", "bitsandbytes", "sentence-transformers")
+_COLUMNS = 120
 _STAR = "\\*"
 
 
@@ -31,7 +35,14 @@ def page_table(seen: Sequence[Measured]) -> str:
     notes = [*dict.fromkeys(one.row.note for one in seen if one.row.note)]
     rows = [_cells(one, notes) for one in seen]
     explained = "".join(f"\n{_STAR * number} {note}\n" for number, note in enumerate(notes, 1))
-    return table_of(_HEADS, rows, numbers=(3, 4, 5, 7)) + "\n" + explained
+    return table_of(_HEADS, rows, numbers=(3, 4, 5, 7)) + "\n" + explained + _measured_with()
+
+
+def _measured_with() -> str:
+    on = measured_on("cpu")
+    versions = ", ".join(f"{name} {version_of(name)}" for name in _PACKAGES if version_of(name))
+    words = f"{on['date']}, {on['hardware']}, Python {on['host']['python']}, {versions}."
+    return f"\n{textwrap.fill(words, _COLUMNS, break_on_hyphens=False)}\n"
 
 
 def _cells(seen: Measured, notes: Sequence[str]) -> list[str]:
@@ -41,7 +52,8 @@ def _cells(seen: Measured, notes: Sequence[str]) -> list[str]:
         return [*names, "", "", "", seen.problem, ""]
     whole = seen.estimated_bytes / seen.real_bytes - 1
     megabytes = [f"{size / 1e6:.3f}" for size in (seen.real_bytes, seen.estimated_bytes)]
-    stars = _STAR * (notes.index(row.note) + 1) if row.note else ""
+    is_off = row.note and abs(seen.off) > PEAK
+    stars = _STAR * (notes.index(row.note) + 1) if is_off else ""
     return [*names, *megabytes, f"{whole:+.3%}", seen.phase.replace("_", " ") + stars, f"{seen.off:+.3%}"]
 
 
