@@ -158,7 +158,9 @@ class TracingMachine:
         stack.enter_context(storage_resizes_seen(self.recorder.storage_is_resized))
         stack.enter_context(host_python_counted(self.recorder.python_runs))
         stack.enter_context(self.recorder)
-        if self.device.type == "cpu":  # on a GPU they are the host's, which has other things of 5 kB to count
+        if (
+            self.recorder.as_torch_reports and self.device.type == "cpu"
+        ):  # on a GPU they are the host's, which has other things of 5 kB to count
             wrap(stack, torch, "get_rng_state", self._count_state)
 
     def _count_state(self, get_state: Callable[..., Tensor], *args: Any) -> Tensor:

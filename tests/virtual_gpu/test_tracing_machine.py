@@ -183,7 +183,9 @@ def test_another_thread_may_compute_with_tensors_of_its_own():
 
 def test_memory_of_an_array_is_not_what_torch_has_allocated():
     array = np.ones(2**20, dtype=np.float32)
-    with TracingMachine() as machine:
+    machine = TracingMachine()
+    machine.recorder.as_torch_reports = True
+    with machine:
         shared = torch.from_numpy(array)
         assert (shared.numpy() == array).all()
         held = machine.recorder.live_bytes

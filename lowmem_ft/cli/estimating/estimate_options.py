@@ -41,8 +41,8 @@ LENGTH_ARGUMENTS = (
 
 _USAGE = (
     "lowmem-ft estimate recipe=NAME|PATH | model=NAME [key=value ...]\n"
-    "       lowmem-ft estimate --script FILE.py [--steps N] [--accelerate-config FILE]\n"
-    "           [options] -- ARGS\n"
+    "       lowmem-ft estimate --script FILE.py [--steps N]\n"
+    "           [--accelerate-config FILE] [options] -- ARGS\n"
     "       [--gpu NAME|all] [--rows N [--epochs E]] [--longest-rows] [--changes]\n"
     "       [--json FILE|-] [--plot FILE] [--snapshot FILE.pickle]\n"
     "       [--without-packages] [--overwrite]"

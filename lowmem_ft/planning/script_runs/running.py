@@ -125,6 +125,7 @@ class ScriptRun:
         self.vllm = VllmShare(machine)
         self._files = files
         machine.keeps_files_away = True
+        machine.recorder.as_torch_reports = True
         self.batches = BatchSearch()
         self.handles_running_out = False
         self.memory = allocator and LimitedMemory(

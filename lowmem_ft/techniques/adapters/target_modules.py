@@ -170,8 +170,12 @@ def with_another_forward(model: nn.Module) -> list[str]:
 
 def outside_text(model: nn.Module) -> list[str]:
     """Return the names of linear layers that are not in the stack of text, of a model that has towers, too."""
-    stacks = ModelParts(model).stacks
-    if len(stacks) < 2 or (text := ModelParts(model).stacks_by_kind.get("language")) is None:
+    config: Any = getattr(model, "config", None)
+    if config is None or config.get_text_config() is config:
+        return []
+    parts = ModelParts(model)
+    stacks = parts.stacks
+    if len(stacks) < 2 or (text := parts.stacks_by_kind.get("language")) is None:
         return []
     (inside,) = (f"{name}." for name, stack in stacks.items() if stack is text)
     return [name for name in _linear_layers(model) if not name.startswith(inside)]

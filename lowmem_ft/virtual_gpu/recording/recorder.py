@@ -122,6 +122,8 @@ class Recorder(TorchDispatchMode):
         self.live_bytes = 0
         self.peak_bytes = 0
         self.is_closed = False
+        self.as_torch_reports = False
+        """True: memory is that of torch's own allocator on a processor, with random states and without NumPy's arrays."""
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
         self.on_request: Callable[[Allocation], None] = lambda request: (
             None
@@ -457,7 +459,7 @@ class Recorder(TorchDispatchMode):
         if not module and attribution.inherits_module:
             module = self._module_of_source(args, position)
         category = attribution.category_at_birth(func, args)
-        is_array = func is _LIFT and not args[0].untyped_storage().resizable()
+        is_array = self.as_torch_reports and func is _LIFT and not args[0].untyped_storage().resizable()
         index = self._count(tensor, storage, category, module, is_array=is_array)
         if category in ("temporary", "activation"):
             self._births[index] = attribution.moment

@@ -47,10 +47,10 @@ _BUFFERS = frozenset(
     {
         *(aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default),
         *(aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default),
-        aten.new_empty_strided.default,
+        *(aten.new_empty_strided.default, aten.view.dtype),
     }
 )
-"""Operators whose floating-point results are made to be written to, piece by piece, by numbers that are unknown."""
+"""Operators whose floating-point results are memory to be written to, by numbers that are unknown."""
 
 _TO_ONE = (aten.scatter.value, aten.scatter_.value)
 _NAME = "_known_values"
