@@ -123,7 +123,7 @@ class Recorder(TorchDispatchMode):
         self.peak_bytes = 0
         self.is_closed = False
         self.as_torch_reports = False
-        """True: memory is that of torch's own allocator on a processor, with random states and without NumPy's arrays."""
+        """True: memory on a processor is that of torch's own allocator: with random states, without NumPy's arrays."""
         self.on_peak: Callable[[int], None] = lambda live_bytes: None  # called at each new peak
         self.on_request: Callable[[Allocation], None] = lambda request: (
             None
