@@ -323,7 +323,8 @@ def test_all_activations_leave_by_the_models_forward_which_distillation_goes_pas
 def test_how_the_models_own_loss_counts_tokens_is_nothing_to_a_loss_of_trls(kind, trained):
     trainer, _, _ = trained.make(kind)
     trainer.model.accepts_loss_kwargs = False
-    hf.attach(trainer, recipe_of("loss.chunk_tokens=null"))
+    handle = hf.attach(trainer, recipe_of("loss.chunk_tokens=null"))
+    assert handle.recipe.loss.chunk_tokens is None
 
 
 def test_trls_flag_becomes_the_recipes_checkpointing(trained):
