@@ -24,7 +24,9 @@ NAMES_OF = {
     # _dispatch_get_all_op_names: which operators CUDA's autocast knows in this torch
     # _dispatch_has_kernel_for_dispatch_key: which operators have a kernel
     # _get_sdp_priority_order: the order in which attention kernels are tried
+    # _get_accelerator, _accelerator_getAccelerator: the accelerator, which a machine without a GPU does not have
     "torch._C": (
+        "_get_accelerator _accelerator_getAccelerator "
         "_current_graph_task_id _current_autograd_node _storage_Use_Count _swap_tensor_impl _dispatch_keys "
         "_set_meta_in_tls_dispatch_include _set_throw_on_mutable_data_ptr "
         "_set_warn_deprecated_on_mutable_data_ptr _DisableTorchDispatch _PreserveDispatchKeyGuard "

@@ -30,6 +30,7 @@ from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, M
 from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
 from lowmem_ft.virtual_gpu.cuda.cuda_names import (
     another_process_to_accelerate,
+    no_accelerator,
     on_virtual_device,
     without_index,
 )
@@ -154,6 +155,8 @@ class TracingMachine:
         beam_search_to_its_length(stack)
         pefts_adapters_without_values(stack)
         bitsandbytes_on_virtual_gpu(stack)
+        if self.device.type == "cpu":
+            no_accelerator(stack)
         if self.device.type == "cpu" and self.peers.num_processes > 1:
             virtual_process_groups(stack, self.peers, self.mark, self.say)
             stack.enter_context(another_process_to_accelerate())
