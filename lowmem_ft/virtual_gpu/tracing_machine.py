@@ -43,6 +43,7 @@ from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
+from lowmem_ft.virtual_gpu.upstream.ctc_loss import ctc_loss_without_values
 from lowmem_ft.virtual_gpu.upstream.data_loading import workers_in_this_process
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
@@ -50,6 +51,7 @@ from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
 from lowmem_ft.virtual_gpu.upstream.host_python import host_python_counted
 from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
 from lowmem_ft.virtual_gpu.upstream.peft_adapters import pefts_adapters_without_values
+from lowmem_ft.virtual_gpu.upstream.recurrent_layers import packed_sequences_without_values
 from lowmem_ft.virtual_gpu.upstream.weight_files import nothing_saved, shapes_of_checkpoints
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
@@ -143,6 +145,8 @@ class TracingMachine:
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
         fake_tensors_in_disguise(stack, self._read_values, self._list_values)
+        ctc_loss_without_values(stack)
+        packed_sequences_without_values(stack)
         workers_in_this_process(stack)
         shapes_of_checkpoints(stack)
         if not self.keeps_files_away:
@@ -266,6 +270,7 @@ class TracingMachine:
             is_quantized=self._is_quantized,
             choices=tuple(self.choices),
             assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
+            uncertain_bytes=self.recorder.timeline.most_bytes_of(self.recorder.of_uncertain_size),
             does_routing_decide=self.recorder.does_routing_decide,
         )
 
