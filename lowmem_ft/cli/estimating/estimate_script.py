@@ -29,6 +29,7 @@ from lowmem_ft.foundation.packages import may_have_gpu
 from lowmem_ft.hf.trainers.attach_savings import Savings, TrainerSeen
 from lowmem_ft.planning.estimator import CannotRun
 from lowmem_ft.planning.script_runs import (
+    PASSED_OVER,
     ScriptError,
     ScriptEstimate,
     estimate_script,
@@ -134,8 +135,8 @@ def _on_one(
             savings = whole if whole.is_one else None
         except ScriptError as error:  # it had no error without hf.attach
             logger.debug("No hf.attach suggestion: %s\n%s", error, error.own_traceback)
-        except UserError as error:
-            problems = error.problems
+        except UserError as error:  # whose note the run without hf.attach has given, too
+            problems = tuple(text for text in error.problems if not text.startswith(PASSED_OVER))
     return lambda: _report_one(found, savings, problems, options)
 
 

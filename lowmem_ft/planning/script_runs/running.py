@@ -54,6 +54,9 @@ ENVIRONMENT = {
 }
 """Settings that turn trackers off, whatever the script asks for, and make libraries quiet."""
 
+PASSED_OVER = "passed over: "
+"""The begin of a note on the parts of a notebook that were not run."""
+
 _MOST_FRAMES = 5
 
 _WITHOUT_NETWORK = (socket.gaierror, ConnectionError)
@@ -153,7 +156,7 @@ class ScriptRun:
             if words := self.launch.in_words():
                 self.machine.say(words)
             self._files.redirect(undo)
-            weights_from_configs(undo, self.machine.say)
+            weights_from_configs(undo, self.machine.say, self.after.end_before_it)
             self.cut.apply(undo)
             self.training.apply(undo)
             self.generation.apply(undo)
@@ -178,7 +181,7 @@ class ScriptRun:
     def passed_over(self) -> str:
         """Return a note on the parts of a notebook that were not run; nothing where all were."""
         passed_over = self.notebook and self.notebook.passed_over()
-        return f"passed over: {passed_over}" if passed_over else ""
+        return f"{PASSED_OVER}{passed_over}" if passed_over else ""
 
     def _noted(self, error: UserError) -> UserError:
         if note := self.passed_over():

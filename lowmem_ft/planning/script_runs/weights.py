@@ -32,17 +32,20 @@ _DTYPE_KEYS = ("dtype", "torch_dtype")
 _LOADERS = ("lowmem_ft", "transformers", "peft", "contextlib", "functools")
 
 
-def weights_from_configs(undo: contextlib.ExitStack, say: Callable[[str], None]) -> None:
+def weights_from_configs(
+    undo: contextlib.ExitStack, say: Callable[[str], None], before_it: Callable[[str], None]
+) -> None:
     """Let models and adapters be loaded without their weights until a stack is undone.
 
     Args:
         undo: puts the real functions back.
         say: called with each assumption that had to be made.
+        before_it: called with what the script is about to do, where no more of it should be run if it has trained.
     """
     for owner, name, around in (
         ("", "_get_resolved_checkpoint_files", _local_files),
         ("", "_get_dtype", functools.partial(_dtype_without_files, say)),
-        ("PreTrainedModel", "_load_pretrained_model", functools.partial(_load_shapes, say)),
+        ("PreTrainedModel", "_load_pretrained_model", functools.partial(_load_shapes, say, before_it)),
     ):
         wrap_when_imported(undo, "transformers.modeling_utils", owner, name, around)
     wrap_when_imported(undo, "peft.peft_model", "", "load_peft_weights", _load_adapter)
@@ -124,6 +127,7 @@ def _who_loads() -> str:
 
 def _load_shapes(
     say: Callable[[str], None],
+    before_it: Callable[[str], None],
     load: Callable[..., Any],
     model: Any,
     state_dict: Any,
@@ -133,7 +137,7 @@ def _load_shapes(
 ) -> Any:
     if state_dict is None:
         _quantise_as_loaded(load_config.hf_quantizer, say)
-        _put_on_one_device(load_config.device_map, say)
+        _put_on_one_device(load_config.device_map, say, before_it)
         load_config = dataclasses.replace(load_config, weight_mapping=None)  # the names are the model's own
         state_dict, checkpoint_files = _shapes_of(model, load_config, say), None
         if expected_keys is not None:  # an adapter's, in a model that is there
@@ -141,12 +145,15 @@ def _load_shapes(
     return load(model, state_dict, checkpoint_files, load_config, expected_keys)
 
 
-def _put_on_one_device(device_map: dict[str, Any] | None, say: Callable[[str], None]) -> None:
+def _put_on_one_device(
+    device_map: dict[str, Any] | None, say: Callable[[str], None], before_it: Callable[[str], None]
+) -> None:
     """Move what ``device_map="auto"`` leaves on the host: it has to train on the device too; then it does not fit."""
     on_host = {"cpu", "disk"}
     places = {str(place) for place in (device_map or {}).values()}
     if not places & on_host or places <= on_host:
         return
+    before_it('loads a model of which device_map="auto" leaves a part on the host')
     assert device_map is not None
     device = next(place for place in device_map.values() if str(place) not in on_host)
     device_map.update(dict.fromkeys(device_map, device))

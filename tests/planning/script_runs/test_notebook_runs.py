@@ -185,3 +185,18 @@ def test_a_notebook_that_handles_running_out_is_tried_with_a_limit(notebook):
         "out of memory: once, which the script handled; answered for what it did then"
         in found.estimate.choices
     )
+
+
+def test_packages_that_are_imported_after_the_training_are_not_needed(notebook):
+    training = """
+import torch
+
+model = torch.nn.Linear(8, 8, device="cuda")
+optimizer = torch.optim.SGD(model.parameters())
+for _ in range(4):
+    model(torch.zeros(1, 8, device="cuda")).sum().backward()
+    optimizer.step()
+"""
+    assert estimate_script(notebook(training, "import no_such_package"), gpu="t4").steps == 3
+    with pytest.raises(UserError, match=r"needs the package no_such_package \(cell 1, line 1\)"):
+        estimate_script(notebook("import no_such_package", training), gpu="t4")

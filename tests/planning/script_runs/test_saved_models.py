@@ -200,6 +200,11 @@ TRAINED = """
     {after}
     torch.zeros(2**28, device="cuda")
 """
+LARGE = (
+    "from transformers import AutoConfig, AutoModelForCausalLM; large = AutoConfig.from_pretrained('model'); "
+    "large.intermediate_size, large.num_hidden_layers, large.hidden_size = 65536, 12, 4096; "
+    "AutoModelForCausalLM.from_pretrained('model', config=large, dtype=torch.float32, device_map='auto')"
+)
 AFTER = {
     "pass": "needs more than while it trains, which takes ",
     "subprocess.run(['touch', 'ran'])": "is seen up to where it starts another process",
@@ -209,6 +214,7 @@ AFTER = {
     "while True: time.sleep(60)": "is seen up to where it waits",
     "os._exit(0)": "is seen up to where it ends its process",
     "import pandas; pandas.DataFrame({'a': [1]}).to_parquet('ran')": "is seen up to where it writes a file in C++",
+    LARGE: 'is seen up to where it loads a model of which device_map="auto" leaves a part on the host',
     "trainer.train()": "is seen up to where it trains again",
     "while True: trainer.model(torch.ones(1, 8).cuda(), 0)": "is seen up to where it calls a model for the 17th time",
     "raise ValueError('mine')": "is seen up to an error (at train.py:21): ValueError: mine",
