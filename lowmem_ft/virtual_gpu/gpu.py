@@ -159,6 +159,7 @@ class VirtualGPU(TracingMachine):
                 outside_bytes=self._outside(),
                 tokens_per_step=tokens_per_step,
                 allowed_bytes=self.cap_bytes,
+                is_compiled=self.compiled.is_called,
                 not_modelled=("host memory of the process other than its tensors",),
             ),
             self.trace_seconds,

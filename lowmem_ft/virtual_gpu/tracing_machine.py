@@ -38,6 +38,7 @@ from lowmem_ft.virtual_gpu.device.guard import errors_of_hooks_raised
 from lowmem_ft.virtual_gpu.device.placement import place_module
 from lowmem_ft.virtual_gpu.kernels.index_writes import check_index_writes
 from lowmem_ft.virtual_gpu.recording.attribution import Attribution
+from lowmem_ft.virtual_gpu.recording.compiled_code import CompiledCode
 from lowmem_ft.virtual_gpu.recording.optimizer_state import check_state, state_tensors
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
@@ -76,6 +77,7 @@ class TracingMachine:
         device: the device to put the model and the batches on.
         recorder: the recorder of the memory timeline.
         work: the log of kernels and copies.
+        compiled: what the program compiles.
         choices: decisions made while tracing, in the order of their first mention.
         trace_seconds: seconds for which programs have run on it.
         keeps_files_away: whether files of a program go elsewhere, so that it may save: set before its block.
@@ -90,6 +92,7 @@ class TracingMachine:
         self.attribution = Attribution(
             device.type, self._adopt, self._mark_parameters, self._after_optimizer_step
         )
+        self.compiled = CompiledCode()
         self._fake_mode = FakeMode(without_index if device.type == "cpu" else on_virtual_device)
         results = FakeResults(self._fake_mode, device.type, check or check_index_writes)
         questions = Questions(self.say)
@@ -155,6 +158,7 @@ class TracingMachine:
         beam_search_to_its_length(stack)
         pefts_adapters_without_values(stack)
         bitsandbytes_on_virtual_gpu(stack)
+        self.compiled.apply(stack)
         if self.device.type == "cpu":
             no_accelerator(stack)
         if self.device.type == "cpu" and self.peers.num_processes > 1:
@@ -268,7 +272,7 @@ class TracingMachine:
                 trainable_parameters=self._num_trainable_parameters,
             ),
             is_quantized=self._is_quantized,
-            choices=tuple(self.choices),
+            choices=tuple(filter(None, (*self.choices, self.compiled.in_words()))),
             assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
             uncertain_bytes=self.recorder.timeline.most_bytes_of(self.recorder.of_uncertain_size),
             does_routing_decide=self.recorder.does_routing_decide,
@@ -299,7 +303,9 @@ class TracingMachine:
         self._mark_parameters(root)
         total, trainable = num_parameters(root)
         if total > self._num_parameters:  # not a part of the model that is called by itself
-            self._model_name = type(root).__name__
+            self._model_name = type(
+                getattr(root, "_orig_mod", root)
+            ).__name__  # not the compiled model's wrapper
             self._num_parameters, self._num_trainable_parameters = total, trainable
             self._is_quantized = not all(parameter.is_floating_point() for parameter in root.parameters())
 

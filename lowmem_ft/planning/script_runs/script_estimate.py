@@ -368,6 +368,7 @@ class _Seen:
             micro_batches_per_step=self.run.training.micro_batches,
             processes=self._processes(),
             sends_at_the_end=launch.num_processes > 1,
+            is_compiled=self.run.machine.compiled.is_called,
             not_modelled=(*others, *NOT_MODELLED, *(() if self._has_seen_all() else (LONGER_ROWS,))),
         )
         allowed = limits(left, Budget(), launch.num_processes)

@@ -33,6 +33,7 @@ from lowmem_ft.foundation.memory.uncertainty import (
 )
 from lowmem_ft.foundation.upstream.tested import installed_version
 from lowmem_ft.virtual_gpu.calls.trace import Trace
+from lowmem_ft.virtual_gpu.replay.compiled_range import with_compiled_code
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside
 from lowmem_ft.virtual_gpu.replay.process_room import Held, ProcessRoom
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays, TensorPeaks
@@ -42,10 +43,7 @@ from lowmem_ft.virtual_gpu.replay.timing.links import link_between
 from lowmem_ft.virtual_gpu.replay.timing.memory_event_times import step_clock
 
 OTHERS = "other processes and a display on the GPU"
-NOT_MODELLED = (
-    "kernels that torch.compile would fuse",
-    "workspaces of kernels below 1 MiB",
-)
+NOT_MODELLED = ("workspaces of kernels below 1 MiB",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +65,7 @@ class EstimateContext:
             ``torch.cuda.set_per_process_memory_fraction`` sets it; None: the whole memory.
         processes: the ranks, of which the trace is the first; None: there is one process.
         sends_at_the_end: whether ranks exchange nothing in the micro-batches before a step's last one.
+        is_compiled: whether the program calls what it has compiled by ``torch.compile``.
         not_modelled: parts that this estimate leaves out, in addition to those that every estimate does.
     """
 
@@ -82,6 +81,7 @@ class EstimateContext:
     allowed_bytes: int | None = None
     processes: Processes | None = None
     sends_at_the_end: bool = False
+    is_compiled: bool = False
     not_modelled: tuple[str, ...] = ()
 
 
@@ -159,7 +159,7 @@ def estimate_on_gpu(
     step, clock = _timed_step(replays, gpu, context) or (None, None)
     host = replays.host_tensors.peak_with(context.host)
     is_host_enough = budget.host_bytes is None or sum(host.values()) <= budget.host_bytes
-    return _estimate(
+    estimate = _estimate(
         trace,
         replays.tensor_peaks,
         gpu=DeviceLimit(
@@ -187,6 +187,7 @@ def estimate_on_gpu(
         not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *context.not_modelled),
         trace_seconds=trace_seconds,
     )
+    return with_compiled_code(estimate) if context.is_compiled else estimate
 
 
 def _choices_of_allocator(held: Held | None) -> Iterator[str]:
@@ -233,7 +234,7 @@ def estimate_on_cpu(
     process_range = ProcessRange(
         low_bytes=process - margin, high_bytes=process + margin, uncertainty=uncertainty
     )
-    return _estimate(
+    estimate = _estimate(
         trace,
         tensors,
         gpu=DeviceLimit(name=name, memory_bytes=budget.device_bytes or 0),
@@ -253,6 +254,7 @@ def estimate_on_cpu(
         not_modelled=(NO_SECONDS, "workspaces inside the CPU's kernels", *context.not_modelled),
         trace_seconds=trace_seconds,
     )
+    return with_compiled_code(estimate) if context.is_compiled else estimate
 
 
 def _kept_by_heap(alive: list[Allocation], context: EstimateContext) -> int:
