@@ -6,55 +6,54 @@ import ast
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.notebook_cells import SUFFIX, read_cells
 from lowmem_ft.foundation.user_paths import expand_user, neighbours
 
 _PROCESSES = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "SLURM_NTASKS")
 """Variables that launchers set to the number of processes they start."""
+
+_OF_KERNELS = ("IPython",)
+"""Packages that a notebook is given: those that its kernel itself has."""
+
+_COLAB = "google.colab"
 
 
 def check_script(script: str | os.PathLike[str]) -> Path:
     """Return the script's path, if it can be run here at all.
 
     Args:
-        script: as typed.
+        script: a Python file or a notebook, as typed.
 
     Raises:
-            UserError: if there is no such file, it is not Python, it needs packages that are not installed, or this
-                process is one of several.
+        UserError: if there is no such file, it is not Python, it needs packages that are not installed, or this
+            process is one of several.
     """
     if not isinstance(script, str | os.PathLike):
         raise UserError(f"A script is the path of a Python file that trains, got {script!r}. Name the file.")
     path = expand_user(script)
     if problem := _file_problem(path, os.fspath(script)):
         raise UserError(problem)
-    try:
-        tree = ast.parse(path.read_bytes(), os.fspath(path))
-    except (SyntaxError, ValueError) as error:
-        line = f" in line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
-        reason = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise UserError(
-            f"--script takes Python, but {script} is not Python{line}: {reason}. Correct it."
-        ) from error
-    problems = [*_launcher_problems(), *_missing_packages(tree, path)]
+    trees, written = _parsed(path, os.fspath(script))
+    problems = [*_launcher_problems(), *_missing_packages(trees, written, path)]
     if problems:
         raise UserError(*problems)
     return path
 
 
 def _file_problem(path: Path, typed: str) -> str | None:
-    if path.suffix == ".ipynb":
-        return f"--script takes a Python file, got the notebook {typed}. Run: jupyter nbconvert --to script {typed}"
     if path.is_dir():
         return f"--script takes a Python file, got the folder {typed}. Name the file in it that trains."
     if not path.is_file():
         return f"--script names a file that does not exist: {typed}.{neighbours(path)} Correct the path."
-    if path.suffix != ".py":
-        return f"--script takes a Python file, got {typed}. Name one that ends in .py."
+    if path.suffix not in (".py", SUFFIX):
+        return (
+            f"--script takes a Python file or a notebook, got {typed}. Name one that ends in .py or {SUFFIX}."
+        )
     return None
 
 
@@ -68,20 +67,57 @@ def _launcher_problems() -> Iterator[str]:
             )
 
 
-def _missing_packages(tree: ast.Module, path: Path) -> list[str]:
+def _parsed(path: Path, typed: str) -> tuple[dict[str, ast.Module], set[str]]:
+    """Return the code by where it is in the file, such as ``cell 4, ``, and the modules that a notebook writes.
+
+    Raises:
+        UserError: if it is not Python, or the file is not a notebook.
+    """
+    parts: dict[str, bytes | str] = {}
+    written: set[str] = set()
+    if path.suffix == SUFFIX:
+        for cell in read_cells(path, typed):
+            parts[f"cell {cell.number}, "] = cell.code
+            written |= {cell.written_module or ""}
+    else:
+        parts[""] = path.read_bytes()
+    return {where: _tree(code, where, path, typed) for where, code in parts.items()}, written
+
+
+def _tree(code: bytes | str, where: str, path: Path, typed: str) -> ast.Module:
+    try:
+        return ast.parse(code, os.fspath(path))
+    except (SyntaxError, ValueError) as error:
+        line = f" in {where}line {error.lineno}" if isinstance(error, SyntaxError) and error.lineno else ""
+        reason = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise UserError(
+            f"--script takes Python, but {typed} is not Python{line}: {reason}. Correct it."
+        ) from error
+
+
+def _missing_packages(trees: Mapping[str, ast.Module], written: Collection[str], path: Path) -> list[str]:
     """Return problems with the script's top-level imports; those in functions or ``try`` may be optional."""
-    lines: dict[str, int] = {}
-    for statement in tree.body:
-        for name in _imported(statement):
-            lines.setdefault(name.partition(".")[0], statement.lineno)
-    missing = {name: line for name, line in lines.items() if not _is_there(name, path.parent)}
+    lines: dict[str, str] = {}
+    for where, tree in trees.items():
+        for statement in tree.body:
+            for name in _imported(statement):
+                package = _COLAB if name.startswith(_COLAB) else name.partition(".")[0]
+                lines.setdefault(package, f"{where}line {statement.lineno}")
+    missing = {
+        name: line
+        for name, line in lines.items()
+        if name not in (*written, *(_OF_KERNELS if path.suffix == SUFFIX else ()))
+        and not _is_there(name, path.parent)
+    }
     return [
-        f"{path.name} needs the package {name} (line {line}), which {_not_here(name)}"
+        f"{path.name} needs the package {name} ({line}), which {_not_here(name)}"
         for name, line in missing.items()
     ]
 
 
 def _not_here(name: str) -> str:
+    if name == _COLAB:
+        return "only Colab has. Leave its lines out, or put them into `try:`."
     if name == "deepspeed":
         return "cannot be traced. Estimate the script with FSDP2, which shards what ZeRO-3 shards."
     return "is not installed here. Install it in the environment of lowmem_ft."

@@ -31,6 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
+from lowmem_ft.foundation.notebook_cells import SUFFIX
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.foundation.upstream.patches import replace, wrap
 
@@ -188,7 +189,14 @@ def measure(script: str, arguments: list[str]) -> RealScript:
         undo.enter_context(contextlib.redirect_stdout(sys.stderr))
         profiled = undo.enter_context(profile(activities=[ProfilerActivity.CPU], profile_memory=True))
         undo.enter_context(marks.apply())
-        runpy.run_path(script, run_name="__main__")
+        if script.endswith(SUFFIX):
+            from lowmem_ft.planning.script_runs.notebook_run import NotebookRun
+
+            notebook = NotebookRun(Path(script))
+            notebook.apply(undo)
+            notebook.run()
+        else:
+            runpy.run_path(script, run_name="__main__")
     return _read(profiled, marks.steps)
 
 

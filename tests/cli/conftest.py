@@ -148,6 +148,7 @@ def _write_text_files(folder: Path) -> None:
         "not_python.py": "import torch\nprint 'Hello'\n",
         "missing_package.py": "import torch\nimport no_such_package.parts\n",
         "notebook.ipynb": "{}",
+        "notebook_of_r.ipynb": '{"nbformat": 4, "metadata": {"language_info": {"name": "R"}}, "cells": []}',
     }
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -280,7 +280,10 @@ def _parser() -> Parser:
         "NAME|all",
     )
     parser.add_once(
-        {"--script FILE.py": "a training script of your own, in place of a recipe; its arguments follow --"}
+        {
+            "--script FILE.py": "a training script of your own, or a notebook (.ipynb), in place of a recipe; its "
+            "arguments follow --"
+        }
     )
     add_own_data(parser)
     parser.add_once(

@@ -15,7 +15,7 @@ from lowmem_ft.planning.estimator.traced_answers import TracedAnswer
 from lowmem_ft.planning.rehearsal.window_shapes import Counted, WindowShape
 from lowmem_ft.virtual_gpu.calls.work import WorkLog
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
-from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_file
+from lowmem_ft.virtual_gpu.values.questions import asking_frames, shown_line
 
 
 @dataclass(kw_only=True)
@@ -176,6 +176,6 @@ class _HostWaits:
     def _count(self, times: int) -> None:
         for frame in asking_frames():
             if not frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
-                self._counts[f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"] += times
+                self._counts[shown_line(frame.f_code.co_filename, frame.f_lineno)] += times
                 return
         self._counts["a line without source code"] += times

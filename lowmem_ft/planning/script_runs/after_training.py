@@ -22,7 +22,7 @@ from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.planning.script_runs.steps import Enough
 from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
-from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_line
 
 MOST_FORWARDS = 16
 """The most calls of a model: answers of hundreds of tokens, one a call, would take longer than the training."""
@@ -137,7 +137,7 @@ def _own_line() -> str:
     frame = sys._getframe()
     while frame is not None and is_of_library(frame.f_code.co_filename):
         frame = frame.f_back
-    return "" if frame is None else f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return "" if frame is None else shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _is_called_by(library: str) -> bool:

@@ -7,7 +7,6 @@ import functools
 import itertools
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
@@ -80,6 +79,6 @@ class BatchSearch:
         return train(trainer, *args, **kwargs)
 
 
-def may_handle_running_out(files: Iterable[str]) -> bool:
+def may_handle_running_out(texts: Iterable[str]) -> bool:
     """Return whether some code might continue after an out-of-memory error."""
-    return any(_CATCHES.search(Path(file).read_text(encoding="utf-8", errors="replace")) for file in files)
+    return any(map(_CATCHES.search, texts))

@@ -21,12 +21,15 @@ import torch
 
 from lowmem_ft.foundation.errors import Interrupted, UserError
 from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAllocator
+from lowmem_ft.foundation.notebook_cells import SUFFIX
 from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.foundation.upstream.patches import replace
+from lowmem_ft.foundation.upstream.tested import installed_version
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
 from lowmem_ft.planning.script_runs.generation import ShortGeneration
 from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
+from lowmem_ft.planning.script_runs.notebook_run import NotebookRun
 from lowmem_ft.planning.script_runs.ranks import RankWatch
 from lowmem_ft.planning.script_runs.script_refusals import refuse_what_cannot_be
 from lowmem_ft.planning.script_runs.short_data import DataCut
@@ -39,7 +42,7 @@ from lowmem_ft.virtual_gpu.recording.code_places import PeakPlace
 from lowmem_ft.virtual_gpu.recording.limited_memory import LimitedMemory
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
-from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_line
 
 ENVIRONMENT = {
     "WANDB_MODE": "disabled",
@@ -84,7 +87,7 @@ class ScriptRun:
     """One run of a script.
 
     Args:
-        path: the path of the script.
+        path: the path of the script, Python or a notebook.
         arguments: what the script finds in ``sys.argv``.
         machine: a fresh machine for it to run on.
         num_steps: optimizer steps to see.
@@ -112,10 +115,13 @@ class ScriptRun:
     ) -> None:
         self.launch = launch
         self.path = path
+        self.notebook = NotebookRun(path) if path.suffix == SUFFIX else None
+        self._own = str(path if self.notebook is None else path.absolute())
+        self._folder = path.parent.absolute()
         self.arguments = arguments
         self.machine = machine
         self.watch = StepWatch(machine, num_steps, on_step)
-        self.peak = PeakPlace(machine.recorder, str(path))
+        self.peak = PeakPlace(machine.recorder, self._own)
         self.ranks = RankWatch(launch, machine.say)
         self.cut = DataCut(num_steps * launch.num_processes, on_reading)
         files = FilesKeptAway()
@@ -157,15 +163,35 @@ class ScriptRun:
             self.batches.apply(undo)
             self.after.apply(undo)
             refuse_what_cannot_be(undo, self.launch)
+            if self.notebook is not None:
+                self.notebook.apply(undo)
             self._run()
-            files = (str(self.path), *_modules_of(self.path.parent, set()).values())
             with self._files.as_ever():  # a script may have deleted its own modules
-                self.handles_running_out = self.batches.is_one or may_handle_running_out(files)
+                self.handles_running_out = self.batches.is_one or may_handle_running_out(self._texts())
         if not self.watch.steps:
-            raise UserError(
+            nothing = (
                 f"{self.path} ended without an optimizer step or a backward pass, so there is nothing to estimate. "
                 f"Pass it, after `--`, the arguments with which it trains; {self.after.other_processes()}."
             )
+            raise self._noted(UserError(nothing))
+
+    def passed_over(self) -> str:
+        """Return a note on the parts of a notebook that were not run; nothing where all were."""
+        passed_over = self.notebook and self.notebook.passed_over()
+        return f"passed over: {passed_over}" if passed_over else ""
+
+    def _noted(self, error: UserError) -> UserError:
+        if note := self.passed_over():
+            UserError.__init__(error, *error.problems, f"{note}.")
+        return error
+
+    def _texts(self) -> Iterator[str]:
+        files = [*_modules_of(self._folder, set()).values()]
+        if self.notebook is None:
+            files.append(str(self.path))
+        else:
+            yield self.notebook.code
+        yield from (Path(file).read_text(encoding="utf-8", errors="replace") for file in files)
 
     def _runs_out(self) -> None:
         self.batches.runs_out()
@@ -179,7 +205,10 @@ class ScriptRun:
 
     def _run(self) -> None:
         try:
-            runpy.run_path(str(self.path), run_name="__main__")
+            if self.notebook is None:
+                runpy.run_path(str(self.path), run_name="__main__")
+            else:
+                self.notebook.run()
         except Enough:
             pass  # not an error: our own signal that all the steps have been seen
         except SystemExit as end:
@@ -188,7 +217,7 @@ class ScriptRun:
             said = f": {end.code}" if isinstance(end.code, str) else f" by sys.exit({end.code})"
             if not self.watch.steps:
                 last = _last_words(sys.stderr)
-                raise ScriptError(f"{self.path} exited{said}{last}", "") from end
+                raise self._noted(ScriptError(f"{self.path} exited{said}{last}", "")) from end
             self.machine.say(f"the script exited after step {len(self.watch.steps)}{said}")
         except (KeyboardInterrupt, Interrupted):
             raise
@@ -199,11 +228,11 @@ class ScriptRun:
                     f"after training: the script is seen up to an error{self._where(error)}: {words}"
                 )
                 return
-            raise self._told(error) from error
+            raise self._noted(self._told(error)) from error
 
     def _where(self, error: BaseException) -> str:
-        own = _own_frames(error.__traceback__, str(self.path))
-        return f" (at {shown_file(own[-1].filename)}:{own[-1].lineno})" if own else ""
+        own = _own_frames(error.__traceback__, self._own)
+        return f" (at {shown_line(own[-1].filename, own[-1].lineno)})" if own else ""
 
     def _told(self, error: BaseException) -> UserError:
         if isinstance(error, UserError):
@@ -211,7 +240,7 @@ class ScriptRun:
         return what_cannot_be_traced(error) or self._explained(error)
 
     def _explained(self, error: BaseException) -> ScriptError:
-        shown = _own_frames(error.__traceback__, str(self.path), and_last_of_ours=_MOST_FRAMES // 2)
+        shown = _own_frames(error.__traceback__, self._own, and_last_of_ours=_MOST_FRAMES // 2)
         innermost = traceback.extract_tb(error.__traceback__)[-1]
         frames = [*shown, *(() if innermost in shown else (innermost,))]
         is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
@@ -243,13 +272,16 @@ def _own_frames(
     return [
         frame
         for frame in frames
-        if frame.filename == script or not _is_of_library(frame.filename) or frame in last
+        if frame.filename.startswith(script) or not _is_of_library(frame.filename) or frame in last
     ]
 
 
 def _lacks(error: BaseException) -> str:
     """Return what this machine lacks where a script ends because of that; else nothing."""
     if isinstance(error, ModuleNotFoundError) and error.name:
+        library = error.name.partition(".")[0]
+        if library != error.name and (version := installed_version(library)):
+            return f"it needs {error.name}, which {library} {version} does not have"
         return f"it needs the package {error.name}, which is not installed here"
     cause: BaseException | None = error
     while cause is not None:

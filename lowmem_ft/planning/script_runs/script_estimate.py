@@ -123,7 +123,7 @@ def estimate_script(
     data is shortened, and the files that it writes go to a temporary folder that is deleted.
 
     Args:
-        script: a Python file that trains with torch.
+        script: a Python file that trains with torch, or a Jupyter notebook, whose code cells are run in order.
         arguments: what it finds in ``sys.argv`` after its own name.
         gpu: a GPU or its name in the catalogue (``rtx-4090``), several of them (``4xrtx-4090``), where the script is
             one of as many processes, or ``cpu``; None: this machine's GPU, else its processor.
@@ -377,6 +377,7 @@ class _Seen:
             estimate = estimate_on_gpu(replays.trace, left, allowed, context, seconds, replays)
         choices = (
             reason,
+            self.run.passed_over(),
             *estimate.choices,
             self._steps_in_words(),
             self._data_in_words(),

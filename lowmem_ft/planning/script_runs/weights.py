@@ -20,7 +20,7 @@ from lowmem_ft.foundation.errors import UserError
 from lowmem_ft.foundation.units import format_bytes
 from lowmem_ft.foundation.upstream.import_hooks import wrap_when_imported
 from lowmem_ft.planning.script_runs.saved_shapes import is_saved_here
-from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_line
 
 _QUANTISES_ANYTHING = "bitsandbytes"
 """Prefix of the quantisation methods that can quantise any model; other methods quantise once, with data, and models
@@ -119,7 +119,7 @@ def _who_loads() -> str:
     file = frame.f_code.co_filename
     if is_of_library(file):
         return frame.f_globals["__name__"].partition(".")[0]
-    return f"{shown_file(file)}:{frame.f_lineno}"
+    return shown_line(file, frame.f_lineno)
 
 
 def _load_shapes(

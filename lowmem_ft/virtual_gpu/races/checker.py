@@ -30,7 +30,7 @@ from lowmem_ft.foundation.tensors.backward_detection import is_in_backward
 from lowmem_ft.virtual_gpu.races.happens_before import Access, Conflict, Span
 from lowmem_ft.virtual_gpu.races.operands import operands, span_of, uses_of
 from lowmem_ft.virtual_gpu.races.stream_order import StreamOrder
-from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_line
 
 if TYPE_CHECKING:
     from lowmem_ft.virtual_gpu.recording.recorder import Recorder
@@ -233,9 +233,7 @@ class StreamChecker:
 
 def _use_of(access: Access) -> MemoryUse:
     call: Any = access.what
-    places = tuple(
-        f"{shown_file(code.co_filename)}:{number} in {code.co_name}" for code, number in call.lines
-    )
+    places = tuple(f"{shown_line(code.co_filename, number)} in {code.co_name}" for code, number in call.lines)
     return MemoryUse(
         operator=call.name,
         writes=access.writes,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowmem_ft.virtual_gpu.recording.recorder import Recorder
-from lowmem_ft.virtual_gpu.values.questions import asking_frames, is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import asking_frames, is_of_library, shown_line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +25,7 @@ class CodePlace:
     def __str__(self) -> str:
         """Return it as text: files of packages without the packages' folder, others relative to the working one."""
         within = "" if self.function == "<module>" else f" in {self.function}"
-        return f"{shown_file(self.file)}:{self.line}{within}"
+        return f"{shown_line(self.file, self.line)}{within}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,7 +78,7 @@ def _running(script: str) -> Running:
     for frame in asking_frames():
         file = frame.f_code.co_filename
         place = CodePlace(file=file, line=frame.f_lineno, function=frame.f_code.co_name)
-        if file == script or not is_of_library(file):
+        if file.startswith(script) or not is_of_library(file):
             return Running(own=place, library=innermost)
         innermost = innermost or place
     return Running(own=None, library=innermost)

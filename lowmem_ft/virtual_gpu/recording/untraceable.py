@@ -6,7 +6,7 @@ import re
 import traceback
 
 from lowmem_ft.foundation.errors import ModelError
-from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_file
+from lowmem_ft.virtual_gpu.values.questions import is_of_library, shown_line
 
 _NO_KERNEL = re.compile(r"Could not run '(?P<operator>[\w:.]+)' with arguments from the")
 _NO_STORAGE = re.compile(r"Cannot access (?:storage|data pointer) of (?P<kind>\w+)|tensor with \w+ layout")
@@ -58,4 +58,4 @@ def _place_of(error: BaseException) -> str:
     """Return the last line of the program's own code that led to an error."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if not is_of_library(frame.filename)] or frames
-    return f"{shown_file(own[-1].filename)}:{own[-1].lineno}" if own else "a line without source"
+    return shown_line(own[-1].filename, own[-1].lineno) if own else "a line without source"

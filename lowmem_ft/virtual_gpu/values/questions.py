@@ -23,6 +23,7 @@ from types import FrameType
 import torch
 
 from lowmem_ft.foundation.errors import UserError
+from lowmem_ft.foundation.notebook_cells import is_of_cell
 from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.virtual_gpu.values.branch_bytecode import answer_that_passes, innermost_loop, returns_answer
 
@@ -141,7 +142,7 @@ def is_of_library(file: str) -> bool:
     return file.startswith(_LIBRARIES)
 
 
-def shown_file(file: str) -> str:
+def _shown_file(file: str) -> str:
     """Return a file's name for people: relative to the packages' folder or to the working directory where possible."""
     path = Path(file)
     for folder in (Path(_TORCH).parent, Path.cwd()):
@@ -150,8 +151,13 @@ def shown_file(file: str) -> str:
     return file
 
 
+def shown_line(file: str, line: int | None) -> str:
+    """Return a line's place for people: ``train.py:12``, or ``train.ipynb, cell 4, line 2`` in a notebook."""
+    return f"{_shown_file(file)}, line {line}" if is_of_cell(file) else f"{_shown_file(file)}:{line}"
+
+
 def _place(frame: FrameType) -> str:
-    return f"{shown_file(frame.f_code.co_filename)}:{frame.f_lineno}"
+    return shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _source(frame: FrameType) -> str:

@@ -311,6 +311,10 @@ LACKS = {
         "def go():\n    import no_such_package\ngo()",
         r"needs the package no_such_package.*\(at train.py:2\)$",
     ),
+    "part of a package": (
+        "import torch.no_such_part",
+        r"needs torch.no_such_part, which torch \d\S* does not have \(at train.py:1\)$",
+    ),
     "processes": (
         "import os\nif not os.fork():\n    os._exit(0)\nos.wait()",
         r"it starts one at train.py:2\.$",
