@@ -29,6 +29,9 @@ MOST_FORWARDS = 16
 
 _HUB = "huggingface_hub"
 _STARTS = "starts another process"
+_STARTERS = frozenset({"lowmem_ft", "subprocess", "multiprocessing", "concurrent", "torch", "os"})
+"""Packages through which a script starts processes."""
+
 _ENDS = (
     ("subprocess", "Popen", "__init__", _STARTS),
     ("multiprocessing.process", "BaseProcess", "start", _STARTS),
@@ -133,11 +136,13 @@ class AfterTraining:
 
 
 def _own_line() -> str:
-    """Return the line of the script that is running, innermost."""
+    """Return the line of the script that starts a process; empty: a library does, for itself."""
     frame = sys._getframe()
-    while frame is not None and is_of_library(frame.f_code.co_filename):
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _STARTERS:
         frame = frame.f_back
-    return "" if frame is None else shown_line(frame.f_code.co_filename, frame.f_lineno)
+    if frame is None or is_of_library(frame.f_code.co_filename) or frame.f_code.co_filename == "<string>":
+        return ""
+    return shown_line(frame.f_code.co_filename, frame.f_lineno)
 
 
 def _is_called_by(library: str) -> bool:

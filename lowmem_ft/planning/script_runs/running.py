@@ -30,6 +30,7 @@ from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSear
 from lowmem_ft.planning.script_runs.generation import ShortGeneration
 from lowmem_ft.planning.script_runs.launch import ALONE, Launch, by_torchrun
 from lowmem_ft.planning.script_runs.notebook_run import NotebookRun
+from lowmem_ft.planning.script_runs.other_processes import only_this_process, other_processes_kept_apart
 from lowmem_ft.planning.script_runs.ranks import RankWatch
 from lowmem_ft.planning.script_runs.script_refusals import refuse_what_cannot_be
 from lowmem_ft.planning.script_runs.short_data import DataCut
@@ -164,11 +165,13 @@ class ScriptRun:
             self.watch.apply(undo)
             self.ranks.apply(undo)
             self.batches.apply(undo)
+            other_processes_kept_apart(undo)
             self.after.apply(undo)
             refuse_what_cannot_be(undo, self.launch)
             if self.notebook is not None:
                 self.notebook.apply(undo)
-            self._run()
+            with only_this_process():
+                self._run()
             with self._files.as_ever():  # a script may have deleted its own modules
                 self.handles_running_out = self.batches.is_one or may_handle_running_out(self._texts())
         if not self.watch.steps:
@@ -244,7 +247,7 @@ class ScriptRun:
 
     def _explained(self, error: BaseException) -> ScriptError:
         shown = _own_frames(error.__traceback__, self._own, and_last_of_ours=_MOST_FRAMES // 2)
-        innermost = traceback.extract_tb(error.__traceback__)[-1]
+        innermost = _innermost_of_others(error)
         frames = [*shown, *(() if innermost in shown else (innermost,))]
         is_ours = bool(shown) and _is_called_by_scripts(shown[-1].filename)
         whose = "its own code and lowmem_ft" if is_ours else "its own code"
@@ -277,6 +280,14 @@ def _own_frames(
         for frame in frames
         if frame.filename.startswith(script) or not _is_of_library(frame.filename) or frame in last
     ]
+
+
+def _innermost_of_others(error: BaseException) -> traceback.FrameSummary:
+    """Return the last frame of a script or a library, without what stands for libraries here."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next(
+        (frame for frame in reversed(frames) if not frame.filename.startswith(_STANDS_FOR_OTHERS)), frames[-1]
+    )
 
 
 def _lacks(error: BaseException) -> str:

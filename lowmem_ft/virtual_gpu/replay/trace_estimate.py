@@ -184,10 +184,30 @@ def estimate_on_gpu(
         ),
         processes=context.processes and _processes(trace, gpu, context.processes),
         choices=(*trace.choices, *_choices_of_allocator(held)),
-        not_modelled=(*([OTHERS] if others is None else []), *NOT_MODELLED, *context.not_modelled),
+        not_modelled=(
+            *([OTHERS] if others is None else []),
+            *NOT_MODELLED,
+            *_convolutions_in_words(trace),
+            *context.not_modelled,
+        ),
         trace_seconds=trace_seconds,
     )
     return with_compiled_code(estimate) if context.is_compiled else estimate
+
+
+def _convolutions_in_words(trace: Trace) -> Iterator[str]:
+    """Yield what is left out of a program that convolves: cuDNN picks the kernel by speed, whatever it needs.
+
+    Depthwise convolutions are torch's own kernels. Source: pytorch, aten/src/ATen/native/cudnn/Conv_v8.cpp (try_plans).
+    """
+    ends = trace.step_ends
+    last_step = trace.work[ends[-2] if len(ends) > 1 else 0 : ends[-1] if ends else None]
+    number = sum(entry.times for entry in last_step if entry.name == "convolution" and entry.shape[1] > 1)
+    if number:
+        yield (
+            f"cuDNN's workspaces in convolutions ({number:,} in a traced step): it picks the fastest kernel, and where "
+            "memory is short torch takes one that needs less"
+        )
 
 
 def _choices_of_allocator(held: Held | None) -> Iterator[str]:

@@ -6,6 +6,8 @@ import dataclasses
 import importlib.util
 
 import pytest
+import torch
+from torch import nn
 
 from lowmem_ft.foundation.catalog.gpu_catalog import find_gpu, load_gpus
 from lowmem_ft.foundation.catalog.gpu_spec import Gpu
@@ -17,6 +19,7 @@ from lowmem_ft.foundation.units import GIB, MIB, format_bytes
 from lowmem_ft.virtual_gpu.calls.trace import Trace
 from lowmem_ft.virtual_gpu.calls.work import STEP_END, Work
 from lowmem_ft.virtual_gpu.costs.workspaces import CUBLAS_WORKSPACES_BYTES
+from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 from lowmem_ft.virtual_gpu.replay.host_peak import HostOutside, HostTensors
 from lowmem_ft.virtual_gpu.replay.other_workspaces import with_workspaces
 from lowmem_ft.virtual_gpu.replay.shared_replays import Replays
@@ -197,6 +200,21 @@ def test_what_others_hold_is_not_there():
     assert crowded.to_json()["gpu"]["held_by_others_bytes"] == 400 * MIB
     assert OTHERS in estimate(trace).not_modelled
     assert OTHERS not in alone.not_modelled
+
+
+@pytest.mark.parametrize("groups, number", [(1, 2), (4, 2), (8, 0)])
+def test_workspaces_of_cudnns_convolutions_are_said_to_be_left_out(groups, number):
+    """Depthwise ones are torch's own kernels, which take none."""
+    with VirtualGPU("t4") as gpu:
+        model = nn.Sequential(
+            nn.Linear(32, 32), *(nn.Conv1d(8, 8, 3, groups=groups) for _ in range(2))
+        ).cuda()
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            model(torch.randn(2, 8, 32, device="cuda")).sum().backward()
+            optimizer.step()
+    said = [text for text in gpu.report().not_modelled if "cuDNN" in text]
+    assert [f"({number} in a traced step)" in text for text in said] == [True] * bool(number)
 
 
 def test_the_allocator_empties_its_cache_beside_others():
