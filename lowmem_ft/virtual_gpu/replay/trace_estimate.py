@@ -271,7 +271,7 @@ def estimate_on_cpu(
         ),
         processes=context.processes,
         choices=trace.choices,
-        not_modelled=(NO_SECONDS, "workspaces inside the CPU's kernels", *context.not_modelled),
+        not_modelled=(NO_SECONDS, _inside_kernels(trace), *context.not_modelled),
         trace_seconds=trace_seconds,
     )
     return with_compiled_code(estimate) if context.is_compiled else estimate
@@ -288,6 +288,14 @@ def step_time(replays: Replays, gpu: Gpu, context: EstimateContext) -> StepTime 
     """Return the time of one optimizer step in the steady state; None if the trace has no step."""
     found = _timed_step(replays, gpu, context)
     return None if found is None else found[0]
+
+
+def _inside_kernels(trace: Trace) -> str:
+    """Return what is left out of kernels: oneDNN alone knows what it keeps of an LSTM's layers."""
+    kept = ", and what oneDNN keeps of LSTM layers for backward, which may be most of all"
+    return "workspaces inside the CPU's kernels" + kept * any(
+        one.name == "mkldnn_rnn_layer" for one in trace.work
+    )
 
 
 def _timed_step(replays: Replays, gpu: Gpu, context: EstimateContext) -> tuple[StepTime, StepClock] | None:

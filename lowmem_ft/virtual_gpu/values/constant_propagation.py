@@ -258,8 +258,10 @@ def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         values = _run_on_values(func, args, kwargs)
     except _UnknownError:
-        is_known = func is aten.linalg_lstsq.default or (
-            func is aten.index.Tensor and _are_masks_known(args[1])
+        is_known = (
+            func is aten.linalg_lstsq.default
+            or (func is aten._pack_padded_sequence.default and known_values(args[1]) is not None)
+            or (func is aten.index.Tensor and _are_masks_known(args[1]))
         )
         return _largest_result(func, args, kwargs), is_known
     template = args[0]
