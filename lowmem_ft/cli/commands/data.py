@@ -23,7 +23,8 @@ examples:
   lowmem-ft data recipe=my.yaml --json data.json
 
 Rows are tokenized as in training, which then finds them in the cache. It needs the tokenizer, and no weights: without
-access to the hub, name a folder with model.tokenizer_name_or_path=FOLDER.
+access to the hub, name a folder with model.tokenizer_name_or_path=FOLDER. Rows that are tokens already (input_ids)
+are counted without one, and shown as ids.
 
 Exit codes: 0 all is well; 4 the data can be used, but training would lose or wrongly learn some of it, and warns of
 that too; 2 the data cannot be used, or the input is at fault."""

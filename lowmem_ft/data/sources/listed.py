@@ -12,7 +12,7 @@ from pathlib import Path
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files.files import columns_of, is_saved_dataset, local_files
 from lowmem_ft.data.source_keys import SHARES, in_source
-from lowmem_ft.data.text.token_rows import IDS
+from lowmem_ft.data.text.token_columns import IDS
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.user_paths import expand_user
 

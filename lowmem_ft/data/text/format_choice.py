@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from lowmem_ft.data.config import DataConfig, FormatName, LossOn
 from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.other_kinds import OTHER_KINDS, PREFERENCES, are_preferences, holds_preferences
-from lowmem_ft.data.text.token_rows import IDS, LABELS, problem_with_columns
+from lowmem_ft.data.text.token_columns import IDS, LABELS, problem_with_columns
 from lowmem_ft.foundation.errors import DataError, did_you_mean, raise_problems
 
 logger = logging.getLogger(__name__)

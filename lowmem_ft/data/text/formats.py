@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.data.config import FormatName
 from lowmem_ft.data.text.examples import Chat, Completion, Document, Example, Row
 from lowmem_ft.data.text.messages import messages_in, text_in
-from lowmem_ft.data.text.token_rows import FURTHER, IDS, read_tokens
+from lowmem_ft.data.text.token_columns import FURTHER, IDS
+from lowmem_ft.data.text.token_rows import read_tokens
 from lowmem_ft.data.text.tool_calls import read_tools, shortened
 from lowmem_ft.foundation.errors import DataError
 

@@ -4,52 +4,25 @@ A row is taken as it is: no template is applied, and no token is added at its en
 it has no labels, each token is. The attention mask says what is padding, which is taken off both ends. Ids of another
 tokenizer are not recognised, unless they are beyond the model's vocabulary.
 
+Numpy is imported where rows are read: recipes are checked without it.
+
 Axes: T tokens of one row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from lowmem_ft.data.row import IGNORED_LABEL
 from lowmem_ft.data.text.examples import Row, Tokens
+from lowmem_ft.data.text.token_columns import IDS, IGNORED_LABEL, LABELS, MASK, POSITIONS
 from lowmem_ft.data.text.tool_calls import shortened
 from lowmem_ft.foundation.errors import DataError
 
-IDS, LABELS, MASK, POSITIONS = "input_ids", "labels", "attention_mask", "position_ids"
-
-FURTHER = (LABELS, MASK, POSITIONS)
-"""Columns that are read where they exist."""
+if TYPE_CHECKING:
+    import numpy as np
 
 LARGEST_ID = 2**31 - 1
 """Ids are stored in 32 bits."""
-
-_MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask")
-_NOT_TOKENS = ("pixel_values", "pixel_values_videos", "image_grid_thw", "input_features", "input_values")
-
-
-def problem_with_columns(columns: Collection[str], source: str) -> str | None:
-    """Return why rows of tokens with these columns cannot be learnt as they are meant; None if they can."""
-    if "seq_lengths" in columns:
-        return (
-            f"Each row of tokens is one document, and those of {source} hold several (seq_lengths). Write them before "
-            "they are packed; data.packing=true packs them."
-        )
-    if others := [name for name in _NOT_TOKENS if name in columns]:
-        return (
-            f"lowmem_ft trains on text, and {source} has {', '.join(others)} next to its tokens. Leave out the rows "
-            "with pictures or sound, and the columns."
-        )
-    masks = [name for name in _MASKS if name in columns]
-    if masks and LABELS not in columns:
-        return (
-            f"What is learnt of rows of tokens is said by {LABELS}, and {source} has {', '.join(masks)} instead. Write "
-            f"a column {LABELS}: the token's id where it is learnt, else {IGNORED_LABEL}."
-        )
-    return None
 
 
 def read_tokens(row: Row) -> Tokens:
@@ -62,6 +35,8 @@ def read_tokens(row: Row) -> Tokens:
         DataError: if a column is no list of whole numbers, lists have different lengths, the row has no token, or a
             label is neither its token's id nor -100, or all are -100.
     """
+    import numpy as np
+
     ids_T = _whole_numbers(row, IDS)
     if (outside := (ids_T < 0) | (ids_T > LARGEST_ID)).any():
         place = int(np.argmax(outside))
@@ -84,6 +59,8 @@ def read_tokens(row: Row) -> Tokens:
 
 def _whole_numbers(row: Row, column: str) -> np.ndarray:
     """Return a row's values in a column as int64."""
+    import numpy as np
+
     values: Any = row.get(column)
     if values is None:
         raise DataError(
@@ -94,11 +71,11 @@ def _whole_numbers(row: Row, column: str) -> np.ndarray:
     except ValueError:  # lists of different lengths
         array = np.empty((1, 1))
     if array.ndim != 1:
-        batched = " A tokenizer with return_tensors makes a batch of one row: take its first."
-        raise DataError(
-            f"{column} is a list of whole numbers, got {shortened(values)}."
-            + (batched if isinstance(values, list) else " Write the rows as JSON lines or Parquet.")
-        )
+        way_out = {
+            list: "A tokenizer with return_tensors makes a batch of one row: take its first.",
+            str: "Write the rows as JSON lines or Parquet.",
+        }.get(type(values), "Write one for each row, or leave the column out.")
+        raise DataError(f"{column} is a list of whole numbers, got {shortened(values)}. {way_out}")
     if array.size and array.dtype.kind not in ("biu" if column == MASK else "iu"):
         kinds = (int, np.integer)
         place = next(
@@ -124,6 +101,8 @@ def _of_each_token(row: Row, column: str, kept: slice, length: int) -> np.ndarra
 
 def _kept(row: Row, length: int) -> slice:
     """Return the tokens that are not padding, which is at either end."""
+    import numpy as np
+
     if MASK not in row:
         return slice(0, length)
     mask_T = _of_each_token(row, MASK, slice(None), length)
@@ -145,6 +124,8 @@ def _kept(row: Row, length: int) -> slice:
 
 
 def _refuse_several_documents(row: Row, kept: slice, length: int) -> None:
+    import numpy as np
+
     if POSITIONS not in row:
         return
     positions_T = _of_each_token(row, POSITIONS, kept, length)
@@ -158,6 +139,8 @@ def _refuse_several_documents(row: Row, kept: slice, length: int) -> None:
 
 def _learnt(ids_T: np.ndarray, labels_T: np.ndarray, start: int) -> np.ndarray:
     """Return which tokens are learnt, by their labels; ``start`` is the place of the first one in its row."""
+    import numpy as np
+
     is_learnt_T = labels_T != IGNORED_LABEL
     if not is_learnt_T.any():
         raise DataError(

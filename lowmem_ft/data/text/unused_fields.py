@@ -18,7 +18,7 @@ from lowmem_ft.data.text.examples import Row
 from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat
 from lowmem_ft.data.text.messages import raw_messages
 from lowmem_ft.data.text.other_kinds import judged_answers
-from lowmem_ft.data.text.token_rows import FURTHER
+from lowmem_ft.data.text.token_columns import FURTHER
 from lowmem_ft.data.text.tool_calls import is_described, read_tools
 from lowmem_ft.foundation.errors import DataError
 

@@ -134,6 +134,13 @@ def test_tokens_are_read_from_each_kind_of_file(tmp_path, write_jsonl, load, tok
     check_small_local_data(DataConfig(path=str(place)))
 
 
+def test_a_column_that_a_saved_format_hides_is_looked_at(tmp_path, load):
+    packed = datasets.Dataset.from_list([{"input_ids": [5, 6, 7, 8], "seq_lengths": [2, 2]}])
+    packed.with_format("torch", ["input_ids"]).save_to_disk(tmp_path / "saved")
+    with pytest.raises(DataError, match="hold several"):
+        load(str(tmp_path / "saved"))
+
+
 def test_a_file_of_text_and_one_of_tokens_are_one_epoch(write_jsonl, load, tokens):
     mixed = load(f"{write_jsonl(PAIRS, 'a.jsonl')},{write_jsonl(tokens, 'b.jsonl')}")
     assert mixed.summary.num_examples == 2 * len(PAIRS)
@@ -181,7 +188,7 @@ GOOD = {
         ({"labels": [-100, -1, 7, 8]}, r"labels\[1\]=-1 at input_ids\[1\]=6\. Correct it"),
         ({"labels": [-100, 7, 8, -100]}, r"labels\[1\]=7 at input_ids\[1\]=6\. They are shifted by one"),
         ({"labels": [-100] * 4}, r"labels are -100 at all 4 tokens"),
-        ({"labels": 1}, r"labels is a list of whole numbers, got 1\."),
+        ({"labels": 1}, r"labels is a list of whole numbers, got 1\. Write one for each row, or leave"),
         ({"labels": None}, r"labels is null here"),
         ({"position_ids": [0, 1, 0, 1]}, r"position_ids count the tokens of a row from 0, got 0 at place 2"),
         ({"position_ids": [5, 6, 7, 8]}, r"position_ids count the tokens of a row from 0, got 5 at place 0"),
