@@ -24,7 +24,9 @@ NAMES_OF = {
     # _dispatch_get_all_op_names: which operators CUDA's autocast knows in this torch
     # _dispatch_has_kernel_for_dispatch_key: which operators have a kernel
     # _get_sdp_priority_order: the order in which attention kernels are tried
+    # _get_accelerator, _accelerator_getAccelerator: the accelerator, which a machine without a GPU does not have
     "torch._C": (
+        "_get_accelerator _accelerator_getAccelerator "
         "_current_graph_task_id _current_autograd_node _storage_Use_Count _swap_tensor_impl _dispatch_keys "
         "_set_meta_in_tls_dispatch_include _set_throw_on_mutable_data_ptr "
         "_set_warn_deprecated_on_mutable_data_ptr _DisableTorchDispatch _PreserveDispatchKeyGuard "
@@ -150,8 +152,10 @@ NAMES_OF = {
     "torch.distributed.distributed_c10d": (
         "_new_process_group_helper _get_default_store _resolve_process_group"
     ),
-    # Pads packed rows without reading their memory
-    "torch._VF": "_pad_packed_sequence",
+    # Packs and pads rows without reading their memory
+    "torch._VF": "_pack_padded_sequence _pad_packed_sequence",
+    # What recurrent layers hand to their kernel, in order
+    "torch.nn.RNNBase": "_flat_weights _flat_weights_names",
     # The module of the row below
     "torch.distributed.fsdp": "_init_utils",
     # FSDP1's device of a rank, which is the virtual one
@@ -198,8 +202,9 @@ NAMES_OF = {
     "torch.ops.c10d": "_allgather_base_ _reduce_scatter_base_",
     # What DTensor exchanges: bytes on the clock, results in the timeline
     "torch.ops": "_c10d_functional",
-    # _thnn_fused_gru_cell_backward, _ctc_loss, _ctc_loss_backward, _pack_padded_sequence: operators with a rule of
-    # ours, as torch has none
+    # _thnn_fused_gru_cell_backward, _ctc_loss, _ctc_loss_backward, _pack_padded_sequence, _cudnn_ctc_loss,
+    # _cudnn_rnn_backward, _standard_gamma_grad, _sample_dirichlet, _dirichlet_grad: operators with a rule of ours, as
+    # torch has none
     # _fused_adamw_: torch's AdamW on a chunk of float32 tensors, in one kernel
     # _flash_attention_forward: flash-attn's kernel, which torch has as well
     # _scaled_dot_product_flash_attention, _scaled_dot_product_cudnn_attention,
@@ -222,7 +227,8 @@ NAMES_OF = {
     # _foreach_copy_, _scaled_mm, _amp_foreach_non_finite_check_and_unscale_, _fused_adam_: what CUDA refuses of a
     # call
     "torch.ops.aten": (
-        "_thnn_fused_gru_cell_backward _ctc_loss _ctc_loss_backward _pack_padded_sequence _fused_adamw_ "
+        "_thnn_fused_gru_cell_backward _ctc_loss _ctc_loss_backward _pack_padded_sequence _cudnn_ctc_loss "
+        "_cudnn_rnn_backward _standard_gamma_grad _sample_dirichlet _dirichlet_grad _fused_adamw_ "
         "_flash_attention_forward _scaled_dot_product_flash_attention _scaled_dot_product_cudnn_attention "
         "_scaled_dot_product_efficient_attention _scaled_dot_product_attention_math _softmax _log_softmax "
         "_softmax_backward_data _log_softmax_backward_data _flash_attention_backward _foreach_norm "

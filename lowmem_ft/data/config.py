@@ -11,7 +11,7 @@ from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.knob import Effect, knob
 from lowmem_ft.foundation.memory.least_memory import PARTS_BY_TOKENS
 
-FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text"]
+FormatName = Literal["messages", "conversations", "prompt_completion", "alpaca", "text", "tokens"]
 LossOn = Literal["completion", "assistant", "all"]
 SampleBy = Literal["line", "paragraph", "document"]
 
@@ -60,8 +60,8 @@ class DataConfig:
     )
     max_samples: int | None = knob(None, "Read only the first n examples of the training split; null: all.")
 
-    format: Literal["auto", "messages", "conversations", "prompt_completion", "alpaca", "text"] = knob(
-        "auto", "What an example looks like; auto: recognised from the columns, and logged."
+    format: Literal["auto", "messages", "conversations", "prompt_completion", "alpaca", "text", "tokens"] = (
+        knob("auto", "What an example looks like; auto: recognised from the columns, and logged.")
     )
     messages_column: str | None = knob(None, "Column of message lists; null: messages or conversations.")
     prompt_column: str | None = knob(None, "Column of prompts; null: prompt (alpaca: instruction).")
@@ -75,7 +75,7 @@ class DataConfig:
     loss_on: Literal["auto", "completion", "assistant", "all"] = knob(
         "auto",
         "Tokens to learn: the completion (of a chat: the last assistant turn), every assistant turn, or all. "
-        "auto: completion for prompt/completion and alpaca, assistant for chats, all for text.",
+        "auto: completion for prompt/completion and alpaca, assistant for chats, all for text, the labels for tokens.",
     )
 
     max_length: int | None = knob(

@@ -15,6 +15,7 @@ from lowmem_ft.data.mapped_data import mapped_data
 from lowmem_ft.data.prepared_data import PreparedData
 from lowmem_ft.data.streamed_data import streamed_data
 from lowmem_ft.data.text.chat_templates import prepare_tokenizer
+from lowmem_ft.data.text.no_tokenizer import NoTokenizer
 from lowmem_ft.data.text.summary import LengthLimits
 from lowmem_ft.data.tokenized_parts import TokenizedParts
 from lowmem_ft.foundation.errors import DataError, raise_problems
@@ -38,7 +39,8 @@ def load_data(
 
     Args:
         config: the recipe's ``data``.
-        tokenizer: changed in place if it lacks a pad token or a chat template, so that these are saved with it.
+        tokenizer: changed in place if it lacks a pad token or a chat template, so that these are saved with it; a
+            :class:`NoTokenizer` does for rows that are tokens.
         max_positions: longest input of the model in tokens, or None if it has no limit.
         seed: chooses the held-out examples of ``data.eval_size``.
         attn_implementation: the model's attention; it decides how packed rows are laid out.
@@ -58,7 +60,8 @@ def load_data(
     limits = LengthLimits(max_length=config.max_length, of_model=max_positions)
     if not is_main_process():
         datasets.disable_progress_bars()
-    prepare_tokenizer(tokenizer, chat_template=config.chat_template)
+    if not isinstance(tokenizer, NoTokenizer):
+        prepare_tokenizer(tokenizer, chat_template=config.chat_template)
     pad_token_id: Any = tokenizer.pad_token_id
     if vocab_size is not None and pad_token_id >= vocab_size:
         raise DataError(

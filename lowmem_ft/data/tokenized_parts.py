@@ -20,6 +20,7 @@ from lowmem_ft.data.sources.splits import Part
 from lowmem_ft.data.text.chat_templates import require_chat_template
 from lowmem_ft.data.text.format_choice import choose_loss_on, recognise_format
 from lowmem_ft.data.text.formats import ExampleFormat
+from lowmem_ft.data.text.no_tokenizer import NoTokenizer
 from lowmem_ft.data.text.summary import LengthLimits, check_known_tokens, marked_text
 from lowmem_ft.data.text.template_checks import NUM_CHECKED_EXAMPLES, log_template_problems
 from lowmem_ft.data.text.tokenized_rows import tokenized_rows
@@ -112,6 +113,8 @@ class TokenizedParts:
         example_format = recognise_format(
             config, list(first_row), has_chat_template=has_chat_template, source=str(source)
         )
+        if isinstance(self.tokenizer, NoTokenizer) and example_format.name != "tokens":
+            self.tokenizer.refuse()
         if example_format.is_chat(first_row):
             require_chat_template(self.tokenizer)
         elif example_format.name == "text" and source.is_split_into_lines():

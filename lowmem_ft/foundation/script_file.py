@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import os
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -21,6 +22,9 @@ _OF_KERNELS = ("IPython",)
 """Packages that a notebook is given: those that its kernel itself has."""
 
 _COLAB = "google.colab"
+
+_TRAINS = re.compile(r"\b(train|backward|step)\(")
+"""A call by which a cell may train: packages that are imported after the last such cell are not needed."""
 
 
 def check_script(script: str | os.PathLike[str]) -> Path:
@@ -70,13 +74,17 @@ def _launcher_problems() -> Iterator[str]:
 def _parsed(path: Path, typed: str) -> tuple[dict[str, ast.Module], set[str]]:
     """Return the code by where it is in the file, such as ``cell 4, ``, and the modules that a notebook writes.
 
+    Cells after the last that trains are left out.
+
     Raises:
         UserError: if it is not Python, or the file is not a notebook.
     """
     parts: dict[str, bytes | str] = {}
     written: set[str] = set()
     if path.suffix == SUFFIX:
-        for cell in read_cells(path, typed):
+        cells = read_cells(path, typed)
+        last = max((cell.number for cell in cells if _TRAINS.search(cell.code)), default=len(cells))
+        for cell in cells[:last]:
             parts[f"cell {cell.number}, "] = cell.code
             written |= {cell.written_module or ""}
     else:

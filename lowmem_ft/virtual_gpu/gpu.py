@@ -41,6 +41,7 @@ from lowmem_ft.virtual_gpu.replay.trace_estimate import (
 from lowmem_ft.virtual_gpu.tracing_machine import TracingMachine
 from lowmem_ft.virtual_gpu.triton.triton_launches import triton_as_on_cuda
 from lowmem_ft.virtual_gpu.upstream.flash_attention import flash_attention_as_on_cuda
+from lowmem_ft.virtual_gpu.upstream.recurrent_layers import recurrent_layers_by_cudnn
 from lowmem_ft.virtual_gpu.upstream.trl_kernels import trl_kernels_as_on_cuda
 from lowmem_ft.virtual_gpu.values.routing import Routing
 
@@ -104,6 +105,7 @@ class VirtualGPU(TracingMachine):
         trl_kernels_as_on_cuda(stack)
         package_functions_as_installed(stack)
         super()._enter(stack)
+        recurrent_layers_by_cudnn(stack, self.say, self.recorder.size_is_uncertain)
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)

@@ -30,6 +30,7 @@ from lowmem_ft.virtual_gpu.calls.work import BETWEEN_STEPS, MICRO_BATCH_BEGIN, M
 from lowmem_ft.virtual_gpu.costs.one_process import Peers, virtual_process_groups
 from lowmem_ft.virtual_gpu.cuda.cuda_names import (
     another_process_to_accelerate,
+    no_accelerator,
     on_virtual_device,
     without_index,
 )
@@ -43,6 +44,7 @@ from lowmem_ft.virtual_gpu.recording.recorder import Recorder
 from lowmem_ft.virtual_gpu.recording.untraceable import what_cannot_be_traced
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_fakes import bitsandbytes_on_virtual_gpu
 from lowmem_ft.virtual_gpu.upstream.bitsandbytes_weights import statistics_of
+from lowmem_ft.virtual_gpu.upstream.ctc_loss import ctc_loss_without_values
 from lowmem_ft.virtual_gpu.upstream.data_loading import workers_in_this_process
 from lowmem_ft.virtual_gpu.upstream.experts import experts_as_if_real
 from lowmem_ft.virtual_gpu.upstream.fake_tensor_patches import FakeMode, fake_tensors_in_disguise
@@ -50,6 +52,7 @@ from lowmem_ft.virtual_gpu.upstream.generation import beam_search_to_its_length
 from lowmem_ft.virtual_gpu.upstream.host_python import host_python_counted
 from lowmem_ft.virtual_gpu.upstream.other_threads import followed_thread
 from lowmem_ft.virtual_gpu.upstream.peft_adapters import pefts_adapters_without_values
+from lowmem_ft.virtual_gpu.upstream.recurrent_layers import packed_sequences_without_values
 from lowmem_ft.virtual_gpu.upstream.weight_files import nothing_saved, shapes_of_checkpoints
 from lowmem_ft.virtual_gpu.values.constant_propagation import depends_on_values, known_values, read_values
 from lowmem_ft.virtual_gpu.values.questions import Questions
@@ -145,6 +148,8 @@ class TracingMachine:
         stack.enter_context(followed_thread())
         stack.enter_context(self._fake_mode)
         fake_tensors_in_disguise(stack, self._read_values, self._list_values)
+        ctc_loss_without_values(stack)
+        packed_sequences_without_values(stack)
         workers_in_this_process(stack)
         shapes_of_checkpoints(stack)
         if not self.keeps_files_away:
@@ -154,6 +159,8 @@ class TracingMachine:
         pefts_adapters_without_values(stack)
         bitsandbytes_on_virtual_gpu(stack)
         self.compiled.apply(stack)
+        if self.device.type == "cpu":
+            no_accelerator(stack)
         if self.device.type == "cpu" and self.peers.num_processes > 1:
             virtual_process_groups(stack, self.peers, self.mark, self.say)
             stack.enter_context(another_process_to_accelerate())
@@ -267,6 +274,7 @@ class TracingMachine:
             is_quantized=self._is_quantized,
             choices=tuple(filter(None, (*self.choices, self.compiled.in_words()))),
             assumed_largest=tuple(sorted(self.recorder.largest_assumed)),
+            uncertain_bytes=self.recorder.timeline.most_bytes_of(self.recorder.of_uncertain_size),
             does_routing_decide=self.recorder.does_routing_decide,
         )
 

@@ -42,6 +42,15 @@ def test_the_trace_has_the_model_and_its_steps():
     assert machine.trace_seconds > 0
 
 
+def test_this_machine_has_no_accelerator_even_after_a_virtual_gpu():
+    """FSDP2 asks torch for one, which keeps the virtual device of a process for good."""
+    with VirtualGPU("t4"):
+        assert torch.accelerator.current_accelerator() is not None
+    with TracingMachine():
+        assert torch.accelerator.current_accelerator() is None
+        assert torch._C._get_accelerator().type == "cpu"
+
+
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_a_step_ends_with_the_last_of_its_optimizers(in_backward):
     """Such as one for each parameter, which may step in the backward pass."""

@@ -276,6 +276,8 @@ def _open_saved(folder: Path, source: Source) -> Rows:
             "folder written by save_to_disk has no slices; data.max_samples limits the number of examples."
         )
     rows = splits[source.split]
+    if rows.format["type"] is not None:  # as it was saved: tensors, perhaps of some columns alone
+        rows = rows.with_format(None)
     return rows.to_iterable_dataset() if source.streaming else rows
 
 

@@ -10,7 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lowmem_ft.data.config import DataConfig
+from lowmem_ft.data.files.files import columns_of, is_saved_dataset, local_files
 from lowmem_ft.data.source_keys import SHARES, in_source
+from lowmem_ft.data.text.token_rows import IDS
 from lowmem_ft.foundation.errors import DataError
 from lowmem_ft.foundation.user_paths import expand_user
 
@@ -73,6 +75,21 @@ def listed_sources(config: DataConfig) -> list[ListedSource]:
             )
         )
     return listed
+
+
+def may_be_tokens(config: DataConfig) -> bool:
+    """Return whether the training data may be tokens already, which need no tokenizer; False where a path is wrong."""
+    try:
+        return any(map(_may_be_tokens, listed_sources(config)))
+    except DataError:
+        return False
+
+
+def _may_be_tokens(listed: ListedSource) -> bool:
+    if listed.config.format == "tokens" or is_saved_dataset(expand_user(listed.path)):
+        return True
+    files = local_files(listed.path) or []
+    return any(IDS in (columns_of(file, listed.setting) or ()) for file in files[:1])
 
 
 def _paths(path: str | None) -> list[str]:

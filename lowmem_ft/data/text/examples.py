@@ -1,4 +1,4 @@
-"""Examples as formats give them: a chat, a prompt with its completion, or raw text."""
+"""Examples as formats give them: a chat, a prompt with its completion, raw text, or tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lowmem_ft.foundation.errors import DataError
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from lowmem_ft.data.text.chat_templates import Message
 
 
@@ -43,7 +45,16 @@ class Document:
     text: str
 
 
-Example: TypeAlias = Chat | Completion | Document
+@dataclass(frozen=True, eq=False)
+class Tokens:
+    """Token ids (int32), and whether each is learnt."""
+
+    input_ids_T: np.ndarray
+    is_learnt_T: np.ndarray
+
+
+TextExample: TypeAlias = Chat | Completion | Document
+Example: TypeAlias = TextExample | Tokens
 
 
 @contextlib.contextmanager

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from lowmem_ft.data.config import DataConfig, FormatName, LossOn
 from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.other_kinds import OTHER_KINDS, PREFERENCES, are_preferences, holds_preferences
-from lowmem_ft.foundation.errors import DataError, did_you_mean
+from lowmem_ft.data.text.token_rows import IDS, LABELS, problem_with_columns
+from lowmem_ft.foundation.errors import DataError, did_you_mean, raise_problems
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +34,17 @@ def recognise_format(
     """
     name, reason, wanted = choose_format(config, columns, source)
     logger.info("Format of %s: %s (%s).", source, name, reason)
+    others = other_formats(tuple(wanted.values()), columns)
+    if (IDS,) in others:
+        logger.info(
+            "%s has tokens, too, and its text is read. For the tokens, set data.format=tokens.", source
+        )
     return ExampleFormat(
         name=name,
         columns=tuple(wanted.values()),
         system_prompt=config.system_prompt,
         has_chat_template=has_chat_template,
-        others=other_formats(tuple(wanted.values()), columns),
+        others=others,
     )
 
 
@@ -70,7 +76,25 @@ def choose_format(
             f"data.loss_on={config.loss_on} needs examples with a prompt and an answer, got the format text. "
             "Set data.loss_on=all."
         )
+    if name == "tokens":
+        raise_problems(_problems_of_tokens(config, columns, source), DataError)
     return name, reason, wanted
+
+
+def _problems_of_tokens(config: DataConfig, columns: Sequence[str], source: str) -> Iterator[str]:
+    """Yield what rows of tokens cannot do."""
+    if problem := problem_with_columns(columns, source):
+        yield problem
+    if config.loss_on not in (("auto",) if LABELS in columns else ("auto", "all")):
+        yield (
+            f"data.loss_on={config.loss_on} chooses among the parts of a text, and {source} holds tokens, whose "
+            f"{LABELS} say what is learnt. Set data.loss_on=auto."
+        )
+    if config.system_prompt is not None:
+        yield (
+            f"data.system_prompt is for chats, and {source} holds tokens, which are taken as they are. Set "
+            "data.system_prompt=null."
+        )
 
 
 def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
@@ -84,7 +108,9 @@ def choose_loss_on(config: DataConfig, example_format: ExampleFormat) -> LossOn:
         The choice.
     """
     chosen = _loss_on_of(config, example_format.name)
-    if config.loss_on == "auto":
+    if example_format.name == "tokens":
+        logger.info("Loss on: the rows' labels, or each token where there are no labels.")
+    elif config.loss_on == "auto":
         logger.info("Loss on: %s (data.loss_on=auto, format %s).", chosen, example_format.name)
     return chosen
 
@@ -94,6 +120,7 @@ def _loss_on_of(config: DataConfig, name: FormatName) -> LossOn:
     if config.loss_on != "auto":
         return config.loss_on
     by_format: dict[str, LossOn] = {"messages": "assistant", "conversations": "assistant", "text": "all"}
+    by_format["tokens"] = "all"  # of what their labels say
     return by_format.get(name, "completion")
 
 
@@ -103,6 +130,7 @@ _COLUMN_BY_DEFAULT: dict[FormatName, dict[str, str]] = {
     "prompt_completion": {"prompt_column": "prompt", "completion_column": "completion"},
     "alpaca": {"prompt_column": "instruction", "completion_column": "output"},
     "text": {"text_column": "text"},
+    "tokens": {IDS: IDS},
 }
 _LISTED = "; ".join(f"{name} ({', '.join(needed.values())})" for name, needed in _COLUMN_BY_DEFAULT.items())
 _KNOWN_FORMATS = f"Supported formats: {_LISTED}."
@@ -184,13 +212,18 @@ def _first_of(names: Sequence[str], columns: Sequence[str]) -> str:
 
 
 def _columns_of(name: FormatName, config: DataConfig, columns: Sequence[str]) -> dict[str, str]:
-    wanted = {key: getattr(config, key) or column for key, column in _COLUMN_BY_DEFAULT[name].items()}
+    wanted = {key: getattr(config, key, None) or column for key, column in _COLUMN_BY_DEFAULT[name].items()}
     if name == "alpaca" and (config.input_column or "input" in columns):
         wanted["input_column"] = config.input_column or "input"
     return wanted
 
 
 def _absent_column(key: str, column: str, name: str, columns: Sequence[str], source: str) -> str:
+    if name == "tokens":
+        return (
+            f"data.format=tokens reads the column {column}, which {source} does not have. Columns seen: "
+            f"{', '.join(columns)}."
+        )
     return (
         f"data.{key} of the format {name} is {column}, which {source} does not have. "
         f"Columns seen: {', '.join(columns)}.{did_you_mean(column, columns)}"

@@ -10,11 +10,13 @@ prompt_completion  ``prompt``, ``completion``       strings: joined as they are,
 alpaca             ``instruction``, ``output``,     a user/assistant chat if the tokenizer has a chat template,
                    perhaps ``input``                else the prompt text of Stanford Alpaca, then EOS
 text               ``text``                         raw text, then EOS
+tokens             ``input_ids``, perhaps           the same tokens (token_rows.py)
+                   ``labels``, ``attention_mask``
 =================  ===============================  ==================================================================
 
 If columns match several formats, the one higher in the table wins; an Alpaca file may have a ``text`` column. An
 example with nothing in a field it needs (null, blank, no turns) is left out and counted; one of the wrong structure is
-an error that names it.
+an error that names it, and so is one without tokens among rows of tokens, or with tokens alone among rows of text.
 
 Chats also take a ``system`` column, for those without a system message, and ``tools``; Alpaca takes ``system``, the
 earlier turns in ``history`` and the answer's ``reasoning_content``. All other columns are not used (unused_fields.py).
@@ -29,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 from lowmem_ft.data.config import FormatName
 from lowmem_ft.data.text.examples import Chat, Completion, Document, Example, Row
 from lowmem_ft.data.text.messages import messages_in, text_in
+from lowmem_ft.data.text.token_rows import FURTHER, IDS, read_tokens
 from lowmem_ft.data.text.tool_calls import read_tools, shortened
 from lowmem_ft.foundation.errors import DataError
 
@@ -69,7 +72,9 @@ class ExampleFormat:
 
     def further_columns(self, row: Row) -> tuple[str, ...]:
         """Return the columns that it reads in addition to the required ones, where a row has them."""
-        if self.name == "alpaca":
+        if self.name == "tokens":
+            names = FURTHER
+        elif self.name == "alpaca":
             names = (*SYSTEM, *HISTORY, *(TOOLS if self.has_chat_template else ()))
             names += REASONING if self.has_chat_template else ()
         else:
@@ -87,6 +92,16 @@ class ExampleFormat:
         Raises:
             DataError: if the row has the wrong structure.
         """
+        nothing = all(row.get(column) is None for column in self.columns)
+        other = next(
+            (group for group in self.others if all(row.get(name) is not None for name in group)), None
+        )
+        if nothing and other and (self.name == "tokens" or other == (IDS,)):
+            raise DataError(
+                f"A file holds rows of text or rows of tokens, got a row with {', '.join(other)} and without "
+                f"{', '.join(self.columns)}. Write rows of either kind to a file of their own, and name both, as in "
+                "data.path=a.jsonl,b.jsonl."
+            )
         return _READERS[self.name](self, row)
 
     def is_of_another(self, row: Row) -> bool:
@@ -180,12 +195,17 @@ def _read_text(fmt: ExampleFormat, row: Row) -> Example | None:
     return Document(text) if text.strip() else None
 
 
+def _read_tokens(fmt: ExampleFormat, row: Row) -> Example:
+    return read_tokens(row)
+
+
 _READERS: dict[FormatName, Callable[[ExampleFormat, Row], Example | None]] = {
     "messages": _read_messages,
     "conversations": _read_messages,
     "prompt_completion": _read_prompt_completion,
     "alpaca": _read_alpaca,
     "text": _read_text,
+    "tokens": _read_tokens,
 }
 
 

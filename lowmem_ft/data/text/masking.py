@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.text.chat_templates import Message, Renderer, has_generation_marks
-from lowmem_ft.data.text.examples import Chat, Completion, Document, Example
+from lowmem_ft.data.text.examples import Chat, Completion, Document, TextExample
 from lowmem_ft.data.text.tool_calls import names_of, with_arguments_as_text, with_unique_names, writes_python
 from lowmem_ft.foundation.errors import DataError
 
@@ -38,11 +38,11 @@ class MarkedText:
     holds_special_tokens: bool
 
 
-def mark_learnt(example: Example, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
+def mark_learnt(example: TextExample, tokenizer: PreTrainedTokenizerBase, loss_on: LossOn) -> MarkedText:
     """Return the text of an example with its learnt parts.
 
     Args:
-        example: an example in any format.
+        example: an example in any format of text.
         tokenizer: has a chat template if the example is a chat.
         loss_on: completion (for a chat without a named prompt: the last assistant turn), assistant, or all.
 

@@ -1,4 +1,4 @@
-"""Kinds of data that supervised training does not learn from, by their columns: preferences, judged answers, tokens."""
+"""Kinds of data that supervised training does not learn from, by their columns: preferences, judged answers, pairs."""
 
 from __future__ import annotations
 
@@ -41,13 +41,23 @@ def judged_answers(row: Row) -> str | None:
 
 
 PREFERENCES = (("chosen", "rejected"), ("preferred_output", "non_preferred_output"))
+_JOIN = "(join them as input_ids, with labels of -100 at the prompt)"
 OTHER_KINDS = {
     (
         "prompt",
         "completions",
         "labels",
     ): "answers whose steps were judged one by one, as TRL's PRM trainer learns",
-    ("input_ids",): "tokens in place of text",
+    (
+        "chosen_ids",
+        "rejected_ids",
+    ): "preferences that are tokens already, from which TRL's RewardTrainer learns",
+    (
+        "chosen_input_ids",
+        "rejected_input_ids",
+    ): "preferences that are tokens already, by names that TRL gives up",
+    ("prompt_ids", "completion_ids"): f"prompts apart from their completions, as tokens {_JOIN}",
+    ("prompt_input_ids", "completion_input_ids"): f"prompts apart from their completions, as tokens {_JOIN}",
     ("segments",): "the segments of axolotl's input_output, each with a label of its own",
     ("contents",): "the contents of Google's format",
 }

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
 from lowmem_ft.data.text.chat_templates import Message, Renderer
-from lowmem_ft.data.text.examples import Chat, Completion, Document, Example, Row
+from lowmem_ft.data.text.examples import Chat, Completion, Document, Row, TextExample, Tokens
 from lowmem_ft.data.text.masking import MarkedText, is_excluded, mark_learnt
 from lowmem_ft.data.text.tokenizing import Tokenization
 from lowmem_ft.foundation.errors import DataError
@@ -67,20 +67,21 @@ def log_template_problems(
         rows: raw rows of the data; no more than the first :data:`NUM_CHECKED_EXAMPLES` are read.
         end_token_ids: see :func:`_problems`.
     """
-    examples = []
+    examples: list[TextExample] = []
     for row in islice(rows, NUM_CHECKED_EXAMPLES):
         try:
             example = tokenization.example_format.read(row)
         except DataError:
             continue  # tokenizing it raises the same error, with the row's number
-        examples += [] if example is None else [example]
+        if example is not None and not isinstance(example, Tokens):
+            examples.append(example)
     found = _problems(examples, tokenization.tokenizer, tokenization.loss_on, end_token_ids)
     for problem in found:
         logger.warning("%s: %s", tokenization.source, problem.words, extra={"check": problem.check})
 
 
 def _problems(
-    examples: Collection[Example],
+    examples: Collection[TextExample],
     tokenizer: PreTrainedTokenizerBase,
     loss_on: LossOn,
     end_token_ids: Collection[int] | None = None,

@@ -1,4 +1,4 @@
-"""Token ids of examples and the tokens that are learnt, in batches.
+"""Token ids of examples and the tokens that are learnt, in batches; rows that are tokens already are taken as they are.
 
 Axes: T tokens of one example.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lowmem_ft.data.config import LossOn
-from lowmem_ft.data.text.examples import Row, naming_example
+from lowmem_ft.data.text.examples import Row, Tokens, naming_example
 from lowmem_ft.data.text.formats import ExampleFormat
 from lowmem_ft.data.text.masking import MarkedText, mark_learnt
 from lowmem_ft.data.text.summary import Outcome
@@ -88,7 +88,7 @@ class Tokenization:
         rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
         marked = [self._mark(row, sample_id) for row, sample_id in zip(rows, sample_ids, strict=True)]
         unused = [
-            unused_fields(self.example_format, row, text.text) if text else 0
+            unused_fields(self.example_format, row, text.text) if isinstance(text, MarkedText) else 0
             for row, text in zip(rows, marked, strict=True)
         ]
         tokenized: dict[str, list[Any]] = {column: [] for column in TOKENIZED}
@@ -105,10 +105,15 @@ class Tokenization:
     def key(self) -> dict[str, Any]:
         """Return what the result depends on, as plain values: the name of its cache."""
         tokenizer: Any = self.tokenizer
+        of_text = {}
+        if self.example_format.name != "tokens":
+            of_text = {
+                "tokenizer": tokenizer.backend_tokenizer.to_str(),
+                "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+                "chat_template": str(tokenizer.chat_template),
+            }
         return {
-            "tokenizer": tokenizer.backend_tokenizer.to_str(),
-            "special_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
-            "chat_template": str(tokenizer.chat_template),
+            **of_text,
             "example_format": repr(self.example_format),
             "loss_on": self.loss_on,
             "max_length": self.max_length,
@@ -117,25 +122,32 @@ class Tokenization:
             "version": 7,  # increase it when the same values give other tokens
         }
 
-    def _mark(self, row: Row, sample_id: int) -> MarkedText | None:
+    def _mark(self, row: Row, sample_id: int) -> MarkedText | Tokens | None:
         with naming_example(sample_id, self.source):
             example = self.example_format.read(row)
             if example is None:
                 return None
             refuse_images(self.example_format, row)
             refuse_judged_answers(self.example_format, row)
+            if isinstance(example, Tokens):
+                return example
             marked = mark_learnt(example, self.tokenizer, self.loss_on)
             _refuse_endless_word(marked.text)
             return marked
 
-    def _encode(self, marked: list[MarkedText | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
+    def _encode(self, marked: list[MarkedText | Tokens | None]) -> list[tuple[np.ndarray, np.ndarray] | None]:
         """Return token ids and the learnt mask of each text."""
-        encoded: list[tuple[np.ndarray, np.ndarray] | None] = [None] * len(marked)
+        encoded: list[tuple[np.ndarray, np.ndarray] | None] = [
+            (one.input_ids_T, one.is_learnt_T) if isinstance(one, Tokens) else None for one in marked
+        ]
         for templated in (True, False):
-            chosen = [i for i, text in enumerate(marked) if text and text.holds_special_tokens is templated]
+            chosen, texts = [], []
+            for i, text in enumerate(marked):
+                if isinstance(text, MarkedText) and text.holds_special_tokens is templated:
+                    chosen.append(i)
+                    texts.append(text)
             if not chosen:
                 continue
-            texts = [text for text in (marked[i] for i in chosen) if text]
             encodings: Any = self.tokenizer(
                 [text.text for text in texts],
                 add_special_tokens=not templated,
@@ -153,6 +165,12 @@ class Tokenization:
         if encoded is None or self.vocab_size is None:
             return
         largest = int(encoded[0].max(initial=0))
+        if largest >= self.vocab_size and self.example_format.name == "tokens":
+            raise DataError(
+                f"Example {sample_id} of {self.source}: the row has the id {largest}, but the model has embeddings for "
+                f"ids below {self.vocab_size} only. Tokenize with the model's own tokenizer, or name the model that "
+                "the ids are for."
+            )
         if largest >= self.vocab_size:
             token = self.tokenizer.convert_ids_to_tokens(largest)
             raise DataError(
@@ -178,13 +196,13 @@ class Tokenization:
         return np.append(input_ids_T, np.int32(eos)), np.append(is_learnt_T, True)
 
     def _pieces(
-        self, row: Row, text: MarkedText | None, encoded: tuple[np.ndarray, np.ndarray] | None
+        self, row: Row, text: MarkedText | Tokens | None, encoded: tuple[np.ndarray, np.ndarray] | None
     ) -> list[dict[str, Any]]:
         if text is None or encoded is None:
             if self.example_format.is_of_another(row):
                 return [_dropped(Outcome.OTHER_FORMAT)]
             return [_dropped(Outcome.EMPTY)] if self.blank_is_row else []
-        if not text.learnt:
+        if isinstance(text, MarkedText) and not text.learnt:
             return [_dropped(Outcome.NO_ANSWER)]
         input_ids_T, is_learnt_T = encoded
         limit = self.max_length or len(input_ids_T)

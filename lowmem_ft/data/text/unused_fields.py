@@ -18,6 +18,7 @@ from lowmem_ft.data.text.examples import Row
 from lowmem_ft.data.text.formats import HISTORY, REASONING, SYSTEM, TOOLS, ExampleFormat
 from lowmem_ft.data.text.messages import raw_messages
 from lowmem_ft.data.text.other_kinds import judged_answers
+from lowmem_ft.data.text.token_rows import FURTHER
 from lowmem_ft.data.text.tool_calls import is_described, read_tools
 from lowmem_ft.foundation.errors import DataError
 
@@ -137,7 +138,8 @@ OF_MESSAGES = (
 ALL = (*OF_ROWS, *OF_MESSAGES)
 
 _NOT_TEXT = ("images", "image", "videos", "video", "audios", "audio")
-_KNOWN_OF_ROWS = {*_NOT_TEXT, "label", "kto_tag", *(name for field in OF_ROWS for name in field.names)}
+_JUDGED = ("label", "kto_tag")
+_KNOWN_OF_ROWS = {*_NOT_TEXT, *_JUDGED, *(name for field in OF_ROWS for name in field.names)}
 _KNOWN_OF_MESSAGES = {"role", "from", "content", "value", "tool_calls", "function_call", *REASONING, *TOOLS}
 _KNOWN_OF_MESSAGES |= {"weight", "train", "training", "loss"}
 
@@ -153,7 +155,8 @@ def _is_written(name: str, value: Any, text: str) -> bool:
 
 def columns_to_read(example_format: ExampleFormat, columns: Sequence[str]) -> list[str]:
     """Return the columns of the format, and those whose values are checked to be counted or rejected."""
-    more = [] if example_format.name == "text" else [name for name in columns if name in _KNOWN_OF_ROWS]
+    known = {"text": (), "tokens": (*_NOT_TEXT, *_JUDGED, *FURTHER)}.get(example_format.name, _KNOWN_OF_ROWS)
+    more = [name for name in columns if name in known]
     others = (name for group in example_format.others for name in group)
     return list(dict.fromkeys((*example_format.columns, *others, *more)))
 
@@ -178,7 +181,7 @@ def unused_fields(example_format: ExampleFormat, row: Row, text: str) -> int:
         row: the values of :func:`columns_to_read`.
         text: what the model reads of it.
     """
-    if example_format.name == "text":
+    if example_format.name in ("text", "tokens"):
         return 0
     further = {name: value for name, value in row.items() if name not in example_format.columns}
     messages = list(_messages(example_format, row))
@@ -220,14 +223,14 @@ def refuse_judged_answers(example_format: ExampleFormat, row: Row) -> None:
     Raises:
         DataError: if it is.
     """
-    if example_format.name == "text" or {"label", "kto_tag"} & set(example_format.columns):
+    if example_format.name == "text" or set(_JUDGED) & set(example_format.columns):
         return
     if problem := judged_answers(row):
         raise DataError(problem)
 
 
 def _messages(example_format: ExampleFormat, row: Row) -> Iterator[Row]:
-    for name in example_format.columns:
+    for name in example_format.columns if example_format.name != "tokens" else ():
         value = row.get(name)
         if example_format.name in ("messages", "conversations"):
             value = raw_messages(value)

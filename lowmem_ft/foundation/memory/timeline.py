@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -67,7 +67,16 @@ class Timeline:
 
     def live_bytes(self, places: Sequence[Place] = ("device",)) -> Iterator[int]:
         """Yield bytes alive in some places after each event, unrounded: what an exact allocator would hold."""
-        sizes = [one.size_bytes if one.place in places else 0 for one in self.allocations]
+        return self._live_bytes([one.size_bytes if one.place in places else 0 for one in self.allocations])
+
+    def most_bytes_of(self, indices: Collection[int]) -> int:
+        """Return the most bytes that some allocations, by index, hold at once."""
+        if not indices:
+            return 0
+        all_sizes = enumerate(self.allocations)
+        return max(self._live_bytes([one.size_bytes if at in indices else 0 for at, one in all_sizes]))
+
+    def _live_bytes(self, sizes: Sequence[int]) -> Iterator[int]:
         return itertools.accumulate(
             [
                 sizes[index] if kind == "malloc" else -sizes[index] if kind == "free" else 0

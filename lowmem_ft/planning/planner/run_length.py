@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from lowmem_ft.data.loading import load_data
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
 from lowmem_ft.models.hf_config import load_model_config, max_positions, vocab_size
-from lowmem_ft.models.tokenizer import load_tokenizer
 from lowmem_ft.recipe import Recipe
+from lowmem_ft.training.run.data_inspection import tokenizer_or_none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,12 @@ def run_length(recipe: Recipe, step: StepTime) -> RunLength:
         The length. Rows shorter than the longest count by their tokens.
 
     Raises:
-        UserError: if the data or the tokenizer cannot be read.
+        UserError: if the data cannot be read, or the tokenizer, unless rows are tokens already.
     """
     hf_config = load_model_config(recipe.model, architecture_only=True)
     data = load_data(
         recipe.data,
-        load_tokenizer(recipe.model),
+        tokenizer_or_none(recipe.model),
         max_positions=max_positions(hf_config),
         seed=recipe.training.seed,
         attn_implementation="varlen_attn" if recipe.data.packing else "sdpa",

@@ -44,6 +44,11 @@ def load_rows(recipe: Recipe, *, preferences: bool | None = None) -> Rows:
     """
     rows = _opened(recipe)
     columns = rows.train.column_names or []  # a stream may not know them
+    if preferences is not None and {"chosen_ids", "rejected_ids"} <= set(columns):
+        raise DataError(
+            f"{_named(recipe)} holds preferences that are tokens already (chosen_ids, rejected_ids), which TRL's "
+            "RewardTrainer alone takes. Leave preferences= out for it; for others, write chosen and rejected as text."
+        )
     if preferences is not None and columns and are_preferences(columns) != preferences:
         raise DataError(_other_kind(columns, _named(recipe), wanted=preferences))
     if preferences is False and (problem := judged_answers(next(iter(rows.train), {}))):

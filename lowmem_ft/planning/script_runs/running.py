@@ -24,6 +24,7 @@ from lowmem_ft.foundation.memory.allocator.caching_allocator import CachingAlloc
 from lowmem_ft.foundation.notebook_cells import SUFFIX
 from lowmem_ft.foundation.packages import own_folder
 from lowmem_ft.foundation.upstream.patches import replace
+from lowmem_ft.foundation.upstream.tested import installed_version
 from lowmem_ft.planning.script_runs.after_training import AfterTraining
 from lowmem_ft.planning.script_runs.batch_search import MOST_FAILURES, BatchSearch, may_handle_running_out
 from lowmem_ft.planning.script_runs.generation import ShortGeneration
@@ -278,6 +279,9 @@ def _own_frames(
 def _lacks(error: BaseException) -> str:
     """Return what this machine lacks where a script ends because of that; else nothing."""
     if isinstance(error, ModuleNotFoundError) and error.name:
+        library = error.name.partition(".")[0]
+        if library != error.name and (version := installed_version(library)):
+            return f"it needs {error.name}, which {library} {version} does not have"
         return f"it needs the package {error.name}, which is not installed here"
     cause: BaseException | None = error
     while cause is not None:

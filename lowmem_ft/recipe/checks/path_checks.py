@@ -12,7 +12,7 @@ from pathlib import Path
 from lowmem_ft.data.config import DataConfig
 from lowmem_ft.data.files.files import columns_of, local_files, read_chat_template
 from lowmem_ft.data.files.hub_datasets import require_dataset_within_reach
-from lowmem_ft.data.sources.listed import ListedSource, listed_sources
+from lowmem_ft.data.sources.listed import ListedSource, listed_sources, may_be_tokens
 from lowmem_ft.data.text.format_choice import choose_format
 from lowmem_ft.foundation.errors import DataError, UserError, raise_problems, raise_together
 from lowmem_ft.foundation.packages import is_installed
@@ -93,9 +93,12 @@ def check_paths_of_data(recipe: Recipe) -> None:
     Raises:
         UserError: lists all problems.
     """
-    raise_together(
+    of_tokenizer = [
         lambda: check_tokenizer_path(recipe.model),
         lambda: require_tokenizer_within_reach(recipe.model),
+    ]
+    raise_together(
+        *([] if may_be_tokens(recipe.data) else of_tokenizer),
         lambda: recipe.data.refuse_positions(limit_of_positions(text_fields(recipe.model).get)),
         *_checks_of_data(recipe),
     )

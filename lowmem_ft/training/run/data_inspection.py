@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lowmem_ft.data.inspection import Inspection, inspect_data
+from lowmem_ft.data.text.no_tokenizer import NoTokenizer
 from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.user_paths import expand_user
+from lowmem_ft.models.config import ModelConfig
 from lowmem_ft.models.files.model_files import limit_of_positions
 from lowmem_ft.models.tokenizer import end_token_ids, load_tokenizer, written_fields
 from lowmem_ft.recipe import Recipe
@@ -15,7 +18,8 @@ from lowmem_ft.recipe import Recipe
 def inspect_data_of(recipe: Recipe, *, show: int) -> Inspection:
     """Return what the model reads of a recipe's training data.
 
-    The model needs no weights, and a folder with its tokenizer alone will do; the notes then say what is unknown.
+    The model needs no weights, and a folder with its tokenizer alone will do; the notes then say what is unknown. Rows
+    that are tokens already need no tokenizer.
 
     Args:
         recipe: names the data and the model.
@@ -23,13 +27,13 @@ def inspect_data_of(recipe: Recipe, *, show: int) -> Inspection:
 
     Raises:
         DataError: if training would refuse the data.
-        ModelError: if there is no tokenizer.
+        ModelError: if there is no tokenizer, and rows are text.
     """
     model = recipe.model
     folder = expand_user(model.name_or_path or "")
     if folder.is_dir() and not (folder / "config.json").exists():
         model = replace(model, tokenizer_name_or_path=model.tokenizer_name_or_path or str(folder))
-    tokenizer = load_tokenizer(model)
+    tokenizer = tokenizer_or_none(model)
     fields, ends, note = {}, None, ()
     try:
         fields, ends = written_fields(recipe.model), end_token_ids(recipe.model)
@@ -48,4 +52,14 @@ def inspect_data_of(recipe: Recipe, *, show: int) -> Inspection:
         rows_per_batch=recipe.training.per_device_train_batch_size,
         show=show,
     )
+    if isinstance(tokenizer, NoTokenizer):
+        note = (*note, f"Rows are shown as ids. {tokenizer.reason}")
     return replace(found, notes=(*found.notes, *note))
+
+
+def tokenizer_or_none(model: ModelConfig) -> Any:
+    """Return a model's tokenizer; if it cannot be read, what takes its place for rows that are tokens already."""
+    try:
+        return load_tokenizer(model)
+    except ModelError as error:
+        return NoTokenizer(error)

@@ -35,6 +35,8 @@ class Trace:
         is_quantized: whether some of its weights are held in 4 or 8 bits.
         choices: decisions made while tracing.
         assumed_largest: operators whose result was assumed at its largest, as its size depends on values.
+        uncertain_bytes: the most bytes at once whose sizes a library decides and does not tell; a run may have twice as
+            many.
         does_routing_decide: whether sizes follow from what routers of mixtures of experts pick.
     """
 
@@ -44,6 +46,7 @@ class Trace:
     is_quantized: bool = False
     choices: tuple[str, ...] = ()
     assumed_largest: tuple[str, ...] = ()
+    uncertain_bytes: int = 0
     does_routing_decide: bool = False
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,8 @@ def _our_formula(func: Any) -> Formula | None:
     name = func._schema.name
     if name in PRODUCTS:
         return PRODUCTS[name]
+    if name in _RECURRENT:
+        return _RECURRENT[name]
     if name in ATTENTION:
         return functools.partial(_attention, name, [argument.name for argument in func._schema.arguments])
     return None
@@ -85,6 +88,13 @@ def _grouped_product(args: tuple[Any, ...], kwargs: dict[str, Any], result: Any)
     return 2 * result.numel() * left.shape[-1]
 
 
+def _recurrent_layers(products: int, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """Count every row with every matrix, once forward and twice backward."""
+    rows, weights = args[:2]
+    num_rows = math.prod(rows.shape[:-1])
+    return 2 * products * num_rows * sum(weight.numel() for weight in weights if weight.dim() == 2)
+
+
 _BY_FIRST = (
     "aten::mm aten::bmm aten::mv aten::_int_mm aten::_scaled_mm bitsandbytes::int8_linear_matmul "
     "bitsandbytes::int8_scaled_mm bitsandbytes::int8_mixed_scaled_mm bitsandbytes::gemv_4bit"
@@ -96,6 +106,11 @@ PRODUCTS: dict[str, Formula] = {
     "aten::dot": lambda args, kwargs, result: 2 * args[0].numel(),
     "aten::addbmm": lambda args, kwargs, result: 2 * args[1].numel() * args[2].shape[-1],
     **dict.fromkeys(("aten::_grouped_mm", "aten::_scaled_grouped_mm"), _grouped_product),
+}
+
+_RECURRENT: dict[str, Formula] = {
+    "aten::_cudnn_rnn": functools.partial(_recurrent_layers, 1),
+    "aten::_cudnn_rnn_backward": functools.partial(_recurrent_layers, 2),
 }
 
 # Products of queries, keys and values: 2 forward; 5 backward, which recomputes the scores. The second number is the

@@ -107,7 +107,11 @@ def _product_dtype(func: Any, tensors: list[Tensor]) -> str:
     floating = (tensor for tensor in tensors if tensor.is_floating_point())
     dtype = next(floating, tensors[0]).dtype
     backends: Any = torch.backends
-    library = backends.cudnn.conv if "convolution" in func._opname else backends.cuda.matmul
+    library = backends.cuda.matmul
+    if "convolution" in func._opname:
+        library = backends.cudnn.conv
+    elif "cudnn_rnn" in func._opname:
+        library = backends.cudnn.rnn
     if dtype == torch.float32 and tensors[0].device.type != "cpu" and library.fp32_precision == "tf32":
         return "tf32"
     return str(dtype).removeprefix("torch.")

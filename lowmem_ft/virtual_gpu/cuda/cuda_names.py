@@ -185,6 +185,12 @@ def _sleep(cycles: int) -> None:
     """Stand for ``torch.cuda._sleep``, a kernel without memory; the delay of its stream is not modelled."""
 
 
+def no_accelerator(undo: contextlib.ExitStack) -> None:
+    """Let torch see a machine without an accelerator: it keeps the virtual device that a process has had for good."""
+    replace(undo, torch._C, "_get_accelerator", lambda *_: torch.device("cpu"))
+    replace(undo, torch._C, "_accelerator_getAccelerator", lambda: None)
+
+
 @contextlib.contextmanager
 def another_process_to_accelerate() -> Iterator[None]:
     """Let accelerate choose its device again in a block: it does so once in a process, and keeps it."""

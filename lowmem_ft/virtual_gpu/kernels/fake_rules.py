@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowmem_ft.virtual_gpu.kernels import cudnn_operators
+
 aten = torch.ops.aten
 
 _IN_PLACE = ("_fused_sgd_", "_fused_sgd_.tensor_lr", "_fused_adagrad_", "_fused_adagrad_.tensor_lr")
@@ -34,6 +36,7 @@ def register_fake_rules() -> None:
     for name in _IN_PLACE:
         if not torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", "Meta"):
             _library.impl(name, _nothing, "Meta")
+    _library.impl("_cudnn_rnn", cudnn_operators.recurrent_layers, "Meta")
     for name in _ONE_KERNEL:
         _library.impl(name, _like_first, "PrivateUse1")
     _library.impl("softmax.int", functools.partial(_softmax, aten._softmax), "AutogradPrivateUse1")
@@ -87,6 +90,12 @@ def _like_second(gradient: Tensor, scores: Tensor, *args: Any, **kwargs: Any) ->
 
 
 _RULES: dict[str, Any] = {
+    "_cudnn_rnn_backward": cudnn_operators.recurrent_layers_backward,
+    "_cudnn_ctc_loss": cudnn_operators.ctc_loss,
+    "_standard_gamma_grad": _like_first,
+    "_sample_dirichlet": _like_first,
+    "_dirichlet_grad": _like_first,
+    "fractional_max_pool3d_backward": _like_second,
     "_thnn_fused_gru_cell": _gru_cell,
     "_thnn_fused_gru_cell_backward": _gru_cell_backward,
     "_ctc_loss_backward": _like_second,

@@ -130,6 +130,7 @@ class Recorder(TorchDispatchMode):
         )  # before each allocation; may raise
         self._python_operators = 0.0  # since the last kernel
         self.largest_assumed: set[str] = set()  # operators whose result was taken at its largest
+        self.of_uncertain_size: set[int] = set()  # allocations whose size a library decides
         self._questions = questions or Questions(lambda choice: None)
         self._results = results
         self._fake_mode = fake_mode
@@ -257,6 +258,11 @@ class Recorder(TorchDispatchMode):
         key = -1 - other  # no storage's address
         self._index_of[key] = other
         weakref.finalize(storage, _release, self._reference, key).atexit = False
+
+    def size_is_uncertain(self, tensor: Tensor) -> None:
+        """Note that a library decides the size of a tensor's memory, and does not tell it."""
+        if (index := self.index_of(tensor)) is not None:
+            self.of_uncertain_size.add(index)
 
     def python_runs(self, kind: Kind) -> None:
         """Count Python that keeps the host as long as some operators do, with the next kernel."""
@@ -417,6 +423,9 @@ class Recorder(TorchDispatchMode):
             for position, item in enumerate(result):
                 if isinstance(item, Tensor):
                     self._see(func, args, item, position)
+                elif isinstance(item, list):  # of gradients
+                    for tensor in tensors_in(item):
+                        self._see(func, args, tensor, position)
         else:
             resized = storage_resized_by(func, args, result)
             if resized is not None:

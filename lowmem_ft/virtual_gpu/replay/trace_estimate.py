@@ -150,6 +150,8 @@ def estimate_on_gpu(
         is_quantized=trace.is_quantized, context_is_estimate=gpu.context_is_estimate
     )
     highest = room.end_of_range(uncertainty, upper=True)
+    if highest is not None:
+        highest += trace.uncertain_bytes
     process_range = room.process_range(reserved_peak, highest, uncertainty, context.fragments_bytes)
     fits = None not in (held, highest) and process_range.high_bytes <= room.limit_bytes
     lowest = None if fits else room.end_of_range(uncertainty, upper=False)

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import _disable_current_modes
@@ -125,8 +124,8 @@ def fake_tensors_in_disguise(
     for owner, name in ((torch, "tensor"), (torch, "as_tensor"), (torch, "asarray"), (Tensor, "new_tensor")):
         wrap(undo, owner, name, _made)
     wrap(undo, Tensor, "pin_memory", _pin_memory)
-    wrap(undo, torch, "ctc_loss", _ctc_loss)
-    replace(undo, torch._VF, "_pad_packed_sequence", _pad_packed_sequence)
+    replace(undo, nn.UninitializedParameter, "__new__", _refuse_lazy_layers)
+    replace(undo, nn.UninitializedBuffer, "__new__", _refuse_lazy_layers)
     for name in (
         "torch.utils._foreach_utils",
         "torch.optim.optimizer",
@@ -269,6 +268,13 @@ def _format(format_tensor: Callable[[Tensor, str], str], tensor: Tensor, format_
     return format_tensor(tensor, format_spec)
 
 
+def _refuse_lazy_layers(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UserError(
+        "A trace makes weights with their sizes, got a layer such as LazyLinear, which makes them at the first batch. "
+        "Name its inputs: torch.nn.Linear(in_features, out_features)."
+    )
+
+
 def _pin_memory(pin_memory: Callable[..., Tensor], tensor: Tensor, *args: Any) -> Tensor:
     """Pin a tensor; in other threads, such as a data loader's, tensors are real and get a mark."""
     is_traced = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None  # type: ignore[attr-defined]
@@ -300,70 +306,6 @@ def _read(value: Any, types: list[torch.dtype]) -> Any:
     kind = torch.int64 if type(value) is int else torch.bool
     types.append(torch.get_default_dtype() if isinstance(value, float) else kind)
     return value
-
-
-def _pad_packed_sequence(
-    packed: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
-) -> tuple[Tensor, Tensor]:
-    """Pad by the copies that torch's C++ makes, which writes the lengths into memory that a fake tensor lacks.
-
-    Source: pytorch, aten/src/ATen/native/PackedSequence.cpp.
-    """
-    sizes = batch_sizes.tolist()
-    shape = (max(total_length, len(sizes)), sizes[0], *packed.shape[1:])
-    padded, start, first = packed.new_full(shape, padding_value), 0, 0
-    for size, steps in ((size, len(list(alike))) for size, alike in itertools.groupby(sizes)):
-        rows = packed[first : first + size * steps].view(steps, size, *packed.shape[1:])
-        padded[start : start + steps, :size].copy_(rows)
-        start, first = start + steps, first + size * steps
-    lengths = torch.tensor([sum(size > row for size in sizes) for row in range(sizes[0])])
-    return padded.transpose(0, 1) if batch_first else padded, lengths
-
-
-def _ctc_loss(
-    loss: Callable[..., Tensor],
-    log_probs: Tensor,
-    targets: Tensor,
-    input_lengths: Any,
-    target_lengths: Any,
-    blank: int = 0,
-    reduction: int = 1,
-    zero_infinity: bool = False,
-) -> Tensor:
-    """Compute ``torch.ctc_loss`` by its native kernel, with lengths as the numbers that torch's C++ reads.
-
-    Source: pytorch, aten/src/ATen/native/LossCTC.cpp.
-    """
-    if not isinstance(log_probs, FakeTensor):
-        return loss(log_probs, targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
-    batch = log_probs.shape[1] if log_probs.dim() == 3 else 1
-    most = targets.shape[-1] if targets.dim() == 2 or batch == 1 else targets.shape[0] // batch
-    inputs, wanted = (
-        _numbers(lengths, [instead] * batch)
-        for lengths, instead in ((input_lengths, log_probs.shape[0]), (target_lengths, most))
-    )
-    is_batched = log_probs.dim() == 3
-    losses, _ = torch._ctc_loss(
-        log_probs if is_batched else log_probs.unsqueeze(1),
-        targets if is_batched else targets.unsqueeze(0),
-        inputs,
-        wanted,
-        blank,
-        zero_infinity,
-    )
-    if zero_infinity:
-        losses = torch.where(losses == float("inf"), torch.zeros_like(losses), losses)
-    if reduction == 1:
-        return (losses / torch.tensor(wanted, device=losses.device).clamp_min(1)).mean()
-    return losses.sum() if reduction == 2 else losses if is_batched else losses.squeeze(0)
-
-
-def _numbers(lengths: Any, instead: list[int]) -> list[int]:
-    """Return lengths, or others in place of those that a trace does not know."""
-    if isinstance(lengths, Tensor):
-        known = known_values(lengths)
-        return instead if known is None else known.flatten().tolist()
-    return list(lengths)
 
 
 def was_pinned_elsewhere(tensor: Tensor) -> bool:

@@ -258,7 +258,10 @@ def result_of_unknown_size(func: Any, args: tuple[Any, ...], kwargs: dict[str, A
     try:
         values = _run_on_values(func, args, kwargs)
     except _UnknownError:
-        return _largest_result(func, args, kwargs), func is aten.index.Tensor and _are_masks_known(args[1])
+        is_known = func is aten.linalg_lstsq.default or (
+            func is aten.index.Tensor and _are_masks_known(args[1])
+        )
+        return _largest_result(func, args, kwargs), is_known
     template = args[0]
     return tree_map(lambda value: template.new_empty(value.shape, dtype=value.dtype), values), True
 
@@ -370,7 +373,21 @@ def _pack(padded: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, T
     return padded.new_empty((total, *padded.shape[2:])), sizes
 
 
+def _least_squares(
+    matrix: Tensor, values: Tensor, rcond: Any = None, *, driver: str | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return a solution by QR, the only driver of CUDA; see aten/src/ATen/native/BatchLinearAlgebra.cpp."""
+    is_vector = values.dim() == 1 or values.shape == matrix.shape[:-1]
+    columns = () if is_vector else values.shape[-1:]
+    batch = torch.broadcast_shapes(matrix.shape[:-2], values.shape[: -1 if is_vector else -2])
+    has_residuals = matrix.shape[-2] > matrix.shape[-1]
+    residuals = values.new_empty((*batch, *(columns or (1,))) if has_residuals else (0,))
+    solution = values.new_empty((*batch, matrix.shape[-1], *columns))
+    return solution, residuals, values.new_empty((0,), dtype=torch.int64), values.new_empty((0,))
+
+
 _LARGEST: dict[Any, Any] = {
+    aten.linalg_lstsq.default: _least_squares,
     aten._ctc_loss.default: _ctc_loss,
     aten._pack_padded_sequence.default: _pack,
     aten._unique2.default: _unique,

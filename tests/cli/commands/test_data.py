@@ -162,6 +162,25 @@ def test_the_tokenizer_alone_is_enough(capsys, write_chats, without_limit):
     assert longest["end"][0]["text"].endswith("a b <|im_end|>")
 
 
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_rows_of_tokens_need_no_tokenizer_and_are_shown_as_ids(capsys, tmp_path, kind):
+    (tmp_path / "config_alone").mkdir()
+    shutil.copy(TINY / "config.json", tmp_path / "config_alone")
+    rows = [{"input_ids": [5, 6, 7, number], "labels": [-100, -100, 7, number]} for number in range(4)]
+    if kind == "file":
+        (tmp_path / "tokens").with_suffix(".jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
+    else:
+        datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "tokens")
+    data = "data=tokens.jsonl" if kind == "file" else "data=tokens"
+    code, out = run(capsys, "model=config_alone", data, *NO_EVAL)
+    assert code == 0
+    assert "4 examples, 16 tokens, 8 of them learnt, longest 4" in " ".join(out.split())
+    assert "5 6 ⟦7 0 ⟧" in out
+    assert "Rows are shown as ids. No tokenizer could be read from config_alone" in " ".join(out.split())
+
+
 def test_raw_text_is_split(capsys, tmp_path):
     (tmp_path / "prose.txt").write_text(
         "word " * 400 + "\n\nshort\n\nshorter\n\nshortest\n\n"

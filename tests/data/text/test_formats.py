@@ -25,6 +25,7 @@ def recognise(columns, *, has_chat_template=True, **config):
         (["instruction", "input", "output", "text"], "alpaca"),
         (["instruction", "output"], "alpaca"),
         (["text", "meta"], "text"),
+        (["input_ids", "attention_mask", "labels"], "tokens"),
     ],
 )
 def test_the_columns_tell_the_format(columns, name):
@@ -49,7 +50,7 @@ def test_unknown_columns_list_what_was_seen_and_what_is_known():
         recognise(["q", "a"])
     message = str(caught.value)
     assert "Columns seen: q, a." in message
-    for known in ("messages", "conversations", "prompt_completion", "alpaca", "text"):
+    for known in ("messages", "conversations", "prompt_completion", "alpaca", "text", "tokens"):
         assert known in message
     assert "data.prompt_column=question" in message
 
@@ -268,7 +269,6 @@ def test_roles_are_read_whatever_their_case():
     "columns,kind",
     [
         (["input", "preferred_output", "non_preferred_output"], "holds preferences"),
-        (["input_ids", "attention_mask"], "tokens in place of text"),
         (["segments"], "axolotl's input_output"),
         (["contents"], "Google's format"),
     ],

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+import shutil
 
+import pytest
+from chats_as_tokens import write_tokens
+from tiny_models import TINY
+
+from lowmem_ft.foundation.errors import ModelError
 from lowmem_ft.foundation.memory.memory_estimate import StepTime
 from lowmem_ft.planning.planner.run_length import run_length
 from lowmem_ft.recipe import load_recipe
@@ -31,3 +36,15 @@ def test_the_steps_that_a_recipe_names_are_all():
     length = run_length(load_recipe("tiny", ["training.max_steps=7"]), STEP)
     assert length.steps == 7
     assert length.tokens == pytest.approx(run_length(load_recipe("tiny"), STEP).tokens / 3, abs=1)
+
+
+def test_rows_of_tokens_are_counted_without_a_tokenizer(tmp_path):
+    config = tmp_path / "config_alone"
+    config.mkdir()
+    shutil.copy(TINY / "config.json", config)
+    tokens = write_tokens(tmp_path / "tokens.jsonl")
+    assert run_length(load_recipe("tiny", [f"model={config}", tokens]), STEP) == run_length(
+        load_recipe("tiny"), STEP
+    )
+    with pytest.raises(ModelError, match="No tokenizer could be read"):
+        run_length(load_recipe("tiny", [f"model={config}"]), STEP)

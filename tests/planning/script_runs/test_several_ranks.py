@@ -130,8 +130,7 @@ SCRIPTS = {
 
 @pytest.mark.parametrize(
     "name",
-    # FSDP2 takes the virtual device for this machine's accelerator where another test has registered it.
-    [name if name == "DDP" else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS],
+    [name if name in ("DDP", "FSDP2") else pytest.param(name, marks=pytest.mark.slow) for name in SCRIPTS],
 )
 def test_a_rank_takes_on_this_machine_what_its_estimate_says(script, name, monkeypatch):
     monkeypatch.setattr(AcceleratorState, "__init__", AcceleratorState.__init__)  # which some scripts replace
@@ -311,6 +310,10 @@ LACKS = {
     "package": (
         "def go():\n    import no_such_package\ngo()",
         r"needs the package no_such_package.*\(at train.py:2\)$",
+    ),
+    "part of a package": (
+        "import torch.no_such_part",
+        r"needs torch.no_such_part, which torch \d\S* does not have \(at train.py:1\)$",
     ),
     "processes": (
         "import os\nif not os.fork():\n    os._exit(0)\nos.wait()",

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pack_sequence, pad_packed_sequence
 
-from lowmem_ft.foundation.errors import ModelError
+from lowmem_ft.foundation.errors import ModelError, UserError
 from lowmem_ft.virtual_gpu.gpu import VirtualGPU
 
 
@@ -55,6 +55,7 @@ TRACED = {
     "max_pool": lambda: nn.MaxPool2d(2).cuda()(image()),
     "fractional_max_pool": lambda: nn.FractionalMaxPool2d(2, output_size=3).cuda()(image()),
     "adaptive_max_pool": lambda: nn.AdaptiveMaxPool2d(3).cuda()(image()),
+    "fractional_max_pool3d": lambda: nn.FractionalMaxPool3d(2, output_size=3)(real(2, 4, 8, 8, 8)),
     "batch_norm": lambda: nn.BatchNorm2d(4).cuda()(image()),
     "instance_norm": lambda: nn.InstanceNorm2d(4).cuda()(image()),
     "interpolate": lambda: F.interpolate(image(), scale_factor=2, mode="bicubic"),
@@ -65,10 +66,13 @@ TRACED = {
     "triplet_margin_loss": lambda: F.triplet_margin_loss(real(4, 8), real(4, 8), real(4, 8)),
     "svd": lambda: torch.linalg.svd(real(6, 6))[1],
     "solve": lambda: torch.linalg.solve(real(4, 4), real(4, 2)),
+    "lstsq": lambda: torch.linalg.lstsq(real(2, 6, 4), real(2, 6, 3))[0],
     "fft": lambda: torch.fft.rfft(real(4, 16)).abs(),
     "cumprod": lambda: real(4, 8).cumprod(1),
     "median": lambda: real(4, 8).median(1)[0],
     "scatter_reduce": lambda: real(4, 8).scatter_reduce(1, whole(8, 4, 3), real(4, 3), "amax"),
+    "gamma": lambda: torch.distributions.Gamma(real(4).exp(), real(4).exp()).rsample(),
+    "dirichlet": lambda: torch.distributions.Dirichlet(real(4).exp()).rsample(),
     "rrelu": lambda: nn.RReLU().cuda()(real(4, 8)),
     "adaptive_softmax": lambda: nn.AdaptiveLogSoftmaxWithLoss(8, 20, [5, 10]).cuda()(
         real(6, 8), whole(20, 6)
@@ -103,6 +107,23 @@ def test_an_operator_is_traced_with_its_gradient(program):
     with VirtualGPU("t4") as gpu:
         program().float().sum().backward()
     assert gpu.report().allocated_peak_bytes
+
+
+@pytest.mark.parametrize("shapes", [((6, 4), (6, 3)), ((2, 6, 4), (2, 6)), ((4, 6), (4, 1))], ids=str)
+def test_least_squares_have_the_shapes_of_a_real_run(shapes):
+    real_ones = torch.linalg.lstsq(*(torch.randn(shape) for shape in shapes), driver="gels")
+    with VirtualGPU("t4") as gpu:
+        traced = torch.linalg.lstsq(*(torch.randn(shape, device="cuda") for shape in shapes))
+    assert [each.shape for each in traced] == [each.shape for each in real_ones]
+    assert not gpu.trace().assumed_largest
+
+
+def test_layers_without_sizes_are_refused_in_a_line():
+    with (
+        pytest.raises(UserError, match="such as LazyLinear, which makes them at the first batch"),
+        VirtualGPU(),
+    ):
+        nn.LazyLinear(4)
 
 
 @pytest.mark.parametrize("words, program", REFUSED.items(), ids=REFUSED)
