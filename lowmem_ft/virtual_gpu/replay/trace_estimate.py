@@ -143,7 +143,7 @@ def estimate_on_gpu(
         allowed_bytes=context.allowed_bytes,
         limit_bytes=min(budget.device_bytes or gpu.available_bytes, gpu.available_bytes),
     )
-    held, others = room.held(), gpu.held_by_others_bytes
+    held = room.held()
     reserved_peak = replays.reserved_peak_bytes if held is None else held.peak_bytes
     process = room.process_peak(reserved_peak + room.outside_bytes)
     uncertainty = uncertainty_on_gpu(
@@ -162,12 +162,7 @@ def estimate_on_gpu(
     estimate = _estimate(
         trace,
         replays.tensor_peaks,
-        gpu=DeviceLimit(
-            name=gpu.name,
-            memory_bytes=gpu.memory_bytes,
-            held_by_others_bytes=others or 0,
-            context_is_estimate=gpu.context_is_estimate,
-        ),
+        gpu=_limit_of(gpu),
         reserved_peak_bytes=reserved_peak,
         process_peak_bytes=process,
         paged_peak_bytes=process - reserved_peak - room.outside_bytes,
@@ -184,15 +179,25 @@ def estimate_on_gpu(
         ),
         processes=context.processes and _processes(trace, gpu, context.processes),
         choices=(*trace.choices, *_choices_of_allocator(held)),
-        not_modelled=(
-            *([OTHERS] if others is None else []),
-            *NOT_MODELLED,
-            *_convolutions_in_words(trace),
-            *context.not_modelled,
-        ),
+        not_modelled=(*_not_modelled(trace, gpu), *context.not_modelled),
         trace_seconds=trace_seconds,
     )
     return with_compiled_code(estimate) if context.is_compiled else estimate
+
+
+def _limit_of(gpu: Gpu) -> DeviceLimit:
+    return DeviceLimit(
+        name=gpu.name,
+        memory_bytes=gpu.memory_bytes,
+        held_by_others_bytes=gpu.held_by_others_bytes or 0,
+        context_is_estimate=gpu.context_is_estimate,
+    )
+
+
+def _not_modelled(trace: Trace, gpu: Gpu) -> tuple[str, ...]:
+    """Return what an estimate leaves out of a trace on such a GPU."""
+    others = () if gpu.held_by_others_bytes is not None else (OTHERS,)
+    return (*others, *NOT_MODELLED, *_convolutions_in_words(trace))
 
 
 def _convolutions_in_words(trace: Trace) -> Iterator[str]:
