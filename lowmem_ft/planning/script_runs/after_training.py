@@ -47,8 +47,6 @@ _ENDS = (
     ("socket", "socket", "bind", "waits for connections"),
     ("time", "", "sleep", "waits"),
     ("sqlite3", "", "connect", "opens a database"),
-    ("pyarrow.parquet.core", "ParquetWriter", "__init__", "writes a file in C++"),
-    ("pandas.io.parquet", "", "to_parquet", "writes a file in C++"),
 )
 """Module, class and functions, and what a script does by them."""
 

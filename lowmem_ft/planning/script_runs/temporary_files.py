@@ -1,7 +1,7 @@
 """Redirected files of a script that is only estimated: it writes to a temporary folder, and deletes or moves nothing.
 
 A path that was written is read from there again. Caches of the libraries are written as usual; so are files that C code
-or another process writes by itself.
+or another process writes by itself, apart from Parquet's, in which TRL's trainers keep completions.
 """
 
 from __future__ import annotations
@@ -99,6 +99,10 @@ class FilesKeptAway:
             *_SAVERS,
             (_TOKENIZERS, "PreTrainedTokenizerBase", "save_pretrained", self._save_tokenizer),
             (_TOKENIZERS, "PreTrainedTokenizerBase", "from_pretrained", self._load_tokenizer),
+            ("pandas", "DataFrame", "to_parquet", self._write_table),
+            ("pandas", "", "read_parquet", self._read_table),
+            ("pyarrow.parquet", "ParquetWriter", "__init__", self._write_table),
+            ("pyarrow.parquet", "", "read_table", self._read_table),
             ("accelerate.accelerator", "Accelerator", "save_state", _save_state),
             ("accelerate.accelerator", "Accelerator", "load_state", self._load_state),
         ):
@@ -166,6 +170,14 @@ class FilesKeptAway:
         self, load: Callable[..., Any], kind: Any, name: Any, *args: Any, **kwargs: Any
     ) -> Any:
         return load(kind, self._written_or_itself(name), *args, **kwargs)
+
+    def _write_table(
+        self, write: Callable[..., Any], table: Any, path: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        return write(table, self.place_of(path, is_written=True), *args, **kwargs)
+
+    def _read_table(self, read: Callable[..., Any], path: Any, *args: Any, **kwargs: Any) -> Any:
+        return read(self._written_or_itself(path), *args, **kwargs)
 
     def _load_state(
         self, load: Callable[..., Any], accelerator: Any, folder: Any = None, *args: Any, **kwargs: Any

@@ -129,6 +129,8 @@ def test_a_model_that_is_loaded_beside_the_trained_one_counts(script):
 
 MOVES = """
     import os, pathlib, shutil, tempfile
+    import pandas
+    import pyarrow.parquet
     import torch
     from safetensors import safe_open
     from safetensors.torch import load_model, save_model
@@ -161,6 +163,12 @@ MOVES = """
     os.replace(file.name, "kept.txt")
     assert open("kept.txt").read() == "new"
     shutil.move(tempfile.mkdtemp(), "moved")
+
+    os.makedirs("tables", exist_ok=True)
+    pandas.DataFrame({"a": [1, 2]}).to_parquet("tables/one.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"a": [3]}), os.path.abspath("tables/two.parquet"))
+    assert [*pandas.read_parquet("tables/one.parquet").a] == [1, 2]
+    assert pyarrow.parquet.read_table("tables/two.parquet").num_rows == 1
     os.utime("train.py", (0, 0))
 
     optimizer = torch.optim.SGD(model.parameters())
@@ -213,7 +221,6 @@ AFTER = {
     "HTTPServer(('127.0.0.1', 0), BaseHTTPRequestHandler)": "is seen up to where it waits for connections",
     "while True: time.sleep(60)": "is seen up to where it waits",
     "os._exit(0)": "is seen up to where it ends its process",
-    "import pandas; pandas.DataFrame({'a': [1]}).to_parquet('ran')": "is seen up to where it writes a file in C++",
     LARGE: 'is seen up to where it loads a model of which device_map="auto" leaves a part on the host',
     "trainer.train()": "is seen up to where it trains again",
     "while True: trainer.model(torch.ones(1, 8).cuda(), 0)": "is seen up to where it calls a model for the 17th time",
